@@ -1,0 +1,92 @@
+# Everything below needs only make and Python 3.11 or later; `make help` lists the targets.
+# pip's own environment variables (PIP_FIND_LINKS, PIP_INDEX_URL, …) work as always.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL: # one pip at a time in .venv
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+THIS := --no-deps --no-build-isolation --force-reinstall --quiet
+# The directories are listed as well: their time changes when a file is deleted or renamed.
+SOURCES := pyproject.toml README.md LICENSE $(shell find asyncsync transports collectors -name __pycache__ -prune -o -print)
+# Python must not find the checkout where the installed package is meant.
+INSTALLED := env -u PYTHONPATH -u PYTHONHOME ASYNCSYNC_SOURCE="$(CURDIR)"
+
+.PHONY: help
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-7s %s\n' "$$name" "$$text"; done
+	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest"
+
+.PHONY: demo
+demo: $(VENV)/.installed ## a trainer and its workers, on this machine
+	@$(BIN)/asyncsync demo
+
+.PHONY: bench
+bench: $(VENV)/.installed ## measure, beside others in the same run
+	@$(BIN)/asyncsync bench
+
+# Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
+.PHONY: test
+test: $(VENV)/.dev-deps $(VENV)/.installed ## the whole suite against the installed package
+	@dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
+	for name in tests examples benchmarks pyproject.toml; do if [ -e $$name ]; then cp -R $$name "$$dir"; fi; done; \
+	cd "$$dir"; $(INSTALLED) $(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: ## the long tests
+	@$(MAKE) --no-print-directory test PYTEST_ARGS='-m soak --timeout=3600 $(PYTEST_ARGS)'
+
+# mypy checks the installed package, from a directory where it cannot see the sources: in them asyncsync has no transports.
+.PHONY: lint
+lint: $(VENV)/.dev-deps $(VENV)/.installed ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@cd $(VENV); env -u MYPYPATH $(INSTALLED) $(BIN)/mypy --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" -p asyncsync
+
+.PHONY: dev
+dev: $(VENV)/.dev-deps ## an editable install in .venv, with every tool (the other targets put a plain one in its place)
+	@rm -f $(VENV)/.installed
+	@$(PIP) install $(THIS) --editable .
+
+.PHONY: clean
+clean: ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps. Each has the time at which its recipe started, so that a file edited while pip runs is newer, and gets its name when
+# the recipe has ended, so that an interrupted pip leaves none. A build/ left behind would bring back deleted files.
+define begin
+rm -rf $@ build; touch $@.start
+endef
+define end
+rm -rf build; mv $@.start $@
+endef
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("asyncsync needs Python 3.11 or later, this is " + sys.version.split()[0] + "; set PYTHON=…")'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# Slow, and needed again only when the requirements change. asyncsync itself comes along; .installed keeps it current.
+$(VENV)/.run-deps: pyproject.toml constraints.txt | $(VENV)/.created
+	@$(begin)
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation '.[cli,uvloop]'
+	@$(end)
+
+$(VENV)/.dev-deps: $(VENV)/.run-deps
+	@$(begin)
+	$(INSTALL) --no-build-isolation '.[dev]'
+	@$(end)
+
+$(VENV)/.installed: $(SOURCES) $(VENV)/.run-deps
+	@$(begin)
+	@$(PIP) install $(THIS) .
+	@$(end)

@@ -1,0 +1,1 @@
+"""Collectors: environments stepped in parallel by workers whose policy follows the trainer."""

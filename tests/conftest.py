@@ -1,0 +1,83 @@
+"""Fixtures for every test: nothing may be left behind, and socket tests may ask for both event loops.
+
+tests/ is no package. pytest puts each test file's directory on sys.path (its default import mode) and, because of
+pyproject.toml's `pythonpath`, tests/ itself. What tests share, and every function that a process is spawned with, is in
+`helpers` and is imported as `from helpers.… import …`: multiprocessing hands sys.path to its children, so they find it.
+Two test files need two names, also when they lie in different directories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from multiprocessing.util import Finalize
+
+import pytest
+import uvloop
+import zmq
+
+from helpers.leaks import no_leaks, no_tasks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run, and its children, a temporary directory of its own: what appears in it is this run's."""
+    shared = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # tmp_path stays where one looks for it after a failure
+    private = tempfile.mkdtemp(prefix="t-")  # short: a Unix socket's path has 107 bytes
+    os.environ["TMPDIR"] = tempfile.tempdir = private
+    # At exit, after multiprocessing has removed its own directory in there (priority -100).
+    Finalize(None, shutil.rmtree, args=(private,), kwargs={"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("both_loops"):
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _process_wide() -> None:
+    """Have the libraries open, before anything is counted, what they open once per process and keep."""
+    uvloop.new_event_loop().close()  # libuv's signal pipe
+    with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
+        a.bind("inproc://warm")
+        b.connect("inproc://warm")
+        a.send(bytearray(1 << 17), copy=False)  # pyzmq's collector thread, with a context of its own
+        b.recv()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_leaks_by_session(_process_wide: None) -> Iterator[None]:
+    with no_leaks("the session's fixtures"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_leaks_by_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with no_leaks(f"the module's fixtures in {request.path.name}"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks_by_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    # Set up first and taken down last: after the test's own fixtures, and after its loop has been closed.
+    with no_leaks(request.node.name):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_tasks_by_test(_no_leaks_by_test: None, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("asyncio"):  # pytest-asyncio's auto mode marks every async test
+        request.getfixturevalue("_no_tasks_at_the_end")
+
+
+@pytest.fixture
+async def _no_tasks_at_the_end(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    # The first async fixture of its loop, hence taken down after the others have ended their tasks.
+    yield
+    await no_tasks(request.node.name)

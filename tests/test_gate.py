@@ -1,0 +1,1323 @@
+"""The gate: no reader ever sees a model change, whichever threads and tasks read, and no update waits for ever.
+
+The oracle: every tensor of `Model` holds the number of the version, so a forward that finds two numbers, or another one
+at its end than at its beginning, was torn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import copy
+import gc
+import io
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from asyncsync import gate as gate_module
+from asyncsync.errors import AckTimeout
+from asyncsync.gate import Gate, Hold
+
+pytestmark = pytest.mark.timeout(60)
+LONG = 10.0  # seconds that nothing here comes near, unless it hangs
+
+
+class TornRead(AssertionError):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self, tensors: int = 4) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(3), requires_grad=False) for _ in range(tensors))
+
+    def version(self) -> int:
+        seen = {int(value) for weight in self.weights for value in weight}
+        if len(seen) != 1:
+            raise TornRead(f"versions {sorted(seen)} side by side")
+        return seen.pop()
+
+    def forward(self, inside: Callable[[], object] = lambda: None) -> int:
+        before = self.version()
+        inside()
+        after = self.version()
+        if before != after:
+            raise TornRead(f"version {before} became {after} under a reader")
+        return before
+
+    def write(self, version: int, between: Callable[[], object] = lambda: None) -> None:
+        for weight in self.weights:
+            weight.fill_(version)
+            between()
+
+
+class ApplyAtOnce(Gate):
+    """A broken gate, to see the oracle bark."""
+
+    def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        update()
+        done(None)
+
+
+class Done(list[BaseException | None]):
+    """A `done` callback that keeps what it was called with."""
+
+    def __call__(self, error: BaseException | None) -> None:
+        self.append(error)
+
+
+class Reader:
+    """A hold, or a forward, in a thread of its own, from `with` until leave()."""
+
+    def __init__(self, gate: Gate, model: Model | None = None) -> None:
+        self.entered, self._go = threading.Event(), threading.Event()
+        self._pool = ThreadPoolExecutor(1, "reader")
+        self._run = self._pool.submit(self._hold, gate) if model is None else self._pool.submit(model, self._stay)
+
+    def _hold(self, gate: Gate) -> None:
+        with gate.hold():
+            self._stay()
+
+    def _stay(self) -> None:
+        self.entered.set()
+        assert self._go.wait(LONG)
+
+    @property
+    def name(self) -> str:
+        return next(thread.name for thread in self._pool._threads)
+
+    def leave(self) -> None:
+        self._go.set()
+        self._run.result(LONG)
+
+    def __enter__(self) -> Reader:
+        assert self.entered.wait(LONG)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._go.set()
+        self._pool.shutdown()
+        self._run.result(LONG)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def gate(model: Model) -> Iterator[Gate]:
+    gate = Gate(patience=LONG)
+    gate.attach(model)
+    yield gate
+    gate.detach()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads that, unlike asyncio.to_thread, inherit no context."""
+    with ThreadPoolExecutor(4, "stranger") as pool:
+        yield pool
+
+
+@pytest.fixture
+def no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting reader looks again only when it is woken."""
+    monkeypatch.setattr(gate_module, "_TICK", 2 * LONG)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.0005)
+
+
+def waiting(gate: Gate) -> int:
+    return len(gate._changed._waiters) + len(gate._waiters)
+
+
+@contextlib.contextmanager
+def often_switching() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def until_waiting(gate: Gate, count: int) -> None:
+    while waiting(gate) < count:  # noqa: ASYNC110 - the gate has no event for it
+        await asyncio.sleep(0)
+
+
+def in_new_context(call: Callable[[], object]) -> Any:
+    return contextvars.Context().run(call)
+
+
+# An update and its readers
+
+
+def test_an_update_is_applied_at_once_when_nobody_reads(gate: Gate, model: Model) -> None:
+    done, threads = Done(), []
+    gate.offer(lambda: (threads.append(threading.get_ident()), model.write(1))[1], done)
+    assert (model(), done, gate.pending, threads) == (1, [None], False, [threading.get_ident()])
+
+
+@pytest.mark.parametrize("kind", ["hold", "forward"])
+def test_the_last_reader_to_leave_applies_in_its_own_thread(kind: str, gate: Gate, model: Model) -> None:
+    applied_in: list[str] = []
+    done = Done()
+
+    def update() -> None:
+        applied_in.append(threading.current_thread().name)
+        model.write(1)
+
+    argument = None if kind == "hold" else model
+    with Reader(gate, argument) as first, Reader(gate, argument) as last:
+        gate.offer(update, done)
+        assert gate.pending
+        assert gate.readers == 2
+        first.leave()
+        assert not applied_in
+        assert model.version() == 0
+        last.leave()
+        assert (applied_in, done, gate.readers, gate.pending) == ([last.name], [None], 0, False)
+    assert model() == 1
+
+
+def test_a_newer_update_replaces_a_pending_one_whose_done_is_never_called(gate: Gate, model: Model) -> None:
+    old, new = Done(), Done()
+    with gate.hold():
+        gate.offer(lambda: model.write(1), old)
+        gate.offer(lambda: model.write(2), new)
+    assert (model(), old, new) == (2, [], [None])
+
+
+def test_a_withdrawn_update_is_not_applied(gate: Gate, model: Model) -> None:
+    done = Done()
+    assert not gate.withdraw()
+    with gate.hold():
+        gate.offer(lambda: model.write(1), done)
+        assert gate.withdraw()
+        assert not gate.pending
+        assert not gate.withdraw()
+    assert (model(), done) == (0, [])
+
+
+def test_a_withdrawal_lets_the_waiting_readers_in(
+    gate: Gate, model: Model, pool: ThreadPoolExecutor, no_ticks: None
+) -> None:
+    with Reader(gate):
+        gate.offer(lambda: model.write(1), Done())
+        stranger = pool.submit(model)
+        until(lambda: waiting(gate))
+        gate.withdraw()
+        assert stranger.result(LONG) == 0
+
+
+def test_readers_wait_while_an_update_is_being_applied(
+    gate: Gate, model: Model, pool: ThreadPoolExecutor, no_ticks: None
+) -> None:
+    half, go = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        model.write(1, between=lambda: (half.set(), go.wait(LONG)))
+
+    offered = pool.submit(gate.offer, slowly, Done())
+    assert half.wait(LONG)
+    gate.bind()  # the loop thread waits for the short copy, too
+    threading.Thread(target=lambda: (until(lambda: waiting(gate) == 2), go.set())).start()
+    stranger = pool.submit(model)
+    assert model() == 1
+    assert stranger.result(LONG) == 1
+    offered.result(LONG)
+
+
+def test_an_update_that_calls_the_model_does_not_deadlock(gate: Gate, model: Model) -> None:
+    seen: list[int] = []
+
+    def update() -> None:
+        seen.append(model())
+        model.write(1)
+        with gate.hold():
+            seen.append(model())
+
+    done = Done()
+    gate.offer(update, done)
+    assert (seen, done, gate.readers) == ([0, 1], [None], 0)
+
+
+def test_an_update_that_is_offered_during_an_apply_is_applied_afterwards(gate: Gate, model: Model) -> None:
+    order: list[str] = []
+
+    def first() -> None:
+        gate.offer(lambda: (order.append("second"), model.write(2))[1], lambda error: order.append("second done"))
+        model.write(1)
+        order.append("first")
+
+    gate.offer(first, lambda error: order.append("first done"))
+    assert order == ["first", "first done", "second", "second done"]
+    assert model() == 2
+
+
+def test_done_may_offer_the_next_update(gate: Gate, model: Model) -> None:
+    done = Done()
+    gate.offer(lambda: model.write(1), lambda error: gate.offer(lambda: model.write(2), done))
+    assert (model(), done) == (2, [None])
+
+
+# Who waits
+
+
+def test_an_outermost_reader_in_another_thread_lets_a_pending_update_go_first(
+    gate: Gate, model: Model, pool: ThreadPoolExecutor, no_ticks: None
+) -> None:
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), Done())
+        stranger = pool.submit(model)
+        until(lambda: waiting(gate))
+        assert not stranger.done()
+        reader.leave()
+        assert stranger.result(LONG) == 1
+
+
+@pytest.mark.parametrize("kind", ["hold", "forward"])
+def test_patience_ends_with_an_error_that_says_why(kind: str, pool: ThreadPoolExecutor, model: Model) -> None:
+    gate = Gate(patience=0.1)
+    gate.attach(model)
+
+    def enter() -> None:
+        with gate.hold():
+            pass
+
+    with Reader(gate):
+        gate.offer(lambda: model.write(1), Done())
+        start = time.monotonic()
+        with pytest.raises(AckTimeout, match=r"pending for 0\.1 s .* 1 reader.* reader_0.*hold\(\)"):
+            pool.submit(enter if kind == "hold" else model).result(LONG)
+        assert time.monotonic() - start >= 0.1
+        assert gate.readers == 1
+        assert gate.pending
+    assert model() == 1
+    gate.detach()
+
+
+async def test_patience_ends_for_an_async_hold_too() -> None:
+    gate = Gate(patience=0.1)
+    with Reader(gate):
+        gate.offer(lambda: None, Done())
+        with pytest.raises(AckTimeout, match="1 reader"):
+            async with gate.hold():
+                pass
+        assert gate.readers == 1
+        assert waiting(gate) == 0
+
+
+def test_patience_also_ends_a_wait_for_an_apply_that_blocks(pool: ThreadPoolExecutor) -> None:
+    gate, started, go = Gate(patience=0.1), threading.Event(), threading.Event()
+    offered = pool.submit(gate.offer, lambda: (started.set(), go.wait(LONG))[0], Done())
+    assert started.wait(LONG)
+    with pytest.raises(AckTimeout, match="writing it for"), gate.hold():
+        pass
+    go.set()
+    offered.result(LONG)
+
+
+def test_nested_readers_never_wait(gate: Gate, model: Model) -> None:
+    with Reader(gate), gate.hold():
+        gate.offer(lambda: model.write(1), Done())
+        with gate.hold(), gate.hold():
+            assert model() == 0
+            assert gate.readers == 4
+        assert gate.pending
+    assert model() == 1
+
+
+def test_an_attached_module_inside_an_attached_module_never_waits(gate: Gate, model: Model) -> None:
+    inner = Model()
+    gate.attach(inner)
+    with Reader(gate):
+        model(lambda: (gate.offer(lambda: model.write(1), Done()), inner()))
+    assert model() == 1
+
+
+def test_holds_of_two_gates_may_be_interleaved(model: Model) -> None:
+    gate, other = Gate(patience=LONG), Gate(patience=LONG)
+    with Reader(gate), Reader(other), gate.hold(), other.hold():
+        gate.offer(lambda: model.write(1), Done())
+        other.offer(lambda: None, Done())
+        with gate.hold(), other.hold():
+            assert (gate.readers, other.readers) == (3, 3)
+    assert model.version() == 1
+
+
+async def test_a_hold_in_to_thread_is_nested_while_the_parents_is_open(gate: Gate, model: Model) -> None:
+    async with gate.hold():
+        gate.offer(lambda: model.write(1), Done())
+        assert await asyncio.to_thread(model) == 0
+    assert model() == 1
+
+
+async def test_a_child_task_is_nested_and_protects_after_its_parent_has_left(gate: Gate, model: Model) -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def child() -> int:
+        async with gate.hold():
+            entered.set()
+            before = model.version()
+            await leave.wait()
+            assert model.version() == before
+            return before
+
+    async with gate.hold():
+        gate.offer(lambda: model.write(1), Done())
+        task = asyncio.create_task(child())
+        await entered.wait()
+    assert gate.pending, "the inner hold outlives the outer one"
+    leave.set()
+    assert await task == 0
+    assert model() == 1
+
+
+def test_an_inherited_token_is_void_once_its_hold_is_closed(
+    gate: Gate, model: Model, pool: ThreadPoolExecutor, no_ticks: None
+) -> None:
+    with gate.hold():
+        inherited = contextvars.copy_context()
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), Done())
+        late = pool.submit(inherited.run, model)
+        until(lambda: waiting(gate))
+        reader.leave()
+        assert late.result(LONG) == 1
+
+
+def test_a_thread_does_not_wait_for_itself(gate: Gate, model: Model) -> None:
+    with gate.hold():
+        gate.offer(lambda: model.write(1), Done())
+        assert in_new_context(model) == 0, "as another task of the loop in this thread would call it"
+    assert model() == 1
+
+
+def test_the_loop_thread_never_waits_for_readers(gate: Gate, model: Model) -> None:
+    gate.bind()
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), Done())
+        assert model() == 0
+        with gate.hold():
+            assert gate.readers == 2
+            reader.leave()
+            assert gate.pending
+        assert not gate.pending
+    assert model() == 1
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_reader_that_finds_only_left_behind_entries_applies_the_update_itself(
+    bound: bool, gate: Gate, model: Model
+) -> None:
+    if bound:
+        gate.bind()
+
+    def interrupted() -> None:
+        gate.offer(lambda: model.write(1), Done())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model(interrupted)
+    assert gate.pending
+    assert model() == 1
+
+
+# async with
+
+
+async def test_an_async_hold_waits_without_blocking_its_loop(gate: Gate, model: Model, no_ticks: None) -> None:
+    async def read() -> int:
+        async with gate.hold():
+            return model()
+
+    gate.bind()
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), Done())
+        task = asyncio.create_task(read())
+        await until_waiting(gate, 1)
+        assert not task.done()
+        threading.Timer(0.05, reader.leave).start()  # by then the loop sleeps and must be woken
+        assert await asyncio.wait_for(task, LONG / 2) == 1  # before the waiter's own deadline
+    assert waiting(gate) == 0
+
+
+@pytest.mark.both_loops
+async def test_tasks_of_one_loop_let_an_update_through_between_them(gate: Gate, model: Model, no_ticks: None) -> None:
+    gate.bind()
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def first() -> int:
+        async with gate.hold():
+            entered.set()
+            await leave.wait()
+            return model()
+
+    async def second() -> int:
+        async with gate.hold():
+            return model()
+
+    one = asyncio.create_task(first())
+    await entered.wait()
+    gate.offer(lambda: model.write(1), Done())
+    two = asyncio.create_task(second())
+    await until_waiting(gate, 1)
+    leave.set()
+    assert await asyncio.wait_for(asyncio.gather(one, two), LONG) == [0, 1]
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind_and_the_others_still_wake(
+    gate: Gate, model: Model, no_ticks: None
+) -> None:
+    async def read() -> int:
+        async with gate.hold():
+            return model()
+
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), Done())
+        cancelled, other = asyncio.create_task(read()), asyncio.create_task(read())
+        await until_waiting(gate, 2)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert (waiting(gate), gate.readers) == (1, 1)
+        reader.leave()
+        assert await asyncio.wait_for(other, LONG) == 1
+    assert (waiting(gate), gate.readers) == (0, 0)
+
+
+async def test_a_waiter_that_is_cancelled_as_it_wakes_loses_no_update(gate: Gate, model: Model) -> None:
+    async def read() -> None:
+        async with gate.hold():
+            await asyncio.Event().wait()
+
+    done = Done()
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), done)
+        task = asyncio.create_task(read())
+        await until_waiting(gate, 1)
+        reader.leave()
+        task.cancel()  # the wake-up is already scheduled
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert (done, gate.readers, model()) == ([None], 0, 1)
+
+
+def test_a_leaver_is_not_disturbed_by_a_waiter_whose_loop_is_closed(gate: Gate, model: Model) -> None:
+    async def read() -> None:
+        async with gate.hold():
+            pass
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # "Task was destroyed but it is pending"
+    done = Done()
+    with Reader(gate) as reader:
+        gate.offer(lambda: model.write(1), done)
+        task = loop.create_task(read())
+        while not waiting(gate):
+            loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        reader.leave()
+    assert (done, model()) == ([None], 1)
+    assert waiting(gate) == 0
+    task.get_coro().close()
+
+
+async def test_an_async_generator_may_leave_its_hold_in_another_context(gate: Gate, model: Model) -> None:
+    async def rollouts() -> AsyncIterator[int]:
+        async with gate.hold():
+            while True:
+                yield model()
+
+    generator = rollouts()
+    await asyncio.create_task(anext(generator))
+    gate.offer(lambda: model.write(1), Done())
+    assert gate.pending
+    await asyncio.create_task(generator.aclose())
+    assert (gate.readers, model()) == (0, 1)
+
+
+# Holds
+
+
+def test_an_open_hold_cannot_be_entered_again(gate: Gate) -> None:
+    hold = gate.hold()
+    with hold, pytest.raises(RuntimeError, match="open already"), hold:
+        pass
+    assert gate.readers == 0
+
+
+def test_a_hold_that_is_thrown_away_open_no_longer_counts(gate: Gate, model: Model) -> None:
+    hold: Hold | None = gate.hold()
+    assert hold is not None
+    hold.__enter__()
+    gate.offer(lambda: model.write(1), Done())
+    gate.poll()
+    assert gate.pending
+    hold = None
+    gc.collect()
+    gate.poll()
+    assert not gate.pending
+    assert model() == 1
+
+
+def test_a_generator_collected_while_the_gate_is_locked_leaves_its_hold(gate: Gate, model: Model) -> None:
+    def rollouts() -> Iterator[int]:
+        with gate.hold():
+            while True:
+                yield model()
+
+    generator = rollouts()
+    next(generator)
+    gate.offer(lambda: model.write(1), Done())
+    with gate._mutex:  # where a garbage collection may come
+        generator.close()
+    assert (gate.readers, model()) == (0, 1)
+
+
+class Interrupted(Gate):
+    """KeyboardInterrupt comes just after a reader has been let in."""
+
+    def _enter(self, entry: Any) -> None:
+        super()._enter(entry)
+        raise KeyboardInterrupt
+
+    async def _enter_async(self, entry: Any) -> None:
+        await super()._enter_async(entry)
+        raise asyncio.CancelledError
+
+
+async def test_an_interrupt_while_entering_leaves_no_reader_behind() -> None:
+    gate = Interrupted()
+    hold, waiter = gate.hold(), gate.hold()
+    with pytest.raises(KeyboardInterrupt):
+        hold.__enter__()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter.__aenter__()
+    assert gate.readers == 0
+
+
+def test_reading_again_and_again_keeps_nothing_alive(gate: Gate, model: Model) -> None:
+    def entries() -> int:
+        return sum(type(thing) is gate_module._Entry for thing in gc.get_objects())
+
+    gc.collect()
+    before = entries()
+    for _ in range(50):
+        with gate.hold(), gate.hold():
+            model()
+        in_new_context(model)
+    assert entries() <= before + 3
+
+
+def test_a_users_exception_is_not_masked(gate: Gate, model: Model) -> None:
+    def fails() -> None:
+        raise OSError("the update's")
+
+    def read() -> None:
+        gate.offer(fails, Done())
+        raise LookupError("the user's")
+
+    with pytest.raises(LookupError, match="the user's"), gate.hold():
+        read()
+    with pytest.raises(LookupError, match="the user's"):
+        model(read)
+    assert (gate.readers, gate.pending) == (0, False)
+
+
+# Forwards that end abnormally
+
+
+def test_a_forward_that_raises_is_no_longer_counted(gate: Gate, model: Model) -> None:
+    with pytest.raises(ZeroDivisionError):
+        model(lambda: 1 / 0)
+    assert gate.readers == 0
+
+
+@pytest.mark.parametrize("how", ["offer", "poll", "waiting reader", "leaving reader"])
+def test_a_forward_ended_by_keyboard_interrupt_is_cleared(
+    how: str, gate: Gate, model: Model, pool: ThreadPoolExecutor
+) -> None:
+    def interrupted() -> None:
+        if how != "offer":
+            gate.offer(lambda: model.write(1), Done())
+        raise KeyboardInterrupt
+
+    with Reader(gate) as reader:
+        with pytest.raises(KeyboardInterrupt):  # torch runs no hook then
+            pool.submit(model, interrupted).result(LONG)
+        assert gate.readers == 2
+        if how == "waiting reader":
+            stranger = pool.submit(model)
+            until(lambda: gate.readers == 1)
+        if how == "leaving reader":
+            reader.leave()
+            assert gate.readers == 0
+    if how == "offer":
+        gate.offer(lambda: model.write(1), Done())
+    if how == "poll":
+        gate.poll()
+    if how == "waiting reader":
+        assert stranger.result(LONG) == 1
+    assert not gate.pending
+    assert model() == 1
+
+
+def test_a_forward_whose_thread_is_gone_is_cleared(gate: Gate, model: Model) -> None:
+    def ends() -> None:
+        raise SystemExit
+
+    def run() -> None:
+        with contextlib.suppress(SystemExit):
+            model(ends)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(LONG)
+    assert gate.readers == 1
+    gate.offer(lambda: model.write(1), Done())
+    assert model() == 1
+
+
+def test_a_forward_that_is_running_is_never_taken_for_an_ended_one(gate: Gate, model: Model) -> None:
+    def busy() -> Iterator[int]:  # a generator's frame leaves and enters the stack all the time
+        while not go.is_set():
+            yield 1
+
+    def consume() -> None:
+        started.set()
+        for _ in busy():
+            pass
+
+    go, started = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool, often_switching():
+        forward = pool.submit(model, consume)
+        assert started.wait(LONG)
+        gate.offer(lambda: model.write(1), Done())
+        for _ in range(20_000):
+            gate.poll()
+        still = gate.readers
+        go.set()
+        assert forward.result(LONG) == 0
+        assert still == 1
+    assert model() == 1
+
+
+@pytest.mark.parametrize("prepend", [True, False])
+def test_a_foreign_pre_hook_that_raises_closes_nobody_elses_entry(prepend: bool, gate: Gate, model: Model) -> None:
+    def foreign(module: nn.Module, args: Any) -> None:
+        raise ConnectionError
+
+    def call() -> None:
+        handle = model.register_forward_pre_hook(foreign, prepend=prepend)
+        with pytest.raises(ConnectionError):
+            model()
+        handle.remove()
+        assert gate.readers == 1, "that of the outer call"
+
+    model(call)
+    assert gate.readers == 0
+
+
+def test_a_module_that_calls_itself_is_counted_once_per_call(gate: Gate, model: Model) -> None:
+    seen: list[int] = []
+
+    def record() -> None:
+        seen.append(gate.readers)
+
+    model(lambda: (record(), model(lambda: (record(), model(record), record())), record()))
+    assert seen == [1, 2, 3, 2, 1]
+    assert gate.readers == 0
+
+
+# Updates that raise
+
+
+def test_an_update_that_raises_is_dropped_and_readers_go_on(gate: Gate, model: Model) -> None:
+    def fails() -> None:
+        raise OSError("no weights")
+
+    done = Done()
+    with gate.hold():
+        gate.offer(fails, done)
+    assert [str(error) for error in done] == ["no weights"]
+    assert (model(), gate.pending) == (0, False)
+    gate.offer(lambda: model.write(1), done)
+    assert (model(), done[1:]) == (1, [None])
+
+
+def interrupted_write(model: Model, version: int) -> Callable[[], None]:
+    """An update that KeyboardInterrupt hits halfway, the first time."""
+    interrupts = [KeyboardInterrupt()]
+
+    def between() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    return lambda: model.write(version, between)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_nobody_reads_a_model_that_an_interrupt_left_half_written(
+    bound: bool, gate: Gate, model: Model, pool: ThreadPoolExecutor
+) -> None:
+    if bound:
+        pool.submit(gate.bind).result(LONG)
+    done = Done()
+    with pytest.raises(KeyboardInterrupt), gate.hold():
+        gate.offer(interrupted_write(model, 1), done)
+    with pytest.raises(TornRead):
+        model.version()
+    assert (gate.readers, gate.pending, done) == (0, True, [])
+    assert not gate.withdraw(), "the model needs it"
+    assert pool.submit(model).result(LONG) == 1
+    assert (gate.pending, done) == (False, [None])
+
+
+async def test_an_async_hold_completes_an_interrupted_update_first(gate: Gate, model: Model) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        gate.offer(interrupted_write(model, 1), Done())
+    async with gate.hold():
+        assert model.version() == 1
+
+
+def test_a_newer_update_makes_an_interrupted_one_whole(gate: Gate, model: Model) -> None:
+    old, new = Done(), Done()
+    with pytest.raises(KeyboardInterrupt):
+        gate.offer(interrupted_write(model, 1), old)
+    gate.offer(lambda: model.write(2), new)
+    assert (model(), old, new) == (2, [], [None])
+    with gate.hold():
+        gate.offer(lambda: model.write(3), Done())
+        assert gate.withdraw(), "the model is whole again"
+
+
+def test_a_done_callback_that_raises_is_logged_and_the_gate_goes_on(
+    gate: Gate, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    def done(error: BaseException | None) -> None:
+        raise OSError("broken callback")
+
+    with caplog.at_level(logging.ERROR, "asyncsync"), gate.hold():
+        gate.offer(lambda: model.write(1), done)
+    assert "broken callback" in caplog.text
+    assert model() == 1
+    gate.offer(lambda: model.write(2), Done())
+    assert model() == 2
+
+
+def test_an_interrupt_in_a_done_callback_propagates_and_the_update_stands(gate: Gate, model: Model) -> None:
+    def done(error: BaseException | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gate.offer(lambda: model.write(1), done)
+    assert (model(), gate.pending, gate.readers) == (1, False, 0)
+
+
+# Modules
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._forward_hooks_always_called]
+
+
+def save_and_load(model: Model) -> Model:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(model: Model) -> Model:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, save_and_load])
+@pytest.mark.parametrize("first", ["succeeds", "raises", "never reaches our hook"])
+def test_a_copy_of_an_attached_model_is_not_gated(
+    copied: Callable[[Model], Model], first: str, gate: Gate, model: Model
+) -> None:
+    twin: Model | None = None
+
+    def copy_inside() -> None:  # with a frame on record
+        nonlocal twin
+        twin = copied(model)
+
+    model(copy_inside)
+    assert twin is not None
+    twin = copied(twin)
+    if first == "raises":
+        with pytest.raises(ZeroDivisionError):
+            twin(lambda: 1 / 0)
+    if first == "never reaches our hook":
+        fails = twin.register_forward_pre_hook(lambda module, args: 1 / 0, prepend=True)
+        with fails, twin.register_forward_hook(lambda *args: None, always_call=True), pytest.raises(ZeroDivisionError):
+            twin()
+    assert twin(lambda: gate.offer(lambda: model.write(1), Done())) == 0
+    assert not gate.pending
+    assert hooks_of(twin) == []
+    assert model() == 1
+    model(lambda: gate.offer(lambda: model.write(2), Done()) or model.version())
+    assert model() == 2, "the original is gated still"
+
+
+def test_a_gate_itself_is_not_copied(gate: Gate) -> None:
+    for copied in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(TypeError, match="make a new one"):
+            copied(gate)
+
+
+def test_a_module_attached_twice_is_counted_once(gate: Gate, model: Model) -> None:
+    gate.attach(model)
+    seen: list[int] = []
+    model(lambda: seen.append(gate.readers))
+    assert seen == [1]
+
+
+def test_hooks_that_were_there_before_read_the_weights_inside_the_gate() -> None:
+    gate, model, seen = Gate(), Model(), list[int]()
+    model.register_forward_pre_hook(lambda module, args: seen.append(gate.readers))
+    model.register_forward_hook(lambda module, args, output: seen.append(gate.readers))
+    gate.attach(model)
+    model()
+    assert seen == [1, 1]
+
+
+def test_detach_leaves_no_hooks_and_a_call_under_way_is_counted_to_its_end(gate: Gate, model: Model) -> None:
+    gate.attach(other := Model())
+    with Reader(gate, model) as reader:
+        gate.detach()
+        gate.detach()
+        assert hooks_of(model) == hooks_of(other) == []
+        gate.offer(lambda: model.write(1), Done())
+        assert gate.pending
+        reader.leave()
+        gate.poll()  # its hook is gone
+    assert model.version() == 1
+    gate.attach(model)
+    model(lambda: gate.offer(lambda: model.write(2), Done()))
+    assert model() == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "script", "trace"])
+def test_a_module_whose_hooks_do_not_run_is_refused_with_the_remedies(how: str) -> None:
+    module: Any = nn.Linear(2, 2)
+    if how == "torch.compile":
+        module = torch.compile(module, backend="eager")
+    elif how == "module.compile":
+        module.compile(backend="eager")
+    elif how == "script":
+        module = torch.jit.script(module)
+    else:
+        module = torch.jit.trace(module, torch.zeros(1, 2))
+    with pytest.raises(ValueError, match=r'gate="hold".*apply="on_receive"'):
+        Gate().attach(module)
+
+
+def test_hooks_that_run_outside_a_module_call_say_so(gate: Gate, model: Model) -> None:
+    before = next(iter(model._forward_pre_hooks.values()))
+    with pytest.raises(RuntimeError, match='gate="hold"'), ThreadPoolExecutor(1) as pool:
+        pool.submit(before, model, ()).result(LONG)
+    assert gate.readers == 0
+
+
+def test_a_gate_is_freed_though_a_task_inherited_its_token(model: Model) -> None:
+    gate = Gate()
+    with gate.hold():
+        inherited = contextvars.copy_context()
+    freed = threading.Event()
+    weakref.finalize(gate, freed.set)
+    del gate
+    gc.collect()
+    assert freed.is_set()
+    del inherited
+
+
+@pytest.mark.parametrize("applying", [True, False])
+def test_a_forked_child_is_not_stopped_by_threads_it_does_not_have(applying: bool, gate: Gate, model: Model) -> None:
+    gate.patience = 1.0
+    half, go = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool, Reader(gate) if not applying else contextlib.nullcontext():
+
+        def slowly() -> None:
+            model.write(1, between=lambda: (half.set(), go.wait(LONG)))
+
+        offered = pool.submit(gate.offer, slowly if applying else lambda: model.write(1), Done())
+        if applying:
+            assert half.wait(LONG)
+        else:
+            offered.result(LONG)
+        # One tensor operation of the child's would do if a torch thread of the parent's held a lock: none is used here.
+        if (child := os.fork()) == 0:
+            go.set()
+            status = 1
+            try:
+                with gate.hold():
+                    status = 0 if model.version() == int(applying) and gate.readers == 1 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        go.set()
+    assert model() == 1
+
+
+# Schedules: threads and tasks driven step by step, against a reference
+
+THREADS, TASKS = 3, 2
+
+
+class World:
+    """What one schedule plays with, and how many of its readers are inside."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.model = gate, Model()
+        gate.attach(self.model)
+        self.version = 0  # of the reference: what must be in the model
+        self.pending: int | None = None
+        self.offered = 0
+        self.depth = [0] * (THREADS + TASKS)
+        self.blocked: dict[int, Future[int]] = {}
+        self.applied: list[int] = []
+        self.expected: list[int] = []
+
+    def offer(self) -> None:
+        self.offered += 1
+        version = self.offered
+        self.gate.offer(lambda: self.model.write(version), lambda error: self.applied.append(version))
+
+
+Order = tuple[str, World, "Future[int]"]
+
+
+class ThreadActor:
+    """A thread that enters and leaves on order; each level of nesting is a level of its stack."""
+
+    def __init__(self) -> None:
+        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.level, name="actor")
+        self.thread.start()
+
+    def order(self, order: Order | None) -> None:
+        self.orders.put(order)
+
+    def level(self) -> Future[int] | None:
+        """Carry out orders until "leave", whose future is returned to be completed outside; None: stop."""
+        while (order := self.orders.get()) is not None:
+            what, world, future = order
+            if what == "leave":
+                return future
+            left: Future[int] | None = future
+
+            def inside(world: World = world, future: Future[int] = future) -> None:
+                nonlocal left
+                future.set_result(world.model.version())
+                left = self.level()
+
+            try:
+                if what == "forward":
+                    world.model(inside)
+                else:
+                    with world.gate.hold():
+                        Model.forward(world.model, inside)
+            except Exception as error:
+                assert left is not None
+                left.set_exception(error)
+            else:
+                if left is None:
+                    return None
+                left.set_result(0)
+        return None
+
+    def stop(self) -> None:
+        self.order(None)
+        self.thread.join(LONG)
+
+
+class TaskActor:
+    """The same as a task of the bound loop. A forward there cannot stay open, so it ends at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.orders: asyncio.Queue[Order | None] = asyncio.Queue()
+        self.task = asyncio.run_coroutine_threadsafe(self.level(), loop)
+
+    def order(self, order: Order | None) -> None:
+        self.loop.call_soon_threadsafe(self.orders.put_nowait, order)
+
+    async def inside(self, world: World, future: Future[int]) -> Future[int] | None:
+        before = world.model.version()
+        future.set_result(before)
+        left = await self.level()
+        if left is not None and (after := world.model.version()) != before:
+            left.set_exception(TornRead(f"version {before} became {after} under a reader"))
+        return left
+
+    async def level(self) -> Future[int] | None:
+        while (order := await self.orders.get()) is not None:
+            what, world, future = order
+            left: Future[int] | None = future
+            try:
+                if what == "leave":
+                    return future
+                if what == "forward":
+                    future.set_result(world.model())
+                    continue
+                if what == "hold":
+                    async with world.gate.hold():
+                        left = await self.inside(world, future)
+                else:
+                    with world.gate.hold():
+                        left = await self.inside(world, future)
+            except Exception as error:
+                assert left is not None
+                left.set_exception(error)
+            else:
+                if left is None:
+                    return None
+                if not left.done():
+                    left.set_result(0)
+        return None
+
+    def stop(self) -> None:
+        self.order(None)
+        self.task.result(LONG)
+
+
+class Stage:
+    """The actors and the loop thread, which live as long as the module."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="loop")
+        self.thread.start()
+        self.actors = [*(ThreadActor() for _ in range(THREADS)), *(TaskActor(self.loop) for _ in range(TASKS))]
+
+    def on_loop(self, call: Callable[[], object]) -> Any:
+        async def run() -> object:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(LONG)
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.stop()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(LONG)
+        self.loop.close()
+
+    def play(self, gate: Gate, schedule: list[tuple[int, str]], *, reference: bool = True) -> None:
+        """Carry out a schedule; with `reference`, check after each step who waits, who reads, and what was applied."""
+        world = World(gate)
+        self.on_loop(gate.bind)
+        try:
+            for who, what in schedule:
+                self.step(world, who, what)
+                if reference:
+                    self.check(world)
+        finally:
+            gate.withdraw()
+            torn = self.empty(world)
+            gate.detach()
+        if torn is not None:
+            raise torn
+        assert gate.readers == 0
+
+    def empty(self, world: World) -> Exception | None:
+        """Let everybody leave; the first error of those who do."""
+        errors: list[Exception] = []
+        for who, future in world.blocked.items():
+            future.result(LONG)
+            world.depth[who] += 1
+        for who, depth in enumerate(world.depth):
+            for _ in range(depth):
+                future = Future()
+                self.actors[who].order(("leave", world, future))
+                error = future.exception(LONG)
+                if isinstance(error, Exception):
+                    errors.append(error)
+        return errors[0] if errors else None
+
+    def step(self, world: World, who: int, what: str) -> None:
+        gate = world.gate
+        if what == "offer":
+            self.on_loop(world.offer)
+            world.pending = world.offered
+            self.settle(world)
+        elif what == "poll":
+            self.on_loop(gate.poll)
+        elif what == "withdraw":
+            assert self.on_loop(gate.withdraw) == (world.pending is not None) or isinstance(gate, ApplyAtOnce)
+            world.pending = None
+            self.settle(world)
+        elif who not in world.blocked and (what != "leave" or world.depth[who]):
+            future: Future[int] = Future()
+            task = who >= THREADS
+            if what == "leave":
+                world.depth[who] -= 1
+            self.actors[who].order((what, world, future))
+            if what == "leave":
+                future.result(LONG)
+                self.settle(world)
+            elif task and what in ("forward", "plain hold"):  # on the loop thread: joins
+                self.read(world, future)
+                world.depth[who] += what != "forward"
+            elif world.pending is not None and not world.depth[who] and not isinstance(gate, ApplyAtOnce):
+                world.blocked[who] = future
+            else:
+                self.read(world, future)
+                world.depth[who] += 1
+
+    def read(self, world: World, future: Future[int]) -> None:
+        seen = future.result(LONG)
+        assert seen == world.version or isinstance(world.gate, ApplyAtOnce)
+
+    def settle(self, world: World) -> None:
+        """The reference: a pending update goes when nobody reads, and then those who waited come in."""
+        if world.pending is not None and not any(world.depth):
+            world.version, world.pending = world.pending, None
+            world.expected.append(world.version)
+        if world.pending is None:
+            for who, future in world.blocked.items():
+                self.read(world, future)
+                world.depth[who] += 1
+            world.blocked.clear()
+
+    def check(self, world: World) -> None:
+        assert world.gate.readers == sum(world.depth)
+        assert world.gate.pending == (world.pending is not None)
+        assert world.applied == world.expected
+        assert not any(future.done() for future in world.blocked.values())
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.close()
+
+
+schedules = st.lists(
+    st.tuples(
+        st.integers(0, THREADS + TASKS - 1),
+        st.sampled_from([*["hold", "plain hold", "forward"] * 2, *["leave"] * 6, *["offer"] * 3, "withdraw", "poll"]),
+    ),
+    min_size=25,
+    max_size=60,
+)
+thorough = settings(
+    max_examples=400,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@thorough
+@given(schedule=schedules)
+def test_in_every_schedule_readers_and_updates_do_what_the_reference_does(
+    stage: Stage, schedule: list[tuple[int, str]]
+) -> None:
+    stage.play(Gate(patience=LONG), schedule)
+
+
+def test_the_oracle_finds_a_gate_that_applies_at_once(stage: Stage) -> None:
+    @settings(thorough, phases=[Phase.generate])
+    @given(schedule=schedules)
+    def broken(schedule: list[tuple[int, str]]) -> None:
+        stage.play(ApplyAtOnce(), schedule, reference=False)
+
+    with pytest.raises(TornRead):
+        broken()
+
+
+# Free running
+
+
+async def stress(gate: Gate, updates: int) -> int:
+    """Threads and tasks that read as fast as they can while updates are written slowly; the last version."""
+    model, stop, yielding = Model(), threading.Event(), lambda: time.sleep(0)
+    gate.attach(model)
+    gate.bind()
+
+    def forwards() -> int:
+        last = 0
+        while not stop.is_set():
+            seen = model(yielding)
+            assert seen >= last, "versions go forward"
+            last = seen
+        return last
+
+    def held_method() -> None:
+        while not stop.is_set():
+            with gate.hold():
+                Model.forward(model, lambda: model(yielding))
+
+    async def task() -> None:
+        while not stop.is_set():
+            async with gate.hold():
+                before = model.version()
+                await asyncio.sleep(0)
+                await asyncio.to_thread(model)
+                if model.version() != before:
+                    raise TornRead
+            model()
+            await asyncio.sleep(0)
+
+    applied = asyncio.Queue[int]()
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(3) as pool:
+        readers = [loop.run_in_executor(pool, read) for read in (forwards, forwards, held_method)]
+        tasks = [asyncio.create_task(task()) for _ in range(2)]
+        try:
+            for version in range(1, updates + 1):
+                gate.offer(
+                    lambda v=version: model.write(v, yielding),
+                    lambda error, v=version: loop.call_soon_threadsafe(applied.put_nowait, v),
+                )
+                assert await asyncio.wait_for(applied.get(), LONG) == version
+        finally:
+            stop.set()
+            results = await asyncio.gather(*readers, *tasks, return_exceptions=True)
+            gate.detach()
+            await loop.shutdown_default_executor()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert gate.readers == 0
+    return model()
+
+
+async def test_no_forward_is_torn_under_load() -> None:
+    assert await stress(Gate(patience=LONG), 300) == 300
+
+
+async def test_under_load_the_oracle_finds_a_gate_that_applies_at_once() -> None:
+    with pytest.raises(TornRead):
+        await stress(ApplyAtOnce(patience=LONG), 300)
