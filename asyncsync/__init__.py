@@ -1,0 +1,65 @@
+"""The weights of a model under training, delivered to every process that runs a copy of it, over asyncio and ZeroMQ.
+
+Importing this package starts no thread, process, socket or event loop, and needs none of the optional libraries.
+"""
+
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+from pathlib import Path as _Path
+
+__all__ = ["__version__"]
+
+# In a checkout `asyncsync.transports` and `asyncsync.collectors` lie beside this directory; installed, they lie in it.
+# Were site-packages appended as well, a stranger's top-level `transports` there would be taken for ours.
+_checkout = _Path(__file__).resolve().parent.parent
+if all((_checkout / name).is_file() for name in ("pyproject.toml", "transports/__init__.py", "collectors/__init__.py")):
+    __path__.append(str(_checkout))
+del _checkout
+
+try:
+    __version__ = _version("asyncsync")
+except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
+    __version__ = "0+unknown"
+
+from asyncsync.bus import Bus, WorkerStatus  # noqa: E402 - the path above comes first
+from asyncsync.errors import (  # noqa: E402
+    AckTimeout,
+    ClosedError,
+    Fenced,
+    LimitExceeded,
+    NotConnected,
+    PartialSendError,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    SchemaMismatch,
+    WeightSyncError,
+)
+from asyncsync.aio import WeightSyncScheme  # noqa: E402
+from asyncsync.schemes.none import NoWeightSyncScheme  # noqa: E402
+from asyncsync.schemes.zmq import ZMQWeightSyncScheme  # noqa: E402
+from asyncsync.strategy import WeightStrategy  # noqa: E402
+from asyncsync.transports.base import TransportBackend  # noqa: E402
+from asyncsync.transports.zmq import ZMQTransport  # noqa: E402
+
+__all__ += [
+    "AckTimeout",
+    "Bus",
+    "ClosedError",
+    "Fenced",
+    "LimitExceeded",
+    "NoWeightSyncScheme",
+    "NotConnected",
+    "PartialSendError",
+    "PeerLost",
+    "ProtocolError",
+    "RemoteError",
+    "SchemaMismatch",
+    "TransportBackend",
+    "WeightStrategy",
+    "WeightSyncError",
+    "WeightSyncScheme",
+    "WorkerStatus",
+    "ZMQTransport",
+    "ZMQWeightSyncScheme",
+]

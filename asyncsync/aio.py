@@ -1,0 +1,141 @@
+"""The asyncio API of every scheme: coroutines over :class:`asyncsync.scheme.SchemeCore`, on the caller's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+from tensordict import TensorDict
+
+from asyncsync.bus import DEFAULT_TIMEOUT
+from asyncsync.scheme import SchemeCore
+
+__all__ = ["WeightSyncScheme"]
+
+
+class WeightSyncScheme(SchemeCore):
+    """One model's weights, kept in step by coroutines on the caller's event loop.
+
+    Args:
+        strategy: ``"tensordict"`` (default), ``"state_dict"``, or a :class:`WeightStrategy` instance.
+        endpoint: where the sender binds; None draws a private ipc path.
+        connect: where workers connect, if that differs.
+        bus: a :class:`Bus` shared with other schemes, instead of one of its own.
+        num_workers: fixed number of workers; None: elastic.
+        min_workers: how many an elastic sender needs.
+        allow_plaintext: allow addresses beyond this host, unencrypted.
+
+    Raises:
+        ValueError: unknown strategy, or an address that is not safe or cannot work.
+    """
+
+    async def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """The rendezvous; either side may call first.
+
+        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are ready if
+        there are none yet; a receiver when it has applied them. Calling it again is harmless.
+
+        Args:
+            worker_idx: receiver: which worker this is, if init did not say.
+            weights: sender: the initial weights; None: the registered source, if any.
+            timeout: seconds.
+
+        Raises:
+            NotConnected: the others were not there in time; may be called again.
+            SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
+            PartialSendError: sender: a worker cannot take the weights; no worker was changed.
+        """
+        await self._connect(weights, worker_idx, timeout)
+
+    async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+        """Snapshot the weights and announce them; returns the version without waiting for any worker.
+
+        The source must not change until this returns, and may change from then on. Latest wins: a worker that is behind skips
+        versions. Cancelled, it raises once nothing reads the source any more; the version is published or discarded whole.
+
+        Args:
+            weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx: weights}``.
+            worker_ids: whom it is for; None: everybody, later ones too.
+
+        Raises:
+            ValueError, TypeError: weights or workers that cannot be; nothing was published.
+            NotConnected, ClosedError, Fenced: this sender cannot publish.
+        """
+        return await self._publish(weights, worker_ids)
+
+    async def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """Sender: until every targeted worker has applied this version or a newer one. Receiver: until this worker has.
+
+        Raises:
+            PartialSendError: sender: who has not, and why. Not final: they still converge.
+            AckTimeout: receiver: not within the timeout (seconds).
+        """
+        self._check_open()
+        await self._bus._wait_version(version, worker_ids, timeout, [self._topic])
+
+    async def send_async(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> int:
+        """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it.
+
+        Raises:
+            NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
+            PartialSendError: who has not applied it, and why. Not final: they still converge.
+        """
+        self._check_open()
+        self._bus._sender().check_quorum()
+        version = await self._publish(weights, worker_ids)
+        await self._bus._wait_version(version, worker_ids, timeout, [self._topic])
+        return version
+
+    def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
+        """Not here: this is the asyncio API.
+
+        Raises:
+            TypeError: always; names the two alternatives.
+        """
+        raise TypeError(
+            "this is the asyncio scheme: use `await scheme.send_async(...)`, or the blocking classes in asyncsync.sync"
+        )
+
+    async def receive(self, timeout: float | None = None) -> TensorDict | None:
+        """The newest applied update that was not returned yet, as a TensorDict that the caller owns.
+
+        Args:
+            timeout: seconds; 0 polls; None waits without a deadline.
+
+        Returns:
+            The weights, or None when the timeout expires.
+
+        Raises:
+            ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
+            Fenced: a newer incarnation of this worker has taken over.
+        """
+        return await self._receive(timeout)
+
+    async def fetch(self, timeout: float = 30.0) -> TensorDict:
+        """Pull: ask the sender for the current version, apply and return it, also if it is here already.
+
+        Raises:
+            AckTimeout: not within the timeout (seconds).
+        """
+        return await self._fetch(timeout)
+
+    def hold(self) -> Any:
+        """A block (``with`` or ``async with``) in which no update is applied."""
+        self._check_open()
+        return self._bus.hold()
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its schemes."""
+        await self._shutdown(timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()

@@ -1,0 +1,426 @@
+"""Binding: the receiver's model, and the way from a slab into it.
+
+:meth:`Binding.check` compares a layout with the model before anything is sent; :meth:`Binding.prepare` converts and
+checks one update when it is staged, outside the gate; :meth:`Prepared.resolve` and :meth:`Prepared.apply` are the gated
+pass: the former looks once more at a model that may have changed, the latter only copies or re-points. A model is a
+module, a TensorDict, a dict of tensors, or None (nothing to apply to: ``receive`` just returns the weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torch import nn
+
+from asyncsync.errors import SchemaMismatch
+from asyncsync.layout import FlatWeights, Layout, dotted, nest, unpack_values
+from asyncsync.places import Places, Plan, Specs
+from asyncsync.slab import Slab, clone, copy_tensors, normal_tensors
+
+if TYPE_CHECKING:
+    from asyncsync.strategy import WeightStrategy
+
+__all__ = ["Binding", "Prepared", "apply_now"]
+
+SHOWN_KEYS = 12
+KEPT_PLANS = 4
+
+
+class Prepared:
+    """One update of one model, converted and checked: :meth:`resolve`, then :meth:`apply`, both under the gate.
+
+    ``sources`` belong to the plan's places; ``states`` and ``values`` are extra state: tensors, and msgpack values.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        plan: Plan,
+        sources: list[torch.Tensor],
+        states: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
+    ) -> None:
+        self._binding = binding
+        self._plan = plan
+        self._sources = sources
+        self._states = states
+        self._values = values
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
+
+    def resolve(self) -> None:
+        """Find the destinations and check them once more; nothing is changed yet.
+
+        Raises:
+            SchemaMismatch: the model has changed since the layout was accepted.
+        """
+        plan = self._plan
+        if plan.model.stale():
+            self._binding.refresh()
+            plan = self._plan = self._plan_again()
+        try:
+            found = [owner[key] for owner, key in plan.places]
+            fits = [t.shape for t in found] == plan.shapes and [t.dtype for t in found] == plan.dtypes
+        except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
+            fits = False
+        if not fits:
+            self._plan_again()
+            raise SchemaMismatch("the model has changed since its layout was accepted")
+        if len(set(map(id, found))) != len(found):
+            self._check_ties(found)
+        self._copies, self._repointed, self._replaced = ([], []), [], []
+        if self._binding.inplace and True not in [t.is_meta for t in found]:
+            self._copies = (found, self._sources)
+        else:
+            self._elsewhere(found)
+        for name, value in self._values.items():
+            if name in plan.model.owners:
+                owner, key = plan.model.owners[name]
+                self._replace(owner, key, NonTensorData(value) if isinstance(owner, TensorDictBase) else value)
+
+    def _plan_again(self) -> Plan:
+        """The same tensors for the model as it is now, if it still takes them."""
+        plan = self._plan
+        specs = {n: (d, s) for n, d, s in zip(plan.names, plan.dtypes, plan.shapes, strict=True)}
+        specs |= {n: (t.dtype, tuple(t.shape)) for n, t in self._states.items()}
+        self._binding.compare(specs, self._values.keys())
+        places = self._binding.places
+        assert places is not None
+        again = Plan.of(places, specs)
+        if again.names != plan.names:
+            raise SchemaMismatch(
+                "a tensor of the model has become extra state, or the reverse, since it was registered"
+            )
+        return again
+
+    def _check_ties(self, found: list[torch.Tensor]) -> None:
+        seen: dict[int, int] = {}
+        for i, destination in enumerate(found):
+            first = seen.setdefault(id(destination), i)
+            if first != i and (first, i) not in self._plan.ties:  # tied since this was prepared
+                self._plan.check_tie(self._sources, first, i)
+
+    def _elsewhere(self, found: list[torch.Tensor]) -> None:
+        """Meta tensors have no memory yet, and ``inplace=False`` asks for new memory."""
+        is_module = self._plan.model.is_module
+        made: dict[int, torch.Tensor] = {}
+        with normal_tensors():
+            for (owner, key), destination, source in zip(self._plan.places, found, self._sources, strict=True):
+                known = id(destination) in made  # a tensor with several names is made once
+                if destination.is_meta or (not self._binding.inplace and not is_module and not _is_locked(owner)):
+                    if not known:
+                        made[id(destination)] = _in_place_of(destination, source)
+                    self._replace(owner, key, made[id(destination)])
+                elif known:
+                    continue
+                elif self._binding.inplace:
+                    self._copies[0].append(destination)
+                    self._copies[1].append(source)
+                else:
+                    # A module's tensors stay the objects that optimisers and others refer to.
+                    new = source.to(destination.device)
+                    if destination.is_inference():  # it stays one
+                        with torch.inference_mode():
+                            new = new.clone()
+                    made[id(destination)] = new
+                    self._repointed.append((destination, new))
+
+    def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
+        if _is_locked(owner):
+            raise SchemaMismatch(f"{key!r} cannot be set: the model is a locked TensorDict; call `unlock_()` on it")
+        self._replaced.append((owner, key, value))
+
+    def apply(self) -> None:
+        """Copy. Nothing that :meth:`resolve` could have seen fails here; a user's ``set_extra_state`` may, last."""
+        destinations, sources = self._copies
+        if destinations:
+            copy_tensors(destinations, sources)
+        for destination, source in self._repointed:
+            destination.data = source
+            # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
+            torch.autograd.graph.increment_version(destination)
+        for owner, key, value in self._replaced:
+            owner[key] = value
+        for name, module in self._plan.model.extra_state.items():
+            if name in self._values:
+                module.set_extra_state(self._values[name])
+            elif name in self._states:
+                module.set_extra_state(clone(self._states[name]))
+
+
+class _Custom(Prepared):
+    """An update for a subclass that overrides ``apply_weights``: called with the weights, without the guarantee."""
+
+    def __init__(self, apply: Callable[[Any], None], weights: Any) -> None:
+        self._apply = apply
+        self._weights = weights
+
+    def resolve(self) -> None:
+        pass
+
+    def apply(self) -> None:
+        self._apply(self._weights)
+
+
+class Binding:
+    """A receiver's model with the strategy that maps weights to it.
+
+    Args:
+        model: module, TensorDict, dict of tensors, or None.
+        strategy: its receiver half converts.
+        cast: convert dtypes where they differ, instead of refusing.
+        inplace: copy into the model's own memory (default), or give its tensors new memory.
+        apply: replaces the copy (a scheme's or strategy's overridden ``apply_weights``); called with a TensorDict that
+            is its to keep.
+
+    Raises:
+        TypeError: any other model.
+        SchemaMismatch: a lazy module that is not initialised yet.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: WeightStrategy,
+        *,
+        cast: bool = False,
+        inplace: bool = True,
+        apply: Callable[[Any], None] | None = None,
+    ) -> None:
+        from asyncsync.strategy import WeightStrategy as Base
+
+        self.model = model
+        self.strategy = strategy
+        self.cast = cast
+        self.inplace = inplace
+        self._own_convert = type(strategy).convert is not Base.convert
+        if apply is None and type(strategy).apply_weights is not Base.apply_weights and model is not None:
+            apply = self._strategy_apply
+        self._custom = apply
+        self._plans: dict[bytes, tuple[Plan, list[int], list[tuple[str, int]]]] = {}
+        self.places: Places | None = None
+        self.refresh()
+
+    def _strategy_apply(self, weights: Any) -> None:
+        self.strategy.apply_weights(self.model, weights, inplace=self.inplace)
+
+    def refresh(self) -> None:
+        """Find out anew where the model keeps its tensors."""
+        self.places = None if self.model is None else Places(self.model, self.strategy.extract_as)
+        self._plans = {}
+
+    def check(self, layout: Layout) -> None:
+        """Compare a layout with the model, before any weights of it are sent.
+
+        Raises:
+            SchemaMismatch: with both key lists and their common prefix, or every differing shape and dtype.
+            Exception: whatever the strategy's ``convert`` raises.
+        """
+        if self.places is None or self._custom is not None:
+            return
+        self.refresh()
+        specs = _specs(layout)
+        if self._own_convert:
+            # Expanded constants have the announced shapes and dtypes but cost one element each.
+            sample = {p: _constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
+            specs = {n: (t.dtype, tuple(t.shape)) for n, t in self._convert(nest(sample)).items()}
+        self.compare(specs, {dotted(p) for p in layout.value_paths})
+
+    def prepare(self, slab: Slab) -> Prepared | None:
+        """Convert and check one update. The result may keep views into the slab; None without a model.
+
+        Raises:
+            SchemaMismatch: tied parameters of the model would get two different values.
+            Exception: whatever the strategy's ``convert`` raises.
+        """
+        if self._custom is not None:
+            # The user's code may keep what it is given, and the slab will hold another version then.
+            return _Custom(self._custom, slab.copy().weights())
+        if self.places is None:
+            return None
+        values = unpack_values(slab.values, slab.layout)
+        if self._own_convert:
+            return self.prepare_flat(FlatWeights(slab.tensors(), values))
+        if (known := self._plans.get(slab.layout.digest)) is None:
+            known = self._remember(slab.layout)
+        plan, order, states = known
+        views = slab.views
+        sources = [views[i] for i in order]
+        return self._prepared(
+            plan, sources, {n: views[i] for n, i in states}, {dotted(p): v for p, v in values.items()}
+        )
+
+    def prepare_flat(self, flat: FlatWeights) -> Prepared:
+        """The same for weights that are at hand already and may not fit at all."""
+        values = {dotted(p): v for p, v in flat.values.items()}
+        if self._own_convert:
+            tensors = self._convert(nest(flat.tensors, flat.values))
+        else:
+            tensors = {dotted(p): t for p, t in flat.tensors.items()}
+        specs = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+        self.compare(specs, values.keys())
+        places = self.places
+        assert places is not None
+        plan = Plan.of(places, specs)
+        states = {n: t for n, t in tensors.items() if n in places.extra_state}
+        return self._prepared(plan, [tensors[n] for n in plan.names], states, values)
+
+    def _remember(self, layout: Layout) -> tuple[Plan, list[int], list[tuple[str, int]]]:
+        """The plan for a layout, so that an update needs no names: per place, and per extra state, the view's index."""
+        places = self.places
+        assert places is not None
+        index = {dotted(e.path): i for i, e in enumerate(layout.entries)}
+        index |= {dotted(path): i for path, i in layout.aliases.items()}
+        specs = _specs(layout)
+        self.compare(specs, {dotted(p) for p in layout.value_paths})
+        plan = Plan.of(places, specs)
+        states = [(n, i) for n, i in index.items() if n in places.extra_state]
+        while len(self._plans) >= KEPT_PLANS:
+            del self._plans[next(iter(self._plans))]
+        known = self._plans[layout.digest] = (plan, [index[n] for n in plan.names], states)
+        return known
+
+    def _prepared(
+        self, plan: Plan, sources: list[torch.Tensor], states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+    ) -> Prepared:
+        if self.cast:
+            plan, sources = plan.cast(sources)
+        for first, other in plan.ties:
+            plan.check_tie(sources, first, other)
+        if not self.inplace:
+            sources = [clone(s) for s in sources]  # one for each name: the sender may have tied what this model has not
+        return Prepared(self, plan, sources, states, values)
+
+    def _convert(self, weights: TensorDictBase) -> dict[str, torch.Tensor]:
+        with normal_tensors():
+            converted = self.strategy.convert(weights, self.model)
+        tensors = {key if isinstance(key, str) else ".".join(key): value for key, value in converted.items()}
+        for name, value in tensors.items():
+            if not isinstance(value, torch.Tensor):
+                kind = type(value).__name__
+                raise TypeError(f"{type(self.strategy).__name__}.convert returned a {kind} for {name!r}, not a tensor")
+        return tensors
+
+    def compare(self, specs: Specs, values: Collection[str]) -> None:
+        """Compare tensors (dtype and shape by name) and values with the model.
+
+        Raises:
+            SchemaMismatch: they do not fit.
+        """
+        places = self.places
+        assert places is not None
+        required = places.required
+        if self._own_convert:
+            # It maps tensors only: values go where their names happen to fit.
+            values = {n for n in values if n in places.known}
+            required = {n for n in required if n in places.owners and isinstance(places.get(n), torch.Tensor)}
+        sent = specs.keys() | set(values)
+        missing, unexpected = required - sent, sent - places.known
+        if missing or unexpected:
+            raise SchemaMismatch(_key_message(sent, places.known, missing, unexpected))
+        problems = [
+            f"{name}: sent as a plain value, but the model holds a tensor"
+            for name in sorted(values)
+            if name in places.owners and isinstance(places.get(name), torch.Tensor)
+        ]
+        for name, (dtype, shape) in specs.items():
+            if name not in places.extra_state:
+                problems += self._problem(name, dtype, shape, places.get(name))
+        if problems:
+            more = f" … and {len(problems) - SHOWN_KEYS} more" if len(problems) > SHOWN_KEYS else ""
+            raise SchemaMismatch("the weights do not fit the model: " + "; ".join(problems[:SHOWN_KEYS]) + more)
+
+    def _problem(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], own: Any) -> list[str]:
+        if not isinstance(own, torch.Tensor):
+            return [
+                f"{name}: sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
+            ]
+        if own.shape != shape:
+            return [f"{name}: sent with shape {list(shape)}, the model's is {list(own.shape)}"]
+        if own.dtype != dtype and not self.cast:
+            return [f"{name}: sent as {dtype}, the model's is {own.dtype} (cast=True converts)"]
+        if own.dtype != dtype and not _castable(dtype, own.dtype):
+            return [f"{name}: sent as {dtype}, which cannot be cast to the model's {own.dtype}; write a WeightStrategy"]
+        if self.inplace and any(n > 1 and stride == 0 for n, stride in zip(own.shape, own.stride(), strict=True)):
+            return [f"{name}: the model's is an expanded tensor, whose elements share memory; `.clone()` it"]
+        return []
+
+
+def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) -> None:
+    """Check, then apply weights that are at hand, whole or not at all.
+
+    Raises:
+        TypeError: no model to apply them to.
+        SchemaMismatch: nothing was changed.
+    """
+    from asyncsync.strategy import WeightStrategy
+
+    if model is None:
+        raise TypeError("there is no model to apply the weights to")
+    prepared = Binding(model, WeightStrategy(extract_as), inplace=inplace).prepare_flat(flat)
+    prepared.resolve()
+    prepared.apply()
+
+
+def _specs(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    specs = {dotted(e.path): (e.dtype, e.shape) for e in layout.entries}
+    specs.update((dotted(p), (layout.entries[i].dtype, layout.entries[i].shape)) for p, i in layout.aliases.items())
+    return specs
+
+
+def _constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
+    return one.expand(shape) if shape else one.reshape(())
+
+
+def _castable(source: torch.dtype, destination: torch.dtype) -> bool:
+    if source.is_complex and not destination.is_complex:
+        return False
+    try:
+        _constant(source, ()).to(destination)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _is_locked(owner: Any) -> bool:
+    return isinstance(owner, TensorDictBase) and owner.is_locked
+
+
+def _in_place_of(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    new = clone(source) if old.is_meta else source.to(old.device)
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _key_message(sent: Iterable[str], own: Iterable[str], missing: set[str], unexpected: set[str]) -> str:
+    sent, own = sorted(sent), sorted(own)
+    text = (
+        "the keys of the weights do not fit the model: "
+        f"missing {_some(sorted(missing))}, unexpected {_some(sorted(unexpected))}. "
+        f"Sent: {_some(sent)} (common prefix {_common_prefix(sent)!r}). "
+        f"The model's: {_some(own)} (common prefix {_common_prefix(own)!r})."
+    )
+    for longer, shorter, where in ((own, sent, "the model's"), (sent, own, "the sent")):
+        if longer and shorter:
+            prefix = longer[0].removesuffix(shorter[0])
+            if prefix and prefix != longer[0] and set(longer) == {prefix + n for n in shorter}:
+                text += f" They differ by the prefix {prefix!r} of {where} keys"
+                text += ": register the module below it, or rename in a WeightStrategy."
+    return text
+
+
+def _common_prefix(names: list[str]) -> str:
+    if not names:
+        return ""
+    first, last = names[0], names[-1]  # the names are sorted: what these two share, all share
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
+
+
+def _some(names: list[str]) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > SHOWN_KEYS else ""
+    return "[" + ", ".join(names[:SHOWN_KEYS]) + more + "]"

@@ -1,0 +1,457 @@
+"""Bus: what a trainer and its workers share — one address, one version counter, one gate per worker, several models.
+
+Usage::
+
+    async with Bus() as bus:                                       # the trainer
+        policy_scheme = ZMQWeightSyncScheme(bus=bus, num_workers=2)
+        value_scheme = ZMQWeightSyncScheme(bus=bus)
+        policy_scheme.init_on_sender(model_id="policy", model=policy)
+        value_scheme.init_on_sender(model_id="value", model=value)
+        ...                                                        # start the workers, pass them the schemes
+        await bus.connect()
+        await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
+
+A scheme without ``bus=`` has a bus of its own. A Bus (like a scheme) can be pickled: it carries its address and
+configuration, never sockets, tasks or weights; nothing is bound or connected before ``connect``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from asyncsync.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
+from asyncsync.errors import ClosedError, NotConnected
+from asyncsync.gate import Gate
+from asyncsync.publisher import Settings
+from asyncsync.receiver import ReceiverLink
+from asyncsync.sender import SenderLink
+
+if TYPE_CHECKING:
+    from asyncsync.scheme import SchemeCore
+
+__all__ = ["Bus", "WorkerStatus"]
+
+DEFAULT_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What is known of one worker.
+
+    Attributes:
+        version: the version that it has applied (of several models, the oldest); 0: none yet.
+        target: the version that it should have; 0: none yet.
+        lag: how many versions it is behind its target.
+        last_seen: seconds since its last message; None: never heard of.
+        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or never came).
+        bytes_sent: payload bytes sent to it (on a receiver: received).
+        reason: why it is lost; empty otherwise.
+    """
+
+    version: int
+    target: int
+    lag: int
+    last_seen: float | None
+    state: str
+    bytes_sent: int = 0
+    reason: str = ""
+
+
+# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
+_receiving: weakref.WeakValueDictionary[tuple[str, int, int], Bus] = weakref.WeakValueDictionary()
+
+
+class Bus:
+    """One address for any number of models.
+
+    Args:
+        endpoint: where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
+        connect: where workers connect, if that differs (``tcp://0.0.0.0:5555`` is bound, but not connected to).
+        num_workers: fixed number of workers (0 … num_workers−1); None: elastic, they come and go.
+        min_workers: how many an elastic sender needs for ``connect`` and ``send_async``.
+        allow_plaintext: allow addresses that other hosts can reach, without encryption.
+        checksum: CRC-32 over every payload; None: on plaintext tcp beyond loopback only.
+
+    Raises:
+        ValueError: an address that cannot work or is not safe; names the remedy.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        connect: str | None = None,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        allow_plaintext: bool = False,
+        checksum: bool | None = None,
+    ) -> None:
+        endpoint = draw_endpoint() if endpoint is None else endpoint
+        self.endpoint = check_endpoint(endpoint, allow_plaintext=allow_plaintext)
+        self.connect_endpoint = check_endpoint(endpoint if connect is None else connect, allow_plaintext=allow_plaintext)
+        if num_workers is not None:
+            _check_count("num_workers", num_workers)
+        _check_count("min_workers", min_workers)
+        self.num_workers = num_workers
+        self.min_workers = min_workers
+        self.allow_plaintext = allow_plaintext
+        self.checksum = checksum
+        self._uid = secrets.token_hex(8)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._role: str | None = None
+        self._pid = 0
+        self._schemes: dict[str, SchemeCore] = {}
+        self._link: SenderLink | ReceiverLink | None = None
+        self._gate: Gate | None = None
+        self._worker: int | None = None
+        self._late = False
+        self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "_uid")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"Bus({self.endpoint!r}, role={self._role}, models={sorted(self._schemes)})"
+
+    # -- schemes join -----------------------------------------------------------------------------------------------
+
+    def _settings(self) -> Settings:
+        beyond = is_plaintext_beyond_loopback(self.endpoint)
+        return Settings(checksum=beyond if self.checksum is None else self.checksum)
+
+    def _check_role(self, role: str) -> None:
+        if self._role is not None and self._pid != os.getpid():
+            if self._link is not None:
+                raise RuntimeError(
+                    "this bus was connected before the fork; a forked child cannot use it: pass it on before connecting"
+                )
+            self._reset()
+        if self._role not in (None, role):
+            raise RuntimeError(
+                f"this bus is a {self._role} in this process; a {role} needs a scheme of its own (pickle it, or construct another)"
+            )
+
+    def _join(self, scheme: SchemeCore, role: str, topic: str, num_workers: int | None = None) -> None:
+        self._check_role(role)
+        other = self._schemes.get(topic)
+        if other is not None and other is not scheme:
+            raise ValueError(f"this bus has a scheme for {topic!r} already; give each its own model_id")
+        if self._closed:
+            raise ClosedError("this bus was shut down; construct another")
+        if num_workers is not None:
+            self._set_workers(num_workers, private=scheme._own_bus)
+        self._role, self._pid = role, os.getpid()
+        self._schemes = {t: s for t, s in self._schemes.items() if s is not scheme} | {topic: scheme}
+        if role == "receiver" and self._gate is None:
+            self._gate = Gate()
+
+    def _set_workers(self, num_workers: int, *, private: bool) -> None:
+        _check_count("num_workers", num_workers)
+        fixed = self._link is not None or (self.num_workers is not None and not private)
+        if fixed and self.num_workers != num_workers:
+            raise ValueError(
+                f"the schemes of one bus share its workers: num_workers is {self.num_workers} already, not {num_workers}"
+            )
+        self.num_workers = num_workers
+
+    def _for_receiver(self, worker: int | None) -> Bus:
+        """The bus that schemes pickled apart share in this worker."""
+        if worker is None or self._role == "sender":
+            self._late = True
+            return self
+        return self._share(worker)
+
+    def _share(self, worker: int) -> Bus:
+        key = (self._uid, worker, os.getpid())
+        shared = _receiving.get(key)
+        if shared is None or shared._closed:
+            _receiving[key] = shared = self
+        return shared
+
+    # -- links ------------------------------------------------------------------------------------------------------
+
+    def _sender(self) -> SenderLink:
+        self._check_open("sender")
+        if not isinstance(self._link, SenderLink):
+            raise NotConnected("this sender is not connected; call connect() first")
+        return self._link
+
+    def _receiver(self) -> ReceiverLink:
+        self._check_open("receiver")
+        if not isinstance(self._link, ReceiverLink):
+            raise NotConnected("this receiver is not connected; call connect() first")
+        return self._link
+
+    def _check_open(self, role: str) -> None:
+        if self._closed:
+            raise ClosedError("this bus was shut down")
+        if self._role is None:
+            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
+        self._check_role(role)
+
+    def _open_sender(self) -> SenderLink:
+        self._check_open("sender")
+        if self._link is None:
+            self._link = SenderLink(self.endpoint, self.num_workers, self.min_workers, self._settings())
+        return self._sender()
+
+    def _open_receiver(self, worker: int) -> ReceiverLink:
+        self._check_open("receiver")
+        if self._worker not in (None, worker):
+            raise ValueError(f"this bus is worker {self._worker} already; it cannot be worker {worker} too")
+        if self._late and self._share(worker) is not self:
+            raise ValueError(
+                f"another copy of this bus is worker {worker} in this process already; pass worker_idx to init_on_receiver(), "
+                "so that schemes pickled apart find each other"
+            )
+        self._worker = worker
+        if self._link is None:
+            assert self._gate is not None
+            self._link = ReceiverLink(self.connect_endpoint, worker, self._settings(), self._gate)
+        return self._receiver()
+
+    # -- the public face --------------------------------------------------------------------------------------------
+
+    async def connect(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
+
+        Args:
+            timeout: seconds for all of them together.
+
+        Raises:
+            RuntimeError: no scheme has been initialised on this bus.
+            NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
+        """
+        if not self._schemes:
+            raise RuntimeError(
+                "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
+            )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        for scheme in list(self._schemes.values()):
+            # A receiver says hello with all its models before it waits for the first of them.
+            scheme._register()
+        for scheme in list(self._schemes.values()):
+            await scheme._connect(None, None, max(0.0, deadline - loop.time()))
+
+    async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
+        """Snapshot several models and announce them as one update: each worker switches all of them, or none.
+
+        When this returns, the snapshot is complete and the sources may change; workers have not applied it yet.
+
+        Args:
+            weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
+            worker_ids: whom it is for; None: everybody.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: an unknown model_id or worker; nothing was published.
+            NotConnected, ClosedError, Fenced: this sender cannot publish.
+        """
+        if unknown := sorted(set(weights) - set(self._schemes)):
+            raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
+        if not weights:
+            raise ValueError("nothing to publish: name at least one model_id")
+        link = self._sender()
+        workers = link.check_workers(as_workers(worker_ids))
+        prepared = {topic: await self._schemes[topic]._prepare(given) for topic, given in weights.items()}
+        transports = {topic: self._schemes[topic]._transport() for topic in weights}
+        return await link.publish(
+            lambda: {topic: self._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()},
+            transports,
+            workers,
+        )
+
+    async def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this worker has.
+
+        Args:
+            version: as returned by ``publish``.
+            worker_ids: sender only; None: every worker whose target is at least this version.
+            timeout: seconds.
+
+        Raises:
+            PartialSendError: sender; names each worker that has not, and why.
+            AckTimeout: receiver.
+            ClosedError, Fenced: it will not come.
+        """
+        await self._wait_version(version, worker_ids, timeout, None)
+
+    async def _wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None, timeout: float, models: list[str] | None
+    ) -> None:
+        if self._role == "receiver":
+            await self._receiver().wait_version(version, models or list(self._schemes), timeout)
+        else:
+            link = self._sender()
+            if not 0 < version <= link.publisher.version:
+                raise ValueError(f"version {version} has not been published; the newest is {link.publisher.version}")
+            await link.wait_version(version, link.check_workers(as_workers(worker_ids)), models, timeout)
+
+    async def send_async(
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> int:
+        """:meth:`publish`, then :meth:`wait_version`; returns the version.
+
+        Raises:
+            NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
+            PartialSendError: who has not applied it, and why.
+        """
+        self._sender().check_quorum()
+        version = await self.publish(weights, worker_ids)
+        await self._wait_version(version, worker_ids, timeout, list(weights))
+        return version
+
+    def hold(self) -> _Hold:
+        """A block (``with`` or ``async with``) in which no update is applied to any model of this receiver."""
+        self._check_open("receiver")
+        assert self._gate is not None
+        return self._gate.hold()
+
+    @property
+    def version(self) -> int:
+        """Sender: the last version published. Receiver: the newest version applied to any model. 0: none."""
+        if isinstance(self._link, SenderLink):
+            return self._link.publisher.version
+        if isinstance(self._link, ReceiverLink):
+            return max((self._link.subscriber.version(m) for m in self._schemes), default=0)
+        return 0
+
+    @property
+    def closed(self) -> bool:
+        """True once this side was shut down, or the sender has said goodbye."""
+        if isinstance(self._link, ReceiverLink) and self._link.subscriber.ended is not None:
+            return True
+        return self._closed
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How many messages were dropped, by reason: malformed, oversized, unknown layout or peer, another epoch."""
+        return {} if self._link is None else dict(self._link.dropped)
+
+    def status(self) -> dict[int, WorkerStatus]:
+        """Sender: every worker's state. Receiver: its own, and how its sender is (``state``, ``last_seen``)."""
+        return self._status(list(self._schemes))
+
+    def _status(self, models: list[str]) -> dict[int, WorkerStatus]:
+        if isinstance(self._link, SenderLink):
+            return _sender_status(self._link, models)
+        if isinstance(self._link, ReceiverLink):
+            return _receiver_status(self._link, models)
+        return {}
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        """End all schemes of this bus; the other side learns of it. Idempotent.
+
+        Args:
+            timeout: seconds; whatever has not ended by then is cut off.
+        """
+        if self._pid not in (0, os.getpid()):
+            return  # a forked child has nothing of its own to end
+        self._check_loop()
+        already, self._closed = self._closed, True
+        if self._gate is not None:
+            self._gate.detach()
+        if self._link is not None and not already:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._link.shutdown()
+
+    def _check_loop(self) -> None:
+        if self._link is not None and not self._closed and not self._link.loop.is_closed():
+            self._link.check_loop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+
+_Hold = AbstractContextManager[None]
+
+
+def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
+    """``worker_ids`` as documented: None, one index, or several.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: an empty list.
+    """
+    if worker_ids is None:
+        return None
+    single = isinstance(worker_ids, int) or not isinstance(worker_ids, Iterable)
+    chosen: list[Any] = [worker_ids] if single else list(worker_ids)
+    if not all(isinstance(w, int) and not isinstance(w, bool) for w in chosen):
+        raise TypeError(f"worker_ids must be None, an int or a list of ints, not {worker_ids!r}")
+    if not chosen:
+        raise ValueError("worker_ids is empty; pass None for everybody")
+    return sorted(set(chosen))
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
+def _sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus]:
+    publisher = link.publisher
+    now = link.loop.time()
+    table = {}
+    for worker in sorted({*publisher.expected(), *publisher.peers}):
+        peer = publisher.peers.get(worker)
+        targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
+        if peer is None:
+            target = max(targets.values(), default=0)
+            table[worker] = WorkerStatus(0, target, target, None, "lost", 0, "it has not connected yet")
+            continue
+        targets = {m: v for m, v in targets.items() if m in peer.hello.have}
+        applied = {m: peer.applied.get(m, 0) for m in models if m in peer.hello.have}
+        behind = [m for m, v in targets.items() if applied[m] < v]
+        version = min((applied[m] for m in behind), default=max(applied.values(), default=0))
+        target = max(targets.values(), default=0)
+        lag = max((targets[m] - applied[m] for m in behind), default=0)
+        table[worker] = WorkerStatus(
+            version, target, lag, now - peer.last_seen, peer.state, peer.bytes_sent, peer.lost or ""
+        )
+    return table
+
+
+def _receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerStatus]:
+    subscriber = link.subscriber
+    seen = None if subscriber.last_seen is None else link.loop.time() - subscriber.last_seen
+    version = max((subscriber.version(m) for m in models), default=0)
+    target = max((subscriber.targets.get(m, 0) for m in models), default=0)
+    state, reason = "live", ""
+    if subscriber.ended is not None:
+        state, reason = "lost", str(subscriber.ended)
+    elif link.sender_lost or not subscriber.online:
+        state, reason = "lost", "the sender is gone; waiting for its successor"
+    elif seen is None or seen > subscriber.settings.slow_after:
+        state = "slow"
+    return {
+        subscriber.worker: WorkerStatus(
+            version, target, max(0, target - version), seen, state, subscriber.bytes_received, reason
+        )
+    }

@@ -1,0 +1,178 @@
+"""The ``asyncsync`` command: ``demo`` and ``bench``.
+
+Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncsync import __version__
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code.
+
+    Args:
+        arguments: what comes after ``asyncsync``; None: ``sys.argv``.
+
+    Raises:
+        SystemExit: after ``--help``, ``--version`` and wrong arguments.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `asyncsync … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        code = 1
+    except MissingExtra as missing:
+        print(f"asyncsync {options.command}: {missing}", file=sys.stderr)
+        code = 1
+    return code
+
+
+class MissingExtra(Exception):
+    """An optional library is not installed."""
+
+
+def need(extra: str, *libraries: str) -> None:
+    """Look for optional libraries, to fail before anything is started.
+
+    Raises:
+        MissingExtra: names those that are missing, and the extra that installs them.
+    """
+    missing = []
+    for library in libraries:
+        try:
+            found = importlib.util.find_spec(library) is not None
+        except ImportError:
+            found = False
+        if not found:
+            missing.append(library)
+    if missing:
+        raise MissingExtra(f'{" and ".join(missing)} not found; install with: pip install "asyncsync[{extra}]"')
+
+
+def _demo(options: argparse.Namespace) -> int:
+    need("cli,gym", "gymnasium", "matplotlib", "rich")
+    if options.uvloop:
+        need("uvloop", "uvloop")
+    from asyncsync.demo.crew import Options
+    from asyncsync.demo.run import run
+
+    return run(
+        Options(
+            workers=options.workers,
+            seed=options.seed,
+            target=options.target_return,
+            max_seconds=options.max_seconds,
+            plot=options.plot,
+            uvloop=options.uvloop,
+        )
+    )
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if options.uvloop:
+        need("uvloop", "uvloop")
+    from asyncsync.bench import run
+
+    return run(quick=options.quick, json_path=options.json, trials=options.trials, uvloop=options.uvloop)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncsync",
+        description="The weights of a model under training, delivered to every process that runs a copy of it.",
+        epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"asyncsync {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="train CartPole with worker processes, and watch the weights travel",
+        description="An asynchronous PPO trainer and its worker processes on CartPole-v1, every update sent through "
+        "the bus. Ends when the mean return of 100 episodes reaches the target, prints a summary and saves a plot.",
+        epilog="Exit codes: 0 target reached; 1 not reached in time, or a worker has died; 130 ended by Ctrl-C.",
+    )
+    demo.add_argument("--workers", type=_count, default=2, metavar="N", help="worker processes (default %(default)s)")
+    demo.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of networks and environments (default %(default)s)"
+    )
+    demo.add_argument(
+        "--target-return",
+        type=_positive,
+        default=475.0,
+        metavar="R",
+        help="mean over 100 episodes (default %(default)g)",
+    )
+    demo.add_argument(
+        "--max-seconds",
+        type=_positive,
+        default=600.0,
+        metavar="S",
+        help="give up after this time (default %(default)g)",
+    )
+    demo.add_argument(
+        "--plot", type=_picture, default="asyncsync-demo.png", metavar="PATH", help="the picture (default %(default)s)"
+    )
+    demo.add_argument("--uvloop", action="store_true", help="run on uvloop (extra: uvloop)")
+    demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure, on this machine, how long an update takes",
+        description="From send to applied by all workers, for several sizes, with one and two worker processes; beside "
+        "it, in the same run, one memcpy of the same size and a bare pyzmq round trip. Medians over repeated trials.",
+    )
+    bench.add_argument("--quick", action="store_true", help="without 256 MiB, and fewer trials")
+    bench.add_argument("--trials", type=_count, default=None, metavar="N", help="of each case (default: by size)")
+    bench.add_argument("--json", type=_writable, default=None, metavar="PATH", help="write every figure there, too")
+    bench.add_argument("--uvloop", action="store_true", help="run on uvloop (extra: uvloop)")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 32:
+        raise argparse.ArgumentTypeError("must be between 0 and 2**32 - 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a positive number")
+    return value
+
+
+def _writable(text: str) -> str:
+    # Now, not after minutes of work.
+    if not os.access(Path(text).absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write there: {Path(text).absolute().parent}")
+    return text
+
+
+def _picture(text: str) -> str:
+    if Path(text).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError("the path must end with one of .png, .pdf or .svg")
+    return _writable(text)

@@ -1,0 +1,212 @@
+"""Endpoints: where the trainer binds and the workers connect, and who may own an ipc path.
+
+By default a bus draws a short ipc path in a private directory (mode 0700), which exists from the sender's ``connect`` to its
+``shutdown``. A second bind on a live ipc path would silently steal it, so every ipc path is guarded by a lock file;
+the kernel frees the lock when its holder dies, so a restarted trainer gets it, and stale private directories can be told from
+live ones and swept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from asyncsync.errors import NotConnected
+
+__all__ = ["Claim", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback"]
+
+logger = logging.getLogger("asyncsync")
+
+MAX_IPC_PATH = 107
+PREFIX = "asyncsync-"
+
+
+def draw_endpoint() -> str:
+    """A fresh ipc address in a private directory; nothing is created yet."""
+    name = f"{PREFIX}{os.getuid()}-{secrets.token_hex(6)}/bus"
+    path = os.path.join(tempfile.gettempdir(), name)
+    if len(path) > MAX_IPC_PATH:
+        path = os.path.join("/tmp", name)
+    return f"ipc://{path}"
+
+
+def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
+    """Refuse an address that cannot work or is not safe, before anything is bound.
+
+    Args:
+        endpoint: ``ipc:///path`` or ``tcp://host:port``.
+        allow_plaintext: accept addresses beyond this host without encryption.
+
+    Raises:
+        ValueError: names what is wrong with the address and the remedy.
+    """
+    if not isinstance(endpoint, str):
+        raise TypeError(f"an endpoint is a string such as 'ipc:///absolute/path', not {endpoint!r}")
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if path.startswith("@"):
+            raise ValueError(
+                f"{endpoint!r}: abstract sockets have no file permissions; use a path in a private directory"
+            )
+        if not path.startswith("/"):
+            raise ValueError(f"{endpoint!r}: the ipc path must be absolute, since workers may run in another directory")
+        if len(path.encode()) > MAX_IPC_PATH:
+            raise ValueError(
+                f"{endpoint!r}: an ipc path can have {MAX_IPC_PATH} bytes at most, this one has {len(path.encode())}"
+            )
+        return endpoint
+    host, port = _host_port(endpoint)
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{endpoint!r}: name a port between 1 and 65535; workers must know it before the sender binds")
+    if not allow_plaintext and not _is_loopback(host):
+        raise ValueError(
+            f"{endpoint!r} is reachable from other hosts, and the bus is not encrypted: anybody there could read or feed it. "
+            "Use an ipc:// path or tcp://127.0.0.1:PORT, or pass allow_plaintext=True on a network that you trust"
+        )
+    return endpoint
+
+
+def is_plaintext_beyond_loopback(endpoint: str) -> bool:
+    """True for an address that other hosts can reach."""
+    return endpoint.startswith("tcp://") and not _is_loopback(_host_port(endpoint)[0])
+
+
+def _host_port(endpoint: str) -> tuple[str, str]:
+    if not endpoint.startswith("tcp://") or ":" not in endpoint.removeprefix("tcp://"):
+        raise ValueError(f"{endpoint!r} is not an endpoint; use ipc:///absolute/path or tcp://HOST:PORT")
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), port
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Claim:
+    """Exclusive ownership of an ipc path, until released or until this process dies.
+
+    Raises:
+        NotConnected: another live process has bound the path, or no file can be made there.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        path = Path(endpoint.removeprefix("ipc://"))
+        self._path = path
+        self._private = path.parent.name.startswith(PREFIX)
+        self._lock = path.with_name(path.name + ".lock")
+        self._descriptor: int | None = None
+        try:
+            self._take()
+        except OSError as error:
+            self.disown()
+            raise NotConnected(
+                f"cannot bind {endpoint}: {error}; its directory must exist, and be writable for this user"
+            ) from error
+        if self._descriptor is None:
+            raise NotConnected(
+                f"{endpoint} is in use by another live process; shut that sender down first, or choose another endpoint"
+            )
+        _claims.add(self)
+
+    def _take(self) -> None:
+        path = self._path
+        if self._private:
+            sweep(path.parent.parent)
+        if self._private and not path.parent.exists():
+            # Made under another name and locked first, so that nobody's sweep ever sees it without its owner's lock.
+            hidden = path.parent.with_name(f".{path.parent.name}")
+            hidden.mkdir(mode=0o700)
+            self._descriptor = _lock(hidden / self._lock.name)
+            hidden.rename(path.parent)
+        else:
+            self._descriptor = _lock(self._lock)
+        if self._descriptor is not None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()  # left behind by a killed predecessor: the lock says that nobody listens there
+
+    def release(self) -> None:
+        """Remove the path, its lock, and the private directory; idempotent."""
+        if self._descriptor is None:
+            return
+        for path in (self._path, self._lock):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        os.close(self._descriptor)
+        self._descriptor = None
+        if self._private:
+            with contextlib.suppress(OSError):
+                self._path.parent.rmdir()
+
+    def disown(self) -> None:
+        """Close the descriptor only; in a forked child, it would keep the lock beyond the parent's death."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for claim in list(_claims):
+        claim.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+@atexit.register
+def _release_all() -> None:
+    """Nothing is left behind by a program that forgets shutdown()."""
+    for claim in list(_claims):
+        claim.release()
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file; None if somebody else holds it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before us may have removed the file between our open and our lock.
+            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def sweep(directory: Path) -> None:
+    """Remove this user's private directories whose owner has died."""
+    for stale in directory.glob(f"{PREFIX}{os.getuid()}-*"):
+        lock = stale / "bus.lock"
+        try:
+            if not lock.exists():
+                continue  # just being made, or just being removed
+            descriptor = _lock(lock)
+        except OSError:
+            continue
+        if descriptor is not None:
+            shutil.rmtree(stale, ignore_errors=True)
+            os.close(descriptor)
+            logger.info("removed %s, left behind by a process that was killed", stale)

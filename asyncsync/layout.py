@@ -1,0 +1,450 @@
+"""Layout: what the weights of one version are, and where each tensor lies in a slab.
+
+A :class:`Layout` is the packing table (key paths, dtypes, shapes, offsets, ties). It crosses the wire once per
+connection; afterwards its 16-byte digest stands for it. Offsets are derived from dtypes and shapes on both sides, so a
+peer cannot claim overlapping or misaligned ones.
+
+No sockets, no asyncio, no clock.
+
+Usage::
+
+    flat = flatten(weights)                  # {path: tensor} and msgpack values
+    layout = Layout.of(flat)
+    layout.describes(flat)                   # before it is used for the next version
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.packing import check_structure
+
+__all__ = [
+    "DTYPES",
+    "Entry",
+    "FlatWeights",
+    "Layout",
+    "Path",
+    "dotted",
+    "flatten",
+    "nest",
+    "pack_values",
+    "unpack_values",
+]
+
+Path = tuple[str, ...]
+
+ALIGNMENT = 64
+MAX_ENTRIES = 200_000
+MAX_LAYOUT_BYTES = 32 << 20
+MAX_VALUE_BYTES = 1 << 20
+MAX_VALUE_ITEMS = 1 << 17
+MAX_VALUE_DEPTH = 64
+MAX_SLAB_BYTES = 1 << 42
+MAX_PATH_PARTS = 64
+MAX_DIMENSIONS = 64
+EXTRA_STATE = "_extra_state"
+
+# The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them.
+_DTYPE_NAMES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+# torch has no copy kernel for the sub-byte integers: they are copied as the bytes they are stored in.
+RAW = {DTYPES[name] for name in _DTYPE_NAMES[-14:] if name in DTYPES}
+# torch.cat of many small tensors costs two thirds of as many copies; it is used for the plain dtypes only.
+_CATABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_CATABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def dotted(path: Path) -> str:
+    """The name a person would write: ``("0", "weight")`` is ``"0.weight"``."""
+    return ".".join(path)
+
+
+@dataclass(slots=True)
+class FlatWeights:
+    """Weights without nesting: tensors and msgpack values, each under its key path."""
+
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
+
+
+def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
+    """Flatten a TensorDict, a (nested) dict or a state dict.
+
+    Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
+    as they are. Leaves may be tensors, NumPy arrays, or values that msgpack can carry (extra state).
+
+    Raises:
+        TypeError: a key is not a string, or a NumPy array has no tensor's dtype.
+        ValueError: two keys have the same dotted name.
+    """
+    flat = FlatWeights()
+    if isinstance(weights, TensorDictBase):
+        _flatten_tensordict(weights, (), flat)
+    else:
+        _flatten_mapping(weights, (), flat)
+    return flat
+
+
+def _collision(name: str) -> str:
+    return f"two entries are called {name!r}; rename one (nested and dotted keys must not collide)"
+
+
+def _put(flat: FlatWeights, path: Path, value: Any) -> None:
+    if path in flat.tensors or path in flat.values:
+        raise ValueError(_collision(dotted(path)))
+    if isinstance(value, torch.Tensor):
+        flat.tensors[path] = value
+    elif isinstance(value, np.ndarray):
+        flat.tensors[path] = _from_numpy(path, value)
+    else:
+        flat.values[path] = value.data if isinstance(value, NonTensorData) else value
+
+
+def _from_numpy(path: Path, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    try:
+        # torch warns of arrays that it could write to but must not, and takes no negative strides.
+        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+    except TypeError as error:
+        raise TypeError(f"{dotted(path)!r} is a NumPy array that cannot be a tensor: {error}") from None
+
+
+def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights) -> None:
+    for key, value in weights.items():
+        path = (*prefix, str(key))
+        if isinstance(value, TensorDictBase):
+            _flatten_tensordict(value, path, flat)
+        else:
+            _put(flat, path, value)
+
+
+def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
+    for key, value in weights.items():
+        if not isinstance(key, str):
+            raise TypeError(f"weights must have string keys; {key!r} is a {type(key).__name__}")
+        path = (*prefix, *key.split("."))
+        if isinstance(value, TensorDictBase):
+            _flatten_tensordict(value, path, flat)
+        elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
+            _flatten_mapping(value, path, flat)
+        else:
+            _put(flat, path, value)
+
+
+def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
+    """A nested TensorDict (batch size ``[]``) over the given tensors; values become non-tensor data."""
+    tree: dict[str, Any] = {}
+    for path, leaf in (*tensors.items(), *((p, NonTensorData(v)) for p, v in (values or {}).items())):
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return TensorDict(tree, batch_size=[])
+
+
+def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
+    """Refuse what cannot be viewed as bytes, before anything is packed."""
+    name = dotted(path)
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise ValueError(f"{name!r} is not initialised yet; run one forward of the lazy module first")
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(f"{name!r} is a distributed tensor; publish `tensor.full_tensor()` instead")
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name!r} is a nested tensor; only dense ones can be sent: use `.to_padded_tensor()` or `.unbind()`"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name!r} is a {tensor.layout} tensor; only dense ones can be sent: use `.to_dense()`")
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} is on the meta device and has no values to send; materialise it first")
+    if tensor.dtype not in NAMES:
+        kind = tensor.dtype
+        raise TypeError(
+            f"{name!r} has dtype {kind}, which cannot be sent as bytes; use `.int_repr()` or `.dequantize()`"
+        )
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one: the same elements in the same memory."""
+    memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device)
+    return (*memory, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored tensor: where it lies in the slab and what it is."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Layout:
+    """The packing table of one schema.
+
+    Attributes:
+        entries: the stored tensors, in slab order.
+        aliases: ``{path: index of the entry}`` of tied tensors, which are stored once.
+        value_paths: key paths of the msgpack values (extra state), which ride in the instruction.
+        nbytes: size of a slab in bytes.
+        digest: 16 bytes that stand for the layout once both sides know it.
+    """
+
+    def __init__(
+        self,
+        schema: Sequence[tuple[Path, torch.dtype, tuple[int, ...]]],
+        aliases: Mapping[Path, int] | None = None,
+        value_paths: Iterable[Path] = (),
+    ) -> None:
+        entries = []
+        offset = 0
+        for path, dtype, shape in schema:
+            nbytes = math.prod(shape) * dtype.itemsize
+            entries.append(Entry(path, dtype, shape, offset, nbytes))
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.entries = tuple(entries)
+        self.aliases = dict(aliases or {})
+        self.value_paths = tuple(value_paths)
+        self.nbytes = offset
+        paths = self.paths
+        if offset > MAX_SLAB_BYTES:
+            raise LimitExceeded(f"a layout of {offset} bytes exceeds the limit of {MAX_SLAB_BYTES}")
+        if len(paths) > MAX_ENTRIES:
+            raise LimitExceeded(f"a layout with {len(paths)} entries exceeds the limit of {MAX_ENTRIES}")
+        names: set[str] = set()
+        groups: set[Path] = set()
+        for path in paths:
+            if not 0 < len(path) <= MAX_PATH_PARTS:
+                raise LimitExceeded(f"a key path of {len(path)} parts; 1 to {MAX_PATH_PARTS} are possible")
+            if (name := dotted(path)) in names:
+                raise ValueError(_collision(name))
+            names.add(name)
+            while (path := path[:-1]) and path not in groups:
+                groups.add(path)
+        if both := groups.intersection(paths):
+            raise ValueError(f"{dotted(min(both))!r} is an entry and has entries below it; rename one")
+
+    @classmethod
+    def of(cls, flat: FlatWeights) -> Layout:
+        """The layout of these weights: tied tensors stored once, equal trailing shapes next to each other.
+
+        Raises:
+            TypeError: a tensor has no plain bytes (sparse, quantised, nested, distributed), or msgpack cannot carry
+                a value.
+            ValueError: a tensor has no values yet (meta, lazy), or two keys have the same dotted name.
+            LimitExceeded: a value or the whole is too large.
+        """
+        seen: dict[tuple[Any, ...], Path] = {}
+        ties: dict[Path, Path] = {}
+        schema = []
+        for path, tensor in flat.tensors.items():
+            _check_tensor(path, tensor)
+            if tensor.numel():
+                first = seen.setdefault(_identity(tensor), path)
+                if first is not path:
+                    ties[path] = first
+                    continue
+            schema.append((path, tensor.dtype, tuple(tensor.shape)))
+        # Runs of equal dtype and trailing shape are packed by one call; the order is otherwise free.
+        schema.sort(key=lambda e: (NAMES[e[1]], len(e[2]) == 0, e[2][1:]))
+        index = {path: i for i, (path, _, _) in enumerate(schema)}
+        for path, value in flat.values.items():
+            pack_values([value], f"the value of {dotted(path)!r}")
+        layout = cls(schema, {path: index[first] for path, first in ties.items()}, flat.values)
+        if len(layout.encoded) > MAX_LAYOUT_BYTES:
+            raise LimitExceeded(f"a layout of {len(layout.encoded)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
+        return layout
+
+    def describes(self, flat: FlatWeights) -> bool:
+        """True if these weights have exactly this schema, ties included: the cheap check before re-using a layout."""
+        if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
+            return False
+        tensors = flat.tensors
+        pointers = []
+        try:
+            for entry in self.entries:
+                tensor = tensors[entry.path]
+                if tensor.shape != entry.shape or tensor.dtype is not entry.dtype:
+                    return False
+                if entry.nbytes:
+                    pointers.append(tensor.data_ptr())
+            if 0 in pointers:  # no memory: meta, distributed
+                return False
+            if len(set(pointers)) != len(pointers):
+                # One memory, yet several entries: fine as long as they see it differently.
+                stored = [_identity(tensors[e.path]) for e in self.entries if e.nbytes]
+                if len(set(stored)) != len(stored):
+                    return False
+            entries = self.entries
+            return all(_identity(tensors[p]) == _identity(tensors[entries[i].path]) for p, i in self.aliases.items())
+        except (KeyError, RuntimeError):  # a key is gone, or torch knows no shape or memory of such a tensor
+            return False
+
+    @property
+    def paths(self) -> list[Path]:
+        """Every key path: stored, tied, and values."""
+        return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
+
+    def spec(self, path: Path) -> Entry | None:
+        """The entry that a key path (tied ones too) refers to; None for values and unknown paths."""
+        return self._by_path.get(path)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of entries that lie side by side without padding and differ in their first dimension only."""
+        runs: list[tuple[int, int]] = []
+        for i, entry in enumerate(self.entries):
+            if runs:
+                start, stop = runs[-1]
+                before = self.entries[stop - 1]
+                if (
+                    entry.dtype in _CATABLE
+                    and before.dtype is entry.dtype
+                    and len(before.shape) == len(entry.shape) > 0
+                    and before.shape[1:] == entry.shape[1:]
+                    and before.offset + before.nbytes == entry.offset
+                    and entry.nbytes > 0 < before.nbytes
+                ):
+                    runs[-1] = (start, i + 1)
+                    continue
+            runs.append((i, i + 1))
+        return tuple(runs)
+
+    @cached_property
+    def _by_path(self) -> dict[Path, Entry]:
+        table = {e.path: e for e in self.entries}
+        table.update({path: self.entries[i] for path, i in self.aliases.items()})
+        return table
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The layout as it travels (msgpack)."""
+        entries = [[list(e.path), NAMES[e.dtype], list(e.shape)] for e in self.entries]
+        aliases = [[list(path), i] for path, i in self.aliases.items()]
+        blob: bytes = msgpack.packb([1, entries, aliases, [list(p) for p in self.value_paths]])
+        return blob
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.encoded, digest_size=16).digest()
+
+    @classmethod
+    def decode(cls, blob: bytes | memoryview, digest: bytes) -> Layout:
+        """Read a layout from an untrusted peer.
+
+        Raises:
+            LimitExceeded: larger, deeper or with more entries than accepted.
+            ProtocolError: anything else that is wrong with it, a digest that does not match included.
+        """
+        if len(blob) > MAX_LAYOUT_BYTES:
+            raise LimitExceeded(f"a layout of {len(blob)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
+        if hashlib.blake2b(blob, digest_size=16).digest() != digest:
+            raise ProtocolError("a layout does not match its digest")
+        check_structure(blob, max_depth=4, max_items=MAX_ENTRIES * 8)
+        try:
+            layout = cls._build(msgpack.unpackb(blob, use_list=True, raw=False, strict_map_key=True))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"a malformed layout: {error!s:.200}") from error
+        if layout.encoded != bytes(blob):
+            raise ProtocolError("a layout is not in canonical form")
+        return layout
+
+    @classmethod
+    def _build(cls, raw: Any) -> Layout:
+        version, entries, aliases, values = raw
+        if version != 1:
+            raise ProtocolError(f"a layout of unknown version {version!r}")
+        if not all(isinstance(each, list) for each in (entries, aliases, values)):
+            raise ProtocolError("a layout whose parts are not lists")
+        schema = []
+        for path, dtype, shape in entries:
+            if dtype not in DTYPES:
+                raise ProtocolError(f"a layout with the dtype {dtype!r:.100}, which is not on the allow-list")
+            if not isinstance(shape, list) or not _is_shape(shape, DTYPES[dtype].itemsize):
+                raise ProtocolError(f"a layout with the shape {shape!r:.100}")
+            schema.append((_checked_path(path), DTYPES[dtype], tuple(shape)))
+        ties = {}
+        for path, i in aliases:
+            if type(i) is not int or not 0 <= i < len(schema):
+                raise ProtocolError(f"a layout with a tie to entry {i!r} of {len(schema)}")
+            ties[_checked_path(path)] = i
+        return cls(schema, ties, [_checked_path(p) for p in values])
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.paths)} keys, {self.nbytes} bytes, {self.digest.hex()[:8]})"
+
+
+def _is_shape(raw: list[Any], itemsize: int) -> bool:
+    if len(raw) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in raw):
+        return False
+    # The strides of an empty tensor are as large as the rest of its shape says, and must be numbers, too.
+    size: int = math.prod(n for n in raw if n) * itemsize
+    return size <= MAX_SLAB_BYTES
+
+
+def _checked_path(raw: Any) -> Path:
+    if not isinstance(raw, list) or not all(isinstance(p, str) for p in raw):
+        raise ProtocolError(f"a layout with the key path {raw!r:.100}")
+    return tuple(raw)
+
+
+def pack_values(values: list[Any], what: str) -> bytes:
+    """The msgpack bytes of values, if the receiver can read them.
+
+    Raises:
+        TypeError: msgpack cannot carry them.
+        LimitExceeded: larger, deeper or with more items than the receiver accepts.
+    """
+    try:
+        blob: bytes = msgpack.packb(values, use_bin_type=True)
+        _read_values(blob)
+    except LimitExceeded as error:
+        raise LimitExceeded(f"{what} cannot be sent: {error}; make it a tensor") from None
+    except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+        raise TypeError(f"{what} is neither a tensor nor something msgpack can carry: {error}") from error
+    return blob
+
+
+def unpack_values(blob: bytes | memoryview, layout: Layout) -> dict[Path, Any]:
+    """The msgpack values that came with an update.
+
+    Raises:
+        ProtocolError: not what the layout announces.
+    """
+    if not layout.value_paths and not len(blob):
+        return {}
+    values = _read_values(blob)
+    if not isinstance(values, list) or len(values) != len(layout.value_paths):
+        raise ProtocolError("an update whose values are not those that its layout announces")
+    return dict(zip(layout.value_paths, values, strict=True))
+
+
+def _read_values(blob: bytes | memoryview) -> Any:
+    if len(blob) > MAX_VALUE_BYTES:
+        raise LimitExceeded(f"{len(blob)} bytes of values exceed the limit of {MAX_VALUE_BYTES}")
+    check_structure(blob, max_depth=MAX_VALUE_DEPTH, max_items=MAX_VALUE_ITEMS)
+    try:
+        return msgpack.unpackb(blob, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"malformed values: {error}") from error

@@ -1,0 +1,230 @@
+"""Link: what both ends of a bus share — a ZeroMQ context on the running loop, timers, and conditions to wait for.
+
+A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state machine,
+sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a socket, so
+cancelling a caller cannot lose a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
+from asyncsync.publisher import Identity
+from asyncsync.threads import WorkThread, finish
+
+__all__ = ["INLINE_BYTES", "Conditions", "Link", "ProcessWatch", "this_process"]
+
+logger = logging.getLogger("asyncsync")
+
+# Copies up to this size are made on the loop; larger ones in the work thread.
+INLINE_BYTES = 4 << 20
+LINGER_MS = 500
+MAX_TICK = 0.25
+
+
+def this_process() -> Identity:
+    """Who this process is, for a peer that may share its host and pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux: peers are watched by heartbeat only
+        return Identity(os.getpid(), "", 0)
+    return Identity(os.getpid(), boot, namespace)
+
+
+class Conditions:
+    """Coroutines that wait until a predicate over the link's state holds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """The state may have changed: every waiter looks again."""
+        if self._waiters:
+            waiters, self._waiters = self._waiters, set()
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def until(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
+        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first."""
+        deadline = None if timeout is None else self._loop.time() + timeout
+        while not predicate():
+            remaining = None if deadline is None else deadline - self._loop.time()
+            if remaining is not None and remaining <= 0:
+                return False
+            waiter = self._loop.create_future()
+            timer = None if remaining is None else self._loop.call_later(remaining, _wake, waiter)
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+                if timer is not None:
+                    timer.cancel()
+        return True
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class ProcessWatch:
+    """Tells at once when a process of this host ends (``pidfd_open``)."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = -1
+        self._ended = ended
+        if pid == os.getpid() or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(ended)
+            return
+        except OSError as error:  # out of descriptors, or forbidden by a sandbox: heartbeats remain
+            logger.warning("cannot watch process %d: %s", pid, error)
+            return
+        self._loop.add_reader(self._descriptor, self._fire)
+
+    def _fire(self) -> None:
+        self.close()
+        self._ended()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Link(ABC):
+    """Base of the sender's and the receiver's link.
+
+    Attributes:
+        dropped: how many messages were dropped, by reason.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.pid = os.getpid()
+        self.conditions = Conditions(self.loop)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.thread = WorkThread(name)
+        self.dropped: Counter[str] = Counter()
+        self.closed = False
+        self.failure: BaseException | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # The state machine of each side:
+
+    @abstractmethod
+    def _tick(self, now: float) -> None: ...
+
+    @abstractmethod
+    def _next_tick(self, now: float) -> float: ...
+
+    @abstractmethod
+    def _flush(self, now: float) -> None: ...
+
+    def settle(self) -> None:
+        """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
+        now = self.loop.time()
+        self._flush(now)
+        self.conditions.notify()
+        if self.closed:
+            return
+        if self._timer is None:
+            # Not computed anew for every message: what becomes due earlier than this waits a moment.
+            self._timer = self.loop.call_at(min(self._next_tick(now), now + MAX_TICK), self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        with self.guard():
+            self._tick(self.loop.time())
+            self.settle()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around every callback: an exception that escapes is a bug of ours, and must not leave callers waiting."""
+        try:
+            yield
+        except Exception as error:
+            self.crash(error)
+
+    def drop(self, error: ProtocolError, who: str) -> None:
+        """Count a message that changed nothing; log the first of its kind."""
+        reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
+        self.dropped[reason] += 1
+        if self.dropped[reason] == 1:
+            level = logging.WARNING if isinstance(error, LimitExceeded) else logging.INFO
+            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, error)
+
+    def crash(self, error: BaseException) -> None:
+        """A bug of ours surfaced in a callback: no caller may wait for ever on it."""
+        if self.failure is None:
+            self.failure = error
+            logger.error("the bus has failed", exc_info=error)
+        self.conditions.notify()
+
+    def check(self) -> None:
+        """Raise what keeps this link from working.
+
+        Raises:
+            ClosedError: it was shut down.
+            RuntimeError: used from another process or event loop.
+            WeightSyncError: a callback has failed.
+        """
+        if self.pid != os.getpid():
+            raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
+        if self.closed:
+            raise ClosedError("this scheme or bus was shut down")
+        self.check_loop()
+        if self.failure is not None:
+            raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
+
+    def check_loop(self) -> None:
+        """Raise RuntimeError on another loop than the link's own."""
+        if asyncio.get_running_loop() is not self.loop:
+            raise RuntimeError("this bus was connected on another event loop; await it there")
+
+    async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
+        """:meth:`Conditions.until`, ended by shutdown or failure of the link with their exceptions."""
+        self.check()
+        result = await self.conditions.until(lambda: self.closed or self.failure is not None or predicate(), timeout)
+        if result and (self.closed or self.failure is not None) and not predicate():
+            self.check()
+        return result
+
+    async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
+        """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
+        if nbytes <= INLINE_BYTES:
+            return function()
+        return await finish(self.thread.submit(function))
+
+    async def _terminate(self) -> None:
+        """Close what is left, when all sockets are closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            # term() waits for the sockets' linger, LINGER_MS at most.
+            await finish(self.thread.submit(self.context.term))
+        finally:
+            await self.thread.close()
+            self.conditions.notify()

@@ -1,0 +1,162 @@
+"""What the trainer knows of one worker, and one update on its way to it. No I/O, no clock."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from asyncsync.errors import SchemaMismatch
+from asyncsync.settings import Settings
+from asyncsync.slab import Slab
+from asyncsync.wire import Buffer, Chunk, Epoch, Hello, Part, Update
+
+__all__ = ["Peer", "Transfer"]
+
+KEPT_REFUSALS = 64
+
+
+class Transfer:
+    """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent."""
+
+    def __init__(self, serial: int, parts: dict[str, tuple[int, Slab]], after_ping: int) -> None:
+        self.serial = serial
+        self.parts = {model_id: (version, slab.retain()) for model_id, (version, slab) in parts.items()}
+        self.after_ping = after_ping
+        self.restart = 0
+        self.sent = 0
+        self._ends = list(accumulate(slab.streamed for _, slab in self.parts.values()))
+        self.total = self._ends[-1]
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return {model_id: version for model_id, (version, _) in self.parts.items()}
+
+    def release(self) -> None:
+        for _, slab in self.parts.values():
+            slab.release()
+        self.parts = {}
+
+    def update(self, epoch: Epoch, *, eager_bytes: int, checksum: bool) -> tuple[Update, list[Buffer]]:
+        """The instruction that announces this transfer, with its payload frames."""
+        eager = self.total <= eager_bytes
+        parts, values, payload = [], [], []
+        for model_id, (version, slab) in self.parts.items():
+            crc = None
+            values.append(slab.values)
+            if eager:
+                piece = slab.export(0, slab.streamed)
+                payload.append(piece)
+                crc = zlib.crc32(piece) if checksum else None
+            parts.append(Part(model_id, version, slab.layout.digest, slab.nbytes, crc, slab.descriptor))
+        if eager:
+            self.sent = self.total
+        return Update(epoch, self.serial, eager, tuple(parts)), [*values, *payload]
+
+    def chunks(
+        self, epoch: Epoch, upto: int, *, chunk_bytes: int, checksum: bool
+    ) -> Iterator[tuple[Chunk, memoryview]]:
+        """The next pieces, as far as the worker's credit reaches."""
+        slabs = [slab for _, slab in self.parts.values()]
+        upto = min(upto, self.total)
+        for i, (slab, end) in enumerate(zip(slabs, self._ends, strict=True)):
+            begin = end - slab.streamed
+            while self.sent < min(end, upto):
+                start = self.sent - begin
+                stop = min(start + chunk_bytes, slab.nbytes, upto - begin)
+                piece = slab.export(start, stop)
+                self.sent = begin + stop
+                yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One worker incarnation.
+
+    Attributes:
+        route: where the transport reaches it at present.
+        applied, staged, failed: per model, the version it holds, has ready, could not apply.
+        accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
+    """
+
+    worker: int
+    nonce: bytes
+    route: bytes
+    hello: Hello
+    local: bool
+    last_seen: float
+    applied: dict[str, int] = field(default_factory=dict)
+    staged: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, tuple[int, Exception]] = field(default_factory=dict)
+    accepted: set[tuple[str, bytes]] = field(default_factory=set)
+    refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
+    announced: dict[str, bytes] = field(default_factory=dict)
+    welcome_after_ping: int = 0
+    ready: bool = False
+    transfer: Transfer | None = None
+    lost: str | None = None
+    lost_at: int = 0
+    slow: bool = False
+    unreachable_since: float | None = None
+    ping_seq: int = 0
+    pong_seq: int = 0
+    last_ping: float = 0.0
+    bytes_sent: int = 0
+
+    @property
+    def models(self) -> set[str]:
+        return set(self.hello.have)
+
+    @property
+    def state(self) -> str:
+        return "lost" if self.lost else "slow" if self.slow else "live"
+
+    def reconnect(self, hello: Hello, route: bytes, applied: dict[str, int], now: float) -> None:
+        """The same incarnation again, over a new connection: nothing that was under way counts."""
+        self.end_transfer()
+        self.hello, self.route, self.applied = hello, route, applied
+        self.staged, self.failed, self.refused = {}, {}, {}
+        self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
+        self.pong_seq = self.ping_seq
+        self.last_seen = now
+
+    def end_transfer(self) -> None:
+        if self.transfer is not None:
+            self.transfer.release()
+            self.transfer = None
+
+    @property
+    def unsettled(self) -> bool:
+        """True if the worker has not answered the last WELCOME in full."""
+        return not self.ready or any(digest and not self.answered(m, digest) for m, digest in self.announced.items())
+
+    def answered(self, model_id: str, digest: bytes) -> bool:
+        """True if this layout was accepted or refused."""
+        return (model_id, digest) in self.accepted or (model_id, digest) in self.refused
+
+    def next_ping(self, settings: Settings) -> float:
+        # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
+        answered = self.pong_seq == self.ping_seq and self.unreachable_since is None
+        return self.last_ping + (settings.ping_interval if answered else settings.retry_interval)
+
+    def note_refused(self, model_id: str, digest: bytes, error: SchemaMismatch) -> None:
+        self.refused[model_id, digest] = error
+        while len(self.refused) > KEPT_REFUSALS:
+            del self.refused[next(iter(self.refused))]
+
+    def note_applied(self, versions: dict[str, int]) -> None:
+        """The models hold these versions, or newer ones."""
+        for model_id, version in versions.items():
+            if version > self.applied.get(model_id, 0):
+                self.applied[model_id] = version
+            if self.staged.get(model_id, 0) <= version:
+                self.staged.pop(model_id, None)
+            if model_id in self.failed and self.failed[model_id][0] <= version:
+                del self.failed[model_id]
+        if self.transfer is not None and all(self.applied.get(m, 0) >= v for m, v in self.transfer.versions.items()):
+            self.end_transfer()
+
+    def covers(self, versions: dict[str, int]) -> bool:
+        """True if all of this is applied or staged."""
+        return all(max(self.applied.get(m, 0), self.staged.get(m, 0)) >= v for m, v in versions.items())

@@ -1,0 +1,448 @@
+"""Publisher: the sender's state machine. Peers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
+
+Usage by a shell that owns sockets and time::
+
+    publisher.receive(route, instruction, payload, now)      # something came
+    publisher.publish({model_id: slab}, None, now)           # something is to go
+    publisher.tick(now)                                      # at least at next_tick()
+    while publisher.outbox: send(*publisher.outbox.popleft())
+
+Delivery is *targets and repair*, not a log: each worker has one target per model; at most one UPDATE is outstanding
+per worker, and whatever gets lost is found by PING and PONG, which carry the worker's state. So every message may be
+dropped, duplicated, delayed or reordered without harm. Bytes go out on the worker's credit only; no queue ever fills.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from asyncsync import wire
+from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.overview import Overview, Progress
+from asyncsync.peer import Peer, Transfer
+from asyncsync.settings import Identity, Settings
+from asyncsync.slab import Slab
+from asyncsync.targets import Publication, Targets
+from asyncsync.wire import Buffer, Epoch, Instruction
+
+__all__ = ["Identity", "Progress", "Publisher", "Settings"]
+
+MAX_PEERS = 16_384
+KEPT_NONCES = 4096
+
+
+class Publisher(Overview):
+    """The sender's half of a bus.
+
+    Args:
+        epoch: (start time in ns, random): this incarnation's fencing token.
+        identity: this process.
+        num_workers: fixed number of workers, or None (elastic).
+        settings: sizes and times.
+
+    Attributes:
+        outbox: ``(route, instruction, payload frames)`` to be sent, in order.
+        fenced: set once a newer trainer has been met; nothing is sent any more.
+    """
+
+    def __init__(
+        self, epoch: Epoch, identity: Identity, num_workers: int | None, settings: Settings | None = None
+    ) -> None:
+        self.epoch = epoch
+        self.identity = identity
+        self.num_workers = num_workers
+        self.settings = settings or Settings()
+        self.targets = Targets()
+        self.peers: dict[int, Peer] = {}
+        self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
+        self.fenced: Fenced | None = None
+        self.closed = False
+        self._routes: dict[bytes, Peer] = {}
+        self._superseded: dict[bytes, None] = {}
+        self._serial = 0
+        self._started = False
+
+    # -- what the trainer does ------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self.targets.version
+
+    def serve(self, model_id: str, now: float) -> None:
+        """Announce a model; workers that wait for it can connect, its weights come later."""
+        if model_id not in self.targets.models:
+            self.targets.add_model(model_id)
+            for peer in self.peers.values():
+                self._announce(peer)
+
+    def publish(self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, now: float) -> int:
+        """Make these slabs the targets; returns the version. The caller keeps its own references.
+
+        Raises:
+            Fenced, ClosedError: this trainer may not publish any more.
+        """
+        self.check_open()
+        publication = self.targets.publish(parts, workers, now + self.settings.layout_patience)
+        known = {w: self._objection(p, publication) for w, p in self.peers.items() if not p.lost}
+        refusals = {w: error for w, error in known.items() if error is not None}
+        if refusals:
+            self.targets.reject(publication, refusals)
+        publication.awaiting = self._unanswered(publication)
+        for peer in self.peers.values():
+            self._announce(peer)
+        self._settle(publication)
+        return publication.version
+
+    def assemble(self, model_id: str) -> None:
+        """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
+        self.targets.models[model_id].assembled = True
+
+    def close(self) -> None:
+        """Say BYE to everybody and let go of all slabs."""
+        if self.closed:
+            return
+        self.closed = True
+        self.outbox.clear()
+        for peer in self.peers.values():
+            peer.end_transfer()
+            if not peer.lost and self.fenced is None:
+                self._send(peer.route, wire.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down"))
+        self.targets.close()
+
+    def check_open(self) -> None:
+        """Raise Fenced or ClosedError if this publisher has come to its end."""
+        if self.fenced is not None:
+            raise Fenced(*self.fenced.args)
+        if self.closed:
+            raise ClosedError("the sender was shut down")
+
+    # -- what comes from the workers --------------------------------------------------------------------------------
+
+    def receive(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
+        """Take in one message.
+
+        Raises:
+            ProtocolError: from an unknown peer, of another epoch, or not for a trainer. Nothing was changed.
+        """
+        if self.closed or self.fenced is not None:
+            return
+        if isinstance(instruction, wire.Hello):
+            self._hello(route, instruction, now)
+            return
+        peer = self._routes.get(route)
+        if peer is None:
+            raise ProtocolError(f"{type(instruction).__name__} from an unknown peer")
+        epoch = getattr(instruction, "epoch", None)
+        if epoch != self.epoch:
+            raise ProtocolError(f"{type(instruction).__name__} of another epoch from worker {peer.worker}")
+        handler = _HANDLERS.get(type(instruction))
+        if handler is None:
+            raise ProtocolError(f"worker {peer.worker} sent {type(instruction).__name__}, which only a trainer sends")
+        handler(self, peer, instruction, now)
+        peer.last_seen = now
+        peer.slow = False
+        peer.unreachable_since = None
+
+    def _hello(self, route: bytes, hello: wire.Hello, now: float) -> None:
+        if hello.epoch is not None and hello.epoch > self.epoch and not self._outrun(hello):
+            return
+        worker = hello.worker
+        if self.num_workers is not None and worker >= self.num_workers:
+            text = f"worker_idx {worker} is not below num_workers={self.num_workers}"
+            self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", text))
+            return
+        if hello.nonce in self._superseded:
+            self._send(route, self._superseding(worker, hello.nonce))
+            return
+        applied = {m: v for m, v in hello.have.items() if v and hello.epoch == self.epoch}
+        if any(v > self.version for v in applied.values()):
+            raise ProtocolError(f"worker {worker} claims versions that were never published: {applied}")
+        local = hello.boot == self.identity.boot and hello.namespace == self.identity.namespace and hello.pid > 0
+        peer = self.peers.get(worker)
+        if peer is not None and peer.nonce != hello.nonce:
+            self._supersede(peer)
+            peer = None
+        if peer is None:
+            if len(self.peers) >= MAX_PEERS:
+                self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
+                return
+            peer = self.peers[worker] = Peer(worker, hello.nonce, route, hello, local, now, applied=applied)
+            peer.last_ping = now
+        elif hello.attempt <= peer.hello.attempt:
+            return  # a duplicate, or overtaken by a newer one: the worker is not where this one came from any more
+        else:
+            self._routes.pop(peer.route, None)
+            peer.reconnect(hello, route, applied, now)
+        self._routes[route] = peer
+        self._announce(peer, again=True)
+
+    def _outrun(self, hello: wire.Hello) -> bool:
+        """A worker has seen a higher epoch: go past it while nothing has been sent yet, else stop for good."""
+        assert hello.epoch is not None
+        if self._started:
+            epochs = f"(epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
+            self.fenced = Fenced(f"worker {hello.worker} belongs to a newer trainer {epochs}; this trainer must stop")
+            self.outbox.clear()
+            for peer in self.peers.values():
+                peer.end_transfer()
+            return False
+        self.epoch = (hello.epoch[0] + 1, self.epoch[1])
+        for peer in self.peers.values():
+            if not peer.lost:
+                peer.reconnect(peer.hello, peer.route, {}, peer.last_seen)
+                self._announce(peer, again=True)
+        return True
+
+    def _supersede(self, peer: Peer) -> None:
+        if not peer.lost:
+            self._send(peer.route, self._superseding(peer.worker, peer.nonce))
+        self._superseded[peer.nonce] = None
+        while len(self._superseded) > KEPT_NONCES:
+            del self._superseded[next(iter(self._superseded))]
+        self._drop(peer)
+
+    def _superseding(self, worker: int, nonce: bytes) -> wire.Bye:
+        return wire.Bye(self.epoch, nonce, "superseded", f"a newer incarnation of worker {worker} has connected")
+
+    def _drop(self, peer: Peer) -> None:
+        peer.end_transfer()
+        self._routes.pop(peer.route, None)
+        self.peers.pop(peer.worker, None)
+
+    def _on_ready(self, peer: Peer, ready: wire.Ready, now: float) -> None:
+        peer.ready = True
+        # Of what it has accepted before, only layouts of targets can matter again.
+        peer.accepted &= {(m, t.slab.layout.digest) for m in peer.models for t in self._targets_of(peer, m)}
+        for layout in ready.digests.items():
+            peer.accepted.add(layout)
+            peer.refused.pop(layout, None)
+        self._announce(peer)
+        self._recheck(peer.worker)
+        self._pump(peer)
+
+    def _on_refused(self, peer: Peer, refused: wire.Refused, now: float) -> None:
+        peer.ready = True
+        error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
+        peer.note_refused(refused.model_id, refused.digest, error)
+        for publication in list(self.targets.pending.values()):
+            if peer.worker in publication.awaiting and (reason := self._objection(peer, publication)) is not None:
+                self.targets.reject(publication, {peer.worker: reason})
+        for other in self.peers.values():
+            self._announce(other)
+        self._recheck(peer.worker)
+        self._pump(peer)
+
+    def _on_fetch(self, peer: Peer, fetch: wire.Fetch, now: float) -> None:
+        transfer = peer.transfer
+        if transfer is None or transfer.serial != fetch.serial:
+            return  # of an update that is over; if the worker still wants it, PONG will show
+        if fetch.restart > transfer.restart:
+            transfer.restart = fetch.restart
+            transfer.sent = min(fetch.start, transfer.total)
+        settings = self.settings
+        for chunk, piece in transfer.chunks(
+            self.epoch, fetch.upto, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum
+        ):
+            peer.bytes_sent += len(piece)
+            self._send(peer.route, chunk, [piece])
+
+    def _on_staged(self, peer: Peer, staged: wire.Staged, now: float) -> None:
+        if peer.transfer is not None and peer.transfer.serial == staged.serial:
+            peer.staged.update(peer.transfer.versions)
+            peer.end_transfer()
+            self._pump(peer)
+
+    def _on_applied(self, peer: Peer, applied: wire.Applied, now: float) -> None:
+        self._check_versions(peer, applied.versions)
+        peer.note_applied(applied.versions)
+        self._pump(peer)
+
+    def _on_failed(self, peer: Peer, failed: wire.Failed, now: float) -> None:
+        self._check_versions(peer, failed.versions)
+        error: Exception
+        if failed.mismatch:
+            error = SchemaMismatch(f"worker {peer.worker}: {failed.message}")
+        else:
+            error = RemoteError(failed.type_name, f"(worker {peer.worker}) {failed.message}", failed.traceback)
+        for model_id, version in failed.versions.items():
+            if version > max(peer.applied.get(model_id, 0), peer.failed.get(model_id, (0, error))[0]):
+                peer.failed[model_id] = (version, error)
+            if peer.staged.get(model_id, 0) <= version:
+                peer.staged.pop(model_id, None)
+        if peer.transfer is not None and peer.transfer.serial == failed.serial:
+            peer.end_transfer()
+        self._pump(peer)
+
+    def _on_ping(self, peer: Peer, ping: wire.Ping, now: float) -> None:
+        targets = {m: t.version for m in peer.models if (t := self.targets.target(peer.worker, m)) is not None}
+        self._send(peer.route, wire.Pong(self.epoch, ping.seq, targets, {}, 0))
+
+    def _on_pong(self, peer: Peer, pong: wire.Pong, now: float) -> None:
+        self._check_versions(peer, pong.versions)
+        if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
+            return
+        peer.pong_seq = pong.seq
+        peer.note_applied(pong.versions)
+        transfer = peer.transfer
+        if transfer is None:
+            # What we took for staged may have been dropped since (a failure whose report was lost).
+            peer.staged = {m: v for m, v in pong.staged.items() if v > peer.applied.get(m, 0)}
+        elif transfer.after_ping < pong.seq and pong.serial != transfer.serial:
+            if all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):
+                peer.staged.update(transfer.versions)
+            else:
+                # The UPDATE was lost, or dropped: maybe the worker does not know its layouts any more.
+                peer.accepted -= {(m, slab.layout.digest) for m, (_, slab) in transfer.parts.items()}
+                self._announce(peer, again=True)
+            peer.end_transfer()
+        if peer.welcome_after_ping < pong.seq and peer.unsettled:
+            self._announce(peer, again=True)
+        self._pump(peer)
+
+    def _on_bye(self, peer: Peer, bye: wire.Bye, now: float) -> None:
+        self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
+
+    def _check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
+        if any(v > self.version or m not in peer.hello.have for m, v in versions.items()):
+            raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
+
+    # -- liveness ---------------------------------------------------------------------------------------------------
+
+    def lost(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
+        """The worker's process has ended, or it has left."""
+        peer = self.peers.get(worker)
+        if peer is None or peer.nonce != nonce or peer.lost:
+            return
+        peer.lost = reason
+        peer.lost_at = self.version
+        peer.ready = False
+        peer.end_transfer()
+        self._routes.pop(peer.route, None)
+        self._recheck(worker)
+
+    def unreachable(self, route: bytes, now: float) -> None:
+        """A send found no connection. It may come back; a remote peer that stays away is lost."""
+        peer = self._routes.get(route)
+        if peer is None or peer.lost:
+            return
+        # Its transfer goes on to hold the slab: the worker may be reading it, by its descriptor, without a connection.
+        if peer.unreachable_since is None:
+            peer.unreachable_since = now
+        elif not peer.local and now - peer.unreachable_since >= self.settings.retry_interval:
+            self.lost(peer.worker, peer.nonce, "its connection is gone", now)
+
+    def clogged(self, route: bytes) -> None:
+        """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
+        if (peer := self._routes.get(route)) is not None:
+            peer.slow = True
+
+    def tick(self, now: float) -> None:
+        """Send what is due; call it again at :meth:`next_tick`."""
+        if self.closed or self.fenced is not None:
+            return
+        for peer in list(self.peers.values()):
+            if peer.lost:
+                if self.num_workers is None and now - peer.last_seen > 60.0 and not self.targets.has_own(peer.worker):
+                    self._drop(peer)
+                continue
+            if now - peer.last_seen >= self.settings.slow_after:
+                peer.slow = True
+            if now >= peer.next_ping(self.settings):
+                peer.ping_seq += 1
+                peer.last_ping = now
+                self._send(peer.route, wire.Ping(self.epoch, peer.ping_seq))
+        for publication in list(self.targets.pending.values()):
+            if now >= publication.deadline and not self._gathering(publication):
+                publication.awaiting.clear()
+                self._settle(publication)
+
+    def next_tick(self, now: float) -> float:
+        """When :meth:`tick` has something to do again."""
+        times = [now + 60.0]
+        if self.closed or self.fenced is not None:
+            return times[0]
+        for peer in self.peers.values():
+            if not peer.lost:
+                times.append(peer.next_ping(self.settings))
+                if not peer.slow:
+                    times.append(peer.last_seen + self.settings.slow_after)
+        times.extend(p.deadline for p in self.targets.pending.values() if not self._gathering(p))
+        return min(times)
+
+    # -- the machinery ----------------------------------------------------------------------------------------------
+
+    def _send(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
+        self.outbox.append((route, instruction, payload))
+
+    def _recheck(self, worker: int) -> None:
+        for publication in list(self.targets.pending.values()):
+            if worker in publication.awaiting:
+                publication.awaiting = self._unanswered(publication) & publication.awaiting
+                self._settle(publication)
+
+    def _settle(self, publication: Publication) -> None:
+        if not publication.awaiting and publication.version in self.targets.pending:
+            self.targets.commit(publication)
+            for peer in self.peers.values():
+                self._pump(peer)
+
+    def _announce(self, peer: Peer, *, again: bool = False) -> None:
+        """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest."""
+        if peer.lost:
+            return
+        models, layouts = {}, []
+        for model_id in self.targets.models:
+            targets = self._targets_of(peer, model_id) if model_id in peer.hello.have else []
+            asked = (t.slab.layout for t in targets if not peer.answered(model_id, t.slab.layout.digest))
+            layout = next(asked, targets[-1].slab.layout if targets else None)
+            models[model_id] = b"" if layout is None else layout.digest
+            if layout is not None:
+                layouts.append(layout.encoded)
+        if again or models != peer.announced:
+            peer.announced = models
+            peer.welcome_after_ping = peer.ping_seq
+            me = self.identity
+            welcome = wire.Welcome(self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models)
+            self._send(peer.route, welcome, layouts)
+
+    def _pump(self, peer: Peer) -> None:
+        """Start the next UPDATE for a worker that has none outstanding and is behind its target."""
+        if peer.transfer is not None or peer.lost or self.fenced is not None:
+            return
+        behind, blocked, fresh = {}, set(), False
+        for model_id in peer.models:
+            target = self.targets.target(peer.worker, model_id)
+            if target is None or target.version <= max(peer.applied.get(model_id, 0), peer.staged.get(model_id, 0)):
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                blocked.add(target.version)
+                continue
+            behind[model_id] = target
+            # What failed once is not sent again by itself, but goes along with whatever is new.
+            fresh = fresh or target.version > peer.failed.get(model_id, (0, None))[0]
+        # Models of one publication switch together or not at all.
+        parts = {m: (t.version, t.slab) for m, t in behind.items() if t.version not in blocked}
+        if not parts or not fresh:
+            return
+        self._serial += 1
+        self._started = True
+        transfer = peer.transfer = Transfer(self._serial, parts, peer.ping_seq)
+        update, payload = transfer.update(
+            self.epoch, eager_bytes=self.settings.eager_bytes, checksum=self.settings.checksum
+        )
+        peer.bytes_sent += sum(len(frame) for frame in payload)
+        self._send(peer.route, update, payload)
+
+
+_HANDLERS: dict[type[Instruction], Callable[..., None]] = {
+    wire.Ready: Publisher._on_ready,
+    wire.Refused: Publisher._on_refused,
+    wire.Fetch: Publisher._on_fetch,
+    wire.Staged: Publisher._on_staged,
+    wire.Applied: Publisher._on_applied,
+    wire.Failed: Publisher._on_failed,
+    wire.Ping: Publisher._on_ping,
+    wire.Pong: Publisher._on_pong,
+    wire.Bye: Publisher._on_bye,
+}

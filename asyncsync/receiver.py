@@ -1,0 +1,427 @@
+"""The receiver's end of a bus: a Subscriber on the running loop, behind one DEALER socket and a gate."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from asyncsync.binding import Binding
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.gate import Gate
+from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
+from asyncsync.publisher import Settings
+from asyncsync.slab import Slab
+from asyncsync.staging import Staging
+from asyncsync.subscriber import Subscriber
+from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.zmq import LoopSocket, dealer, monitor
+from asyncsync.wire import decode, encode
+
+__all__ = ["Mark", "ReceiverLink"]
+
+GATE_POLL = 0.05
+FETCH_DEADLINE = 60.0
+REQUEST_AGAIN = 1.0
+
+Mark = tuple[tuple[int, int], int]
+"""(epoch, version): where a receiver is in the sequence of updates."""
+
+
+class ReceiverLink(Link):
+    """Connects, stages updates, lets them through the gate.
+
+    Args:
+        endpoint: where the sender binds.
+        worker: this worker's index.
+        settings: sizes and times.
+        gate: lets updates through when nobody reads the models.
+
+    Attributes:
+        manual: models whose updates wait for ``receive`` (``apply="on_receive"``).
+        wanted: those of them that somebody is receiving right now.
+    """
+
+    def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
+        super().__init__("asyncsync-copy")
+        self.endpoint = endpoint
+        self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings)
+        self.gate = gate
+        self.gate.bind()
+        self._thread = threading.get_ident()
+        self.manual: set[str] = set()
+        self.wanted: list[str] = []
+        self.transports: dict[str, TransportBackend] = {}
+        self.sender_lost = False
+        self._offered: Staging | None = None
+        self._inline: list[tuple[Staging, BaseException | None]] | None = None
+        self._gate_timer: asyncio.TimerHandle | None = None
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._watch: ProcessWatch | None = None
+        self._watched = 0
+        socket = dealer(self.context)
+        self._monitor = monitor(socket, self._connected, self._disconnected, self.crash)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            self._monitor.close()
+            socket.close(linger=0)
+            self.context.term()
+            raise NotConnected(f"cannot connect to {endpoint}: {error}") from error
+        self._raw = socket
+        self._socket = LoopSocket(socket, self._receive, self.crash)
+
+    def register(self, model_id: str, binding: Binding, transport: TransportBackend, *, manual: bool) -> None:
+        """Take part in the updates of this model."""
+        self.transports[model_id] = transport
+        if manual:
+            self.manual.add(model_id)
+        self.subscriber.register(model_id, binding, self.loop.time())
+        self.settle()
+
+    # -- callbacks --------------------------------------------------------------------------------------------------
+
+    def _connected(self) -> None:
+        if self.subscriber.ended is None:
+            self.subscriber.connected(self.loop.time())
+            self.settle()
+
+    def _disconnected(self) -> None:
+        self.subscriber.disconnected()
+        self.settle()
+
+    def _receive(self, frames: list[Any]) -> None:
+        try:
+            instruction, payload = decode([frame.buffer for frame in frames])
+            self.subscriber.receive(instruction, payload, self.loop.time())
+        except ProtocolError as error:
+            self.drop(error, "the sender")
+            self.settle()
+            return
+        self._watch_sender()
+        self.settle()
+
+    def _watch_sender(self) -> None:
+        """Know at once when a co-located sender dies; receivers then wait for its successor."""
+        trainer = self.subscriber.trainer
+        me = self.subscriber.identity
+        if trainer is None or trainer.pid == self._watched:
+            return
+        self._watched = trainer.pid
+        self.sender_lost = False
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if trainer.boot == me.boot and trainer.namespace == me.namespace and trainer.pid:
+            self._watch = ProcessWatch(trainer.pid, self._sender_ended)
+
+    def _sender_ended(self) -> None:
+        self.sender_lost = True
+        self.conditions.notify()
+
+    def _tick(self, now: float) -> None:
+        self.subscriber.tick(now)
+
+    def _next_tick(self, now: float) -> float:
+        return self.subscriber.next_tick(now)
+
+    def _flush(self, now: float) -> None:
+        self._offer()
+        self._start_fetches()
+        outbox = self.subscriber.outbox
+        if not self.subscriber.online:
+            # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
+            outbox.clear()
+        while outbox:
+            instruction, payload = outbox.popleft()
+            self._socket.send([encode(instruction), *payload])
+
+    # -- the gate ---------------------------------------------------------------------------------------------------
+
+    def _offer(self) -> None:
+        """Give the newest staging to the gate, unless one of its models is to wait for ``receive``."""
+        staging = self.subscriber.staged
+        if staging is None or staging is self._offered or self.closed:
+            return
+        if any(m in self.manual and m not in self.wanted for m in staging.parts):
+            return
+        self._offered = staging
+        self._inline = []
+        try:
+            self.gate.offer(staging.run, lambda error: self._done(staging, error))
+        finally:
+            finished, self._inline = self._inline, None
+        for done in finished:
+            self._applied(*done)
+        if self.gate.pending and self._gate_timer is None:
+            self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def _done(self, staging: Staging, error: BaseException | None) -> None:
+        """Called by the gate in the thread that applied."""
+        if self._inline is not None and threading.get_ident() == self._thread:
+            self._inline.append((staging, error))
+            return
+        try:
+            self.loop.call_soon_threadsafe(self._applied_later, staging, error)
+        except RuntimeError:
+            pass  # the loop is closed: nobody is left to tell
+
+    def _applied_later(self, staging: Staging, error: BaseException | None) -> None:
+        with self.guard():
+            self._applied(staging, error)
+            if not self.closed:
+                self.settle()
+
+    def _applied(self, staging: Staging, error: BaseException | None) -> None:
+        if self._offered is staging:
+            self._offered = None
+        now = self.loop.time()
+        if error is None:
+            self.subscriber.applied(staging, now)
+        else:
+            self.subscriber.failed(staging, error, now)
+
+    def _poll_gate(self) -> None:
+        # Readers that ended abnormally do not say so: look for them while an update waits.
+        self._gate_timer = None
+        if self.gate.pending and not self.closed:
+            self.gate.poll()
+            if self.gate.pending:
+                self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def _withdraw(self) -> None:
+        """Nobody receives any more: a manual update that the gate has not begun with waits again."""
+        staging = self._offered
+        if staging is None or not any(m in self.manual and m not in self.wanted for m in staging.parts):
+            return
+        if self.gate.withdraw():
+            self._offered = None
+
+    # -- transports with descriptors ----------------------------------------------------------------------------------
+
+    def _start_fetches(self) -> None:
+        while self.subscriber.fetches:
+            serial, index, part, slab = self.subscriber.fetches.popleft()
+            transport = self.transports[
+                part.model_id if part.model_id in self.transports else next(iter(self.transports))
+            ]
+            assert part.descriptor is not None
+            task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
+            self._fetches.add(task)
+            task.add_done_callback(self._fetches.discard)
+
+    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: TransportBackend) -> None:
+        failure: Exception | None = None
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE):
+                await transport.fetch(descriptor, slab.memory, self.loop.time() + FETCH_DEADLINE)
+        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
+            failure = error
+        except asyncio.CancelledError:
+            slab.release()
+            raise
+        self.subscriber.fetched(serial, index, slab, failure, self.loop.time())
+        if not self.closed:
+            self.settle()
+
+    # -- what schemes await -----------------------------------------------------------------------------------------
+
+    def mark(self, model_id: str) -> Mark | None:
+        """Epoch and version of the newest applied update of a model."""
+        held = self.subscriber.held(model_id)
+        return None if held is None else (held[0], held[1])
+
+    async def connected(self, model_id: str, timeout: float) -> None:
+        """Wait for the sender's welcome, and for the initial weights if it has any.
+
+        Raises:
+            SchemaMismatch: the sender's weights do not fit the model.
+            NotConnected, Fenced, ClosedError: no sender in time, or it turned this worker away.
+        """
+        subscriber = self.subscriber
+
+        def done() -> bool:
+            return (
+                subscriber.settled(model_id)
+                or subscriber.ended is not None
+                or model_id in subscriber.refused
+                or model_id in subscriber.error
+            )
+
+        if subscriber.ended is not None:
+            raise self._ending()
+        self.wanted.append(model_id)
+        try:
+            self.settle()
+            if not await self.wait(done, timeout):
+                raise NotConnected(
+                    f"worker {subscriber.worker} is not connected after {timeout:g} s: {self._why(model_id)}. connect() may be called again"
+                )
+        finally:
+            self.wanted.remove(model_id)
+            self._withdraw()
+        if subscriber.settled(model_id):
+            return
+        if subscriber.ended is not None:
+            raise self._ending()
+        if model_id in subscriber.refused:
+            raise _again(subscriber.refused[model_id])
+        raise subscriber.error[model_id][1]
+
+    def _why(self, model_id: str) -> str:
+        subscriber = self.subscriber
+        if not subscriber.online:
+            return f"nobody answers at {self.endpoint}; is the sender connecting, with the same endpoint?"
+        if not subscriber.welcomed:
+            return "the sender has not answered yet"
+        if model_id not in subscriber.served:
+            return f"the sender serves {sorted(subscriber.served)}, not {model_id!r}; use one model_id on both sides"
+        return "its initial weights have not arrived; the sender waits until every worker has connected"
+
+    def _ending(self) -> WeightSyncError:
+        assert self.subscriber.ended is not None
+        return _again(self.subscriber.ended)
+
+    async def receive(
+        self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
+    ) -> Mark | None:
+        """The mark of an applied update newer than ``after``; None when the timeout expires.
+
+        ``left`` tells that the caller was shut down, and the bus not.
+
+        Raises:
+            ClosedError, Fenced: nothing newer is there, and nothing will come.
+        """
+        subscriber = self.subscriber
+
+        def newer() -> bool:
+            mark = self.mark(model_id)
+            return mark is not None and (after is None or mark > after)
+
+        self.wanted.append(model_id)
+        try:
+            self.settle()
+            found = await self.wait(lambda: newer() or subscriber.ended is not None or left(), timeout)
+        finally:
+            self.wanted.remove(model_id)
+            self._withdraw()
+        if newer():
+            return self.mark(model_id)
+        if left():
+            raise ClosedError("this scheme was shut down")
+        if found:
+            raise self._ending()
+        return None
+
+    async def current(self, model_id: str, timeout: float) -> Mark:
+        """Ask the sender what this worker should have, and wait until it has that.
+
+        Raises:
+            AckTimeout: no answer, or not applied, within the timeout.
+            SchemaMismatch, RemoteError, …: the update could not be applied here.
+        """
+        subscriber = self.subscriber
+        deadline = self.loop.time() + timeout
+        self.wanted.append(model_id)
+        try:
+            first = subscriber.request(self.loop.time())
+
+            def done() -> bool:
+                if subscriber.ended is not None or model_id in subscriber.refused:
+                    return True
+                target = subscriber.targets.get(model_id, 0)
+                if not subscriber.answered(first) or not target:
+                    return False
+                return subscriber.version(model_id) >= target or subscriber.error.get(model_id, (0,))[0] >= target
+
+            while True:
+                self.settle()
+                remaining = deadline - self.loop.time()
+                if await self.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
+                    break
+                if remaining <= 0:
+                    raise AckTimeout(
+                        f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
+                    )
+                subscriber.request(self.loop.time())
+        finally:
+            self.wanted.remove(model_id)
+            self._withdraw()
+        if subscriber.ended is not None:
+            raise self._ending()
+        if model_id in subscriber.refused:
+            raise _again(subscriber.refused[model_id])
+        if subscriber.version(model_id) < subscriber.targets.get(model_id, 0):
+            raise subscriber.error[model_id][1]
+        mark = self.mark(model_id)
+        assert mark is not None
+        return mark
+
+    async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
+        """Wait until every one of these models holds at least this version.
+
+        Raises:
+            AckTimeout: not within the timeout.
+            ClosedError, Fenced: it will not come.
+        """
+        subscriber = self.subscriber
+
+        def done() -> bool:
+            return any(subscriber.version(m) >= version for m in models)
+
+        if not await self.wait(lambda: done() or subscriber.ended is not None, timeout):
+            have = {m: subscriber.version(m) for m in models}
+            raise AckTimeout(
+                f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
+            )
+        if not done():
+            raise self._ending()
+
+    async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
+        """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
+        held = self.subscriber.held(model_id)
+        assert held is not None
+        slab = held[2].retain()
+        try:
+            return then(await self.run(slab.copy, slab.nbytes))
+        finally:
+            slab.release()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        """Say BYE, take the hooks off, close the socket, release everything."""
+        if self.closed:
+            return
+        self.gate.withdraw()
+        self.subscriber.bye("shutdown")
+        self._flush(self.loop.time())
+        self.closed = True
+        for task in self._fetches:
+            task.cancel()
+        if self._gate_timer is not None:
+            self._gate_timer.cancel()
+        if self._watch is not None:
+            self._watch.close()
+        self._raw.disable_monitor()
+        self._monitor.close()
+        self._socket.close(LINGER_MS)
+        self.conditions.notify()
+        try:
+            if self._fetches:
+                await asyncio.wait(self._fetches)
+        finally:
+            try:
+                await self._terminate()
+            finally:
+                self.subscriber.close()
+
+
+def _again(error: WeightSyncError) -> WeightSyncError:
+    """A fresh exception with the same message: raising one object from several places would pile up tracebacks."""
+    return type(error)(*error.args)

@@ -1,0 +1,569 @@
+"""Scheme: one model's weights on a bus. The core of every scheme, whichever API is put over it.
+
+A scheme orchestrates; it creates transports (bytes) and has a strategy (format). :class:`SchemeCore` holds lifecycle,
+configuration, model and context resolution, and private coroutines; :class:`asyncsync.WeightSyncScheme` is the coroutine-native
+API over it. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
+
+Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` is the rendezvous.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from asyncsync.binding import Binding
+from asyncsync.bus import Bus, WorkerStatus
+from asyncsync.context import resolve_model
+from asyncsync.errors import ClosedError
+from asyncsync.gate import Gate
+from asyncsync.layout import FlatWeights, flatten, nest
+from asyncsync.receiver import Mark
+from asyncsync.slab import Slab, copy_flat
+from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
+from asyncsync.transports.base import TransportBackend
+from asyncsync.wire import MAX_NAME
+
+__all__ = ["SchemeCore"]
+
+
+class SchemeCore(ABC):
+    """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        *,
+        endpoint: str | None = None,
+        connect: str | None = None,
+        bus: Bus | None = None,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        allow_plaintext: bool = False,
+    ) -> None:
+        self.strategy = resolve_strategy(strategy)
+        self._own_bus = bus is None
+        if bus is None:
+            bus = Bus(
+                endpoint,
+                connect=connect,
+                num_workers=num_workers,
+                min_workers=min_workers,
+                allow_plaintext=allow_plaintext,
+            )
+        elif endpoint or connect or min_workers != 1 or allow_plaintext:
+            raise ValueError(
+                "endpoint, connect, min_workers and allow_plaintext belong to the Bus; pass them to Bus(...), not together with bus="
+            )
+        elif num_workers is not None:
+            bus._set_workers(num_workers, private=False)
+        self._bus = bus
+        self._model_id: str | None = None
+        self._devices: list[torch.device] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._role: str | None = None
+        self._pid = 0
+        self._context: Any = None
+        self._model: Any = None
+        self._weights: Any = None
+        self._device_map_fn: Callable[[int, Any], Any] | None = None
+        self._worker_idx: int | None = None
+        self._binding: Binding | None = None
+        self._manual = self._hooked = False
+        self._shared: TransportBackend | None = None
+        self._registered = False
+        self._returned: Mark | None = None
+        self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Configuration only: no sockets, tasks, models or weights. What a subclass adds travels with it.
+        kept = {k: v for k, v in self.__dict__.items() if k not in _LOCAL}
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._reset()
+        self.__dict__.update(state)
+
+    # -- hooks of a subclass ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def create_transport(self, **kwargs: Any) -> TransportBackend:
+        """The transport of this scheme; called by ``init_on_sender`` and ``init_on_receiver``, without communication."""
+
+    def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
+        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
+
+        Args:
+            weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
+            model_id: the model's name.
+            strategy: extracts.
+            context: resolves ``None`` and paths where no source was registered.
+
+        Returns:
+            TensorDict or dict; its leaves may alias the source.
+        """
+        return strategy.extract_weights(self._resolve_source(weights, model_id, context))
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply weights to the registered model now, whole or not at all.
+
+        A subclass that overrides this is called with every update that comes (a TensorDict of its own).
+
+        Raises:
+            RuntimeError: no model is registered.
+            SchemaMismatch: they do not fit; nothing was changed.
+        """
+        if self._model is None:
+            raise RuntimeError(
+                "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
+            )
+        self.strategy.apply_weights(self._model, weights, inplace=inplace)
+
+    # -- phase 1: no communication --------------------------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Make this the sender's side. Sets up local state only.
+
+        Args:
+            model_id: name of the model; needed where several schemes share a bus.
+            context: an object with ``get_model(model_id)``.
+            params_map: ``{worker_idx: weights}``.
+            weights: the source: TensorDict or dict; a bare ``publish()`` takes its current values.
+            model: the source: a module.
+            devices: ``devices[i]`` is where worker i gets received weights.
+            device_map_fn: ``(worker_idx, weights) -> weights`` for each worker.
+            num_workers: fixed number of workers; overrides the constructor's.
+
+        Raises:
+            ValueError: arguments that exclude each other, or counts that disagree.
+            RuntimeError: this scheme is connected already, or a receiver.
+        """
+        sources = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} exclude each other; give one source of weights")
+        if device_map_fn is not None and devices is not None:
+            raise ValueError("devices and device_map_fn exclude each other")
+        if device_map_fn is not None and num_workers is None and self._bus.num_workers is None:
+            raise ValueError("device_map_fn needs num_workers")
+        if devices is not None:
+            devices = [torch.device(d) for d in devices]
+            num_workers = _agree(num_workers, len(devices), "devices")
+        if params_map is not None:
+            num_workers = _agree(num_workers, len(params_map), "params_map")
+            if set(params_map) != set(range(num_workers)):
+                raise ValueError(f"params_map must have the keys 0 to {num_workers - 1}, not {sorted(params_map)}")
+        if not self._own_bus and not model_id:
+            raise ValueError("several schemes share this bus: give each a model_id")
+        self._check_name(model_id)
+        self._check_fresh("sender")
+        transport = self.create_transport()
+        self._bus._join(self, "sender", model_id or "", num_workers)
+        self._reset()
+        self._role, self._pid = "sender", os.getpid()
+        self._model_id, self._context = model_id, context
+        self._model, self._weights = model, weights if params_map is None else dict(params_map)
+        self._devices, self._device_map_fn, self._shared = devices, device_map_fn, transport
+
+    def init_on_receiver(
+        self,
+        model_id: str,
+        context: Any = None,
+        *,
+        worker_idx: int | None = None,
+        model: Any = None,
+        apply: str = "auto",
+        inplace: bool = True,
+        cast: bool = False,
+        gate: str = "hooks",
+    ) -> None:
+        """Make this a worker's side. Sets up local state only.
+
+        Args:
+            model_id: name of the model.
+            context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``.
+            worker_idx: which worker this is, from 0; may come with ``connect`` instead.
+            model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns them.
+            apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only.
+            inplace: copy into the model's own memory, or give its tensors new storage.
+            cast: convert dtypes where they differ, instead of refusing.
+            gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
+
+        Raises:
+            ValueError: a bad argument, or a compiled or scripted module with neither ``gate="hold"`` nor ``apply="on_receive"``.
+            RuntimeError: this scheme is connected already, or the sender.
+        """
+        if apply not in ("auto", "on_receive"):
+            raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
+        if gate not in ("hooks", "hold"):
+            raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
+        if not isinstance(model_id, str) or not model_id:
+            raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
+        self._check_name(model_id)
+        if worker_idx is None and context is not None:
+            worker_idx = getattr(context, "worker_idx", None)
+        self._check_worker(worker_idx)
+        if model is None and context is not None:
+            model = resolve_model(context, model_id)
+        self._check_fresh("receiver")
+        custom = None
+        if type(self).apply_weights is not SchemeCore.apply_weights:
+            custom = self._custom_apply
+        binding = Binding(model, self.strategy, cast=cast, inplace=inplace, apply=custom)
+        hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
+        if hooked:
+            probe = Gate()
+            probe.attach(model)
+            probe.detach()
+        transport = self.create_transport()
+        bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
+        bus._join(self, "receiver", model_id)
+        self._bus = bus
+        self._reset()
+        self._role, self._pid = "receiver", os.getpid()
+        self._model_id, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
+        self._binding, self._manual, self._hooked, self._shared = binding, apply == "on_receive", hooked, transport
+
+    def _custom_apply(self, weights: Any) -> None:
+        assert self._binding is not None
+        self.apply_weights(weights, inplace=self._binding.inplace)
+
+    def _check_fresh(self, role: str) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down; construct another")
+        if self._registered and self._pid == os.getpid():
+            raise RuntimeError("this scheme is connected; init comes before connect")
+        self._bus._check_role(role)
+
+    def _check_name(self, model_id: str | None) -> None:
+        if model_id is not None and not isinstance(model_id, str):
+            raise TypeError(f"model_id must be a string, not {model_id!r}")
+        if model_id is not None and len(model_id) > MAX_NAME:
+            raise ValueError(f"model_id has {len(model_id)} characters; {MAX_NAME} are allowed")
+
+    def _check_worker(self, worker_idx: int | None) -> None:
+        if worker_idx is None:
+            return
+        if not isinstance(worker_idx, int) or isinstance(worker_idx, bool) or worker_idx < 0:
+            raise ValueError(f"worker_idx must be an int from 0, not {worker_idx!r}")
+        count = self._bus.num_workers
+        if count is not None and worker_idx >= count:
+            raise ValueError(
+                f"worker_idx {worker_idx} does not exist: num_workers={count}, so choose from 0 to {count - 1}"
+            )
+
+    # -- phase 2 ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _topic(self) -> str:
+        return self._model_id or ""
+
+    def _register(self, worker_idx: int | None = None) -> None:
+        """Receiver: take part in the bus's HELLO, before waiting for anything."""
+        if self._role != "receiver":
+            return
+        if worker_idx is not None:
+            self._check_worker(worker_idx)
+            if self._worker_idx not in (None, worker_idx):
+                raise ValueError(f"this is worker_idx={self._worker_idx} already, connect() says {worker_idx}")
+        if self._registered:
+            return
+        self._worker_idx = self._worker_idx if worker_idx is None else worker_idx
+        if self._worker_idx is None:
+            raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
+        assert self._binding is not None and self._shared is not None
+        link = self._bus._open_receiver(self._worker_idx)
+        if self._hooked:
+            link.gate.attach(self._model)
+        link.register(self._topic, self._binding, self._shared, manual=self._manual)
+        self._registered = True
+
+    async def _connect(self, weights: Any, worker_idx: int | None, timeout: float) -> None:
+        self._check_open()
+        if self._role == "sender":
+            if worker_idx is not None:
+                raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
+            await self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
+        else:
+            if weights is not None:
+                raise TypeError("weights belong to the sender's connect(); this is a receiver")
+            await self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+
+    async def _setup_connection_and_weights_on_sender_impl(self, *, weights: Any, timeout: float) -> None:
+        link = self._bus._open_sender()
+        start = link.loop.time()
+        version = None
+        if weights is not None or (self._has_source() and not self._registered):
+            prepared = await self._prepare(weights)
+            version = await link.publish(
+                lambda: {self._topic: self._flatten(prepared, None)},
+                {self._topic: self._transport()},
+                None,
+                serve=[self._topic],
+            )
+        else:
+            link.publisher.serve(self._topic, start)
+            link.settle()
+        await link.connected([self._topic], version, timeout, start + timeout)
+        self._registered = True
+
+    async def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None, timeout: float) -> None:
+        self._register(worker_idx)
+        link = self._bus._receiver()
+        first = self._returned is None
+        await link.connected(self._topic, timeout)
+        if first:
+            self._returned = link.mark(self._topic)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down; construct another")
+        if self._role is None or self._pid != os.getpid():
+            if self._registered:
+                raise RuntimeError(
+                    "this scheme was connected before the fork; a forked child cannot use it: pass it on before connecting"
+                )
+            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
+        self._bus._check_open(self._role)
+
+    def _transport(self) -> TransportBackend:
+        assert self._shared is not None
+        return self._shared
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def _has_source(self) -> bool:
+        return (
+            self._model is not None
+            or self._weights is not None
+            or (self._context is not None and hasattr(self._context, "get_model"))
+        )
+
+    def _resolve_source(self, weights: Any, model_id: str | None, context: Any) -> Any:
+        if weights is None:
+            weights = self._model if self._model is not None else self._weights
+        if weights is None and context is not None:
+            weights = resolve_model(context, model_id)
+        if isinstance(weights, str):
+            weights = resolve_model(context, weights)
+        if weights is None:
+            raise ValueError(
+                "there are no weights to send: pass some, or register a model, weights or context with init_on_sender()"
+            )
+        return weights
+
+    async def _prepare(self, weights: Any) -> Any:
+        """A source that :meth:`_flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``."""
+        if weights is None and self._model is None and isinstance(self._weights, dict):
+            weights = self._weights
+        if _by_worker(weights):
+            return {worker: await self._prepare_one(each) for worker, each in weights.items()}
+        return await self._prepare_one(weights)
+
+    async def _prepare_one(self, weights: Any) -> Any:
+        if type(self).prepare_weights is SchemeCore.prepare_weights:
+            return self._resolve_source(weights, self._model_id, self._context)
+        prepared = self.prepare_weights(weights, self._model_id, self.strategy, self._context)
+        if inspect.isawaitable(prepared):
+            prepared = await prepared
+        return flatten(prepared)
+
+    def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
+        if isinstance(source, dict) and _by_worker(source):
+            count = self._bus.num_workers
+            wrong = [
+                w
+                for w in source
+                if w < 0 or (count is not None and w >= count) or (workers is not None and w not in workers)
+            ]
+            if wrong:
+                raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
+            return {worker: self._flat(each) for worker, each in source.items()}
+        if self._device_map_fn is not None:
+            chosen = range(self._bus.num_workers or 0) if workers is None else workers
+            weights = _as_tensordict(self._flat(source))
+            return {worker: flatten(self._device_map_fn(worker, weights)) for worker in chosen}
+        return self._flat(source)
+
+    def _flat(self, source: Any) -> FlatWeights:
+        return source if isinstance(source, FlatWeights) else flat_weights(self.strategy, source)
+
+    def _owned(self, slab: Slab) -> TensorDict:
+        """A received slab's copy as the TensorDict that the caller owns."""
+        weights = slab.weights()
+        if self._devices is not None and self._worker_idx is not None:
+            device = self._devices[self._worker_idx]
+            if device.type != "cpu":
+                weights = weights.to(device)
+        return weights
+
+    async def _publish(self, weights: Any, worker_ids: int | Iterable[int] | None) -> int:
+        self._check_open()
+        return await self._bus.publish({self._topic: weights}, worker_ids)
+
+    async def _receive(self, timeout: float | None) -> TensorDict | None:
+        self._check_open()
+        link = self._bus._receiver()
+        before = self._returned
+        mark = await link.receive(self._topic, before, timeout, lambda: self._closed)
+        if mark is None:
+            return None
+        self._returned = mark
+        try:
+            weights: TensorDict = await link.copy(self._topic, self._owned)
+        except BaseException:
+            if self._returned == mark:  # no concurrent receive has returned a newer one meanwhile
+                self._returned = before  # not delivered: the next receive returns it
+            raise
+        return weights
+
+    async def _fetch(self, timeout: float) -> TensorDict:
+        self._check_open()
+        link = self._bus._receiver()
+        mark = await link.current(self._topic, timeout)
+        before, self._returned = self._returned, mark
+        try:
+            weights: TensorDict = await link.copy(self._topic, self._owned)
+        except BaseException:
+            if self._returned == mark:
+                self._returned = before
+            raise
+        return weights
+
+    async def _shutdown(self, timeout: float) -> None:
+        if self._pid not in (0, os.getpid()):
+            return
+        self._bus._check_loop()
+        self._closed = True
+        if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
+            await self._bus.shutdown(timeout)
+        elif self._bus._link is not None:
+            self._bus._link.conditions.notify()
+        if self._shared is not None:
+            self._shared.close()
+
+    # -- properties ---------------------------------------------------------------------------------------------------
+
+    @property
+    def bus(self) -> Bus:
+        """The bus that this scheme is on."""
+        return self._bus
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model; None when unset."""
+        return self._model_id
+
+    @property
+    def model(self) -> Any:
+        """The registered model; None when unset."""
+        return self._model
+
+    @property
+    def context(self) -> Any:
+        """The context object; None when unset."""
+        return self._context
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker this is; None when unset."""
+        return self._worker_idx
+
+    @property
+    def weights(self) -> TensorDict | None:
+        """A copy of the current weights. Sender: of the registered source, else of what was published last; receiver: of what was applied last."""
+        link = self._bus._link
+        if self._role == "receiver" and link is not None:
+            held = link.subscriber.held(self._topic)  # type: ignore[union-attr]
+            return None if held is None else held[2].copy().weights()
+        if self._role == "sender":
+            source = self._model if self._model is not None else self._weights
+            if source is not None and not _by_worker(source):
+                return _as_tensordict(copy_flat(flat_weights(self.strategy, source)))
+            if link is not None:
+                target = link.publisher.targets.newest(-1, self._topic)  # type: ignore[union-attr]
+                return None if target is None else target.slab.copy().weights()
+        return None
+
+    @property
+    def sender_transports(self) -> dict[int, TransportBackend]:
+        """``{worker_idx: transport}``; one object serves all. Empty on a receiver."""
+        if self._role != "sender" or self._shared is None:
+            return {}
+        link = self._bus._link
+        workers = (
+            range(self._bus.num_workers) if self._bus.num_workers else () if link is None else link.publisher.expected()
+        )  # type: ignore[union-attr]
+        return dict.fromkeys(workers, self._shared)
+
+    @property
+    def receiver_transport(self) -> TransportBackend | None:
+        """The receiver's transport; None on a sender."""
+        return self._shared if self._role == "receiver" else None
+
+    @property
+    def shared_transport(self) -> TransportBackend | None:
+        """The transport that serves all workers; None on a receiver."""
+        return self._shared if self._role == "sender" else None
+
+    @property
+    def version(self) -> int:
+        """Sender: the last version published on this bus. Receiver: the version that the model holds. 0: none."""
+        link = self._bus._link
+        if self._role == "receiver" and link is not None:
+            return int(link.subscriber.version(self._topic))  # type: ignore[union-attr]
+        return self._bus.version
+
+    @property
+    def closed(self) -> bool:
+        """True once this side was shut down, or the sender has said goodbye."""
+        return self._closed or self._bus.closed
+
+    def status(self) -> dict[int, WorkerStatus]:
+        """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its sender."""
+        return self._bus._status([self._topic])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.strategy!r}, model_id={self._model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r})"
+
+
+_LOCAL = {
+    "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual", "_hooked", "_shared",
+    "_registered", "_returned", "_closed",
+}  # fmt: skip
+
+
+def _agree(given: int | None, counted: int, what: str) -> int:
+    if given is not None and given != counted:
+        raise ValueError(f"{what} has {counted} entries, but num_workers={given}")
+    return counted
+
+
+def _by_worker(weights: Any) -> bool:
+    """Whether these are ``{worker_idx: weights}``."""
+    # A TensorDict is a Mapping too, but has no truth value.
+    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
+    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+
+
+def _as_tensordict(flat: FlatWeights) -> TensorDict:
+    return nest(flat.tensors, flat.values)

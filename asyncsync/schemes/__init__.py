@@ -1,0 +1,1 @@
+"""Weight-synchronisation schemes: one file per scheme."""

@@ -1,0 +1,307 @@
+"""The sender's end of a bus: a Publisher on the running loop, behind one ROUTER socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import zmq
+
+from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback
+from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
+from asyncsync.layout import FlatWeights, Layout
+from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
+from asyncsync.publisher import Publisher, Settings
+from asyncsync.slab import Slab, SlabPool, cuda_events, pack
+from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.zmq import LoopSocket, router
+from asyncsync.wire import Bye, Hello, decode, encode
+
+__all__ = ["SenderLink"]
+
+logger = logging.getLogger("asyncsync")
+
+# A slab whose last bytes libzmq is just letting go of is worth a short wait: a new one would have to be faulted in.
+DRAIN_PATIENCE = 0.05
+
+Source = FlatWeights | Mapping[int, FlatWeights]
+
+
+class SenderLink(Link):
+    """Binds, serves the workers, publishes.
+
+    Args:
+        endpoint: where to bind.
+        num_workers: fixed number of workers; None: elastic.
+        min_workers: how many an elastic sender needs.
+        settings: sizes and times.
+
+    Raises:
+        NotConnected: the endpoint is in use.
+    """
+
+    def __init__(self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings) -> None:
+        claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
+        super().__init__("asyncsync-pack")
+        self._claim = claim
+        self.min_workers = min_workers
+        epoch = (time.time_ns(), secrets.randbits(62))
+        self.publisher = Publisher(epoch, this_process(), num_workers, settings)
+        self.pool = SlabPool(self._drained)
+        self.order = asyncio.Lock()
+        self._layouts: dict[str, Layout] = {}
+        self._watches: dict[bytes, ProcessWatch] = {}
+        socket = router(self.context)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            self.context.term()
+            if claim is not None:
+                claim.release()
+            hint = (
+                "is another sender using it?"
+                if error.errno == zmq.EADDRINUSE
+                else "bind a numeric address of this host, and tell the workers its name with connect="
+            )
+            raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
+        if is_plaintext_beyond_loopback(endpoint):
+            logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
+        self._socket = LoopSocket(socket, self._receive, self.crash)
+
+    # -- callbacks --------------------------------------------------------------------------------------------------
+
+    def _receive(self, frames: list[Any]) -> None:
+        route = frames[0].bytes
+        now = self.loop.time()
+        try:
+            instruction, payload = decode([frame.buffer for frame in frames[1:]])
+            self.publisher.receive(route, instruction, payload, now)
+        except ProtocolError as error:
+            self.drop(error, "a worker")
+            return
+        if isinstance(instruction, Hello | Bye):
+            self._watch()
+        self.settle()
+
+    def _watch(self) -> None:
+        """One process watch per co-located worker incarnation."""
+        peers = {p.nonce: p for p in self.publisher.peers.values() if p.local and not p.lost}
+        if peers.keys() == self._watches.keys():
+            return
+        for nonce in self._watches.keys() - peers.keys():
+            self._watches.pop(nonce).close()
+        for nonce in peers.keys() - self._watches.keys():
+            peer = peers[nonce]
+            self._watches[nonce] = ProcessWatch(peer.hello.pid, self._ender(peer.worker, nonce, peer.hello.pid))
+
+    def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
+        def ended() -> None:
+            with self.guard():
+                self.publisher.lost(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+                self._watch()
+                self.settle()
+
+        return ended
+
+    def _tick(self, now: float) -> None:
+        self.publisher.tick(now)
+        self._watch()
+
+    def _next_tick(self, now: float) -> float:
+        return self.publisher.next_tick(now)
+
+    def _flush(self, now: float) -> None:
+        outbox = self.publisher.outbox
+        while outbox:
+            route, instruction, payload = outbox.popleft()
+            outcome = self._socket.send([route, encode(instruction), *payload])
+            if outcome == zmq.EAGAIN:
+                self.publisher.clogged(route)
+            elif outcome == zmq.EHOSTUNREACH:
+                self.publisher.unreachable(route, now)
+
+    def _drained(self) -> None:
+        # Called by pyzmq's collector thread.
+        try:
+            self.loop.call_soon_threadsafe(self.conditions.notify)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits
+
+    # -- publishing -------------------------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        extract: Callable[[], Mapping[str, Source]],
+        transports: Mapping[str, TransportBackend],
+        workers: Iterable[int] | None,
+        *,
+        serve: Iterable[str] = (),
+    ) -> int:
+        """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
+
+        Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
+        """
+        async with self.order:
+            self.check()
+            self.publisher.check_open()
+            sources = extract()
+            slabs: list[Slab] = []
+            try:
+                parts: dict[str, Slab | dict[int, Slab]] = {}
+                for model_id, source in sources.items():
+                    if isinstance(source, FlatWeights):
+                        parts[model_id] = await self._pack(model_id, source, slabs)
+                    else:
+                        parts[model_id] = {w: await self._pack(model_id, flat, slabs) for w, flat in source.items()}
+                for model_id, part in parts.items():
+                    for whom, slab in (
+                        [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]
+                    ):
+                        await self._offer(transports[model_id], slab, whom)
+                self.check()
+                now = self.loop.time()
+                for model_id in serve:
+                    # Announced by publish, together with its weights: a worker must not take it for a model without any.
+                    self.publisher.targets.add_model(model_id)
+                version = self.publisher.publish(parts, workers, now)
+            finally:
+                for slab in slabs:
+                    slab.release()
+            self.settle()
+            return version
+
+    async def _pack(self, model_id: str, flat: FlatWeights, slabs: list[Slab]) -> Slab:
+        layout = self._layouts.get(model_id)
+        if layout is None or not layout.describes(flat):
+            layout = self._layouts[model_id] = Layout.of(flat)
+        if self.pool.draining(layout.nbytes):
+            await self.wait(lambda: not self.pool.draining(layout.nbytes), DRAIN_PATIENCE)
+        ready = cuda_events(flat)
+        slab = self.pool.acquire(layout, pinned=ready is not None)
+        slabs.append(slab)
+        await self.run(lambda: pack(slab, flat, ready), layout.nbytes)
+        return slab
+
+    async def _offer(self, transport: TransportBackend, slab: Slab, workers: Iterable[int] | None) -> None:
+        descriptor = await transport.offer(slab, workers)
+        if descriptor is not None:
+            slab.descriptor = descriptor
+            slab.on_release = lambda: transport.retire(descriptor)
+
+    async def connected(self, models: list[str], version: int | None, timeout: float, deadline: float) -> None:
+        """Wait until the expected workers have these models and have applied what there is.
+
+        Until ``deadline``, by the loop's clock, which the caller gave as ``timeout``.
+
+        Raises:
+            PartialSendError: a worker cannot take the weights; nobody was given any.
+            NotConnected: not everybody was there in time; says who and why.
+        """
+        publisher = self.publisher
+
+        def hopeless() -> bool:
+            # A lost worker may come back; one that cannot take the weights will not change its mind.
+            if version is None or publisher.num_workers is None:
+                return False
+            failed = publisher.progress(version, publisher.expected(), models).failed
+            return any(not isinstance(error, PeerLost) for error in failed.values())
+
+        def done() -> bool:
+            publisher.check_open()
+            return self._gathered(models) or hopeless()
+
+        if not await self.wait(done, max(0.0, deadline - self.loop.time())):
+            missing = [w for w in publisher.expected() if not publisher.connected(w, models)]
+            reasons = "; ".join(publisher.why_absent(w, models) for w in missing)
+            if publisher.num_workers is None:
+                there = sum(publisher.connected(w, models) for w in publisher.expected())
+                reasons = f"{there} of at least {self.min_workers} workers are there" + (
+                    f"; {reasons}" if reasons else ""
+                )
+            raise NotConnected(f"not connected within {timeout:g} s: {reasons}. connect() may be called again")
+        if version is not None and hopeless():
+            progress = publisher.progress(version, publisher.expected(), models)
+            raise PartialSendError(progress.acked, progress.failed)
+        for model_id in models:
+            publisher.assemble(model_id)
+
+    def _gathered(self, models: list[str]) -> bool:
+        there = [w for w in self.publisher.expected() if self.publisher.connected(w, models)]
+        needed = self.publisher.num_workers
+        return len(there) >= (self.min_workers if needed is None else needed)
+
+    def check_workers(self, workers: Iterable[int] | None) -> list[int] | None:
+        """Refuse unknown worker_ids.
+
+        Raises:
+            ValueError: a worker_idx that cannot exist.
+        """
+        count = self.publisher.num_workers
+        chosen = None if workers is None else list(workers)
+        for worker in chosen or ():
+            if worker < 0 or (count is not None and worker >= count):
+                raise ValueError(
+                    f"worker_idx {worker} does not exist: num_workers={count}, so choose from 0 to {(count or 1) - 1}"
+                )
+        return chosen
+
+    def check_quorum(self) -> None:
+        """Refuse to send to nobody.
+
+        Raises:
+            NotConnected: elastic, and fewer than ``min_workers`` are there.
+        """
+        there = len(self.publisher.expected())
+        if self.publisher.num_workers is None and there < self.min_workers:
+            raise NotConnected(
+                f"{there} workers are connected, min_workers={self.min_workers} are needed; "
+                "wait for them with connect(), or use publish(), which late workers catch up with"
+            )
+
+    async def wait_version(
+        self, version: int, workers: list[int] | None, models: list[str] | None, timeout: float
+    ) -> None:
+        """Wait until these workers have applied at least this version.
+
+        Raises:
+            PartialSendError: names each worker that has not, and why.
+        """
+        publisher = self.publisher
+        chosen = publisher.targeted(version, models) if workers is None else workers
+
+        def done() -> bool:
+            publisher.check_open()
+            return not publisher.progress(version, chosen, models).waiting
+
+        await self.wait(done, timeout)
+        progress = publisher.progress(version, chosen, models)
+        failed = dict(progress.failed)
+        failed.update({w: publisher.timeout_of(w, version, timeout) for w in progress.waiting})
+        if failed:
+            raise PartialSendError(progress.acked, failed)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        """Say BYE, close the socket, release everything."""
+        if self.closed:
+            return
+        self.closed = True
+        self.publisher.close()
+        self._flush(self.loop.time())
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
+        self._socket.close(LINGER_MS)
+        self.conditions.notify()
+        try:
+            await self._terminate()
+        finally:
+            self.pool.close()
+            if self._claim is not None:
+                self._claim.release()

@@ -1,0 +1,41 @@
+"""What both state machines are told at the beginning: which process this is, sizes and times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Identity", "Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which process this is; equal ``boot`` and ``namespace`` mean that its pid can be watched."""
+
+    pid: int = 0
+    boot: str = ""
+    namespace: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes in bytes, times in seconds.
+
+    Args:
+        eager_bytes: updates up to this size ride in the UPDATE itself.
+        chunk_bytes: the pieces of larger ones.
+        window_bytes: how much a worker lets the trainer send ahead of what has arrived.
+        ping_interval: between two PINGs of a live peer.
+        slow_after: silence that marks a peer slow.
+        retry_interval: between attempts to reach an unreachable peer, to repeat HELLO, to restart a stalled transfer.
+        layout_patience: how long one worker that does not answer may hold up a new layout for the others.
+        checksum: CRC-32 over every payload.
+    """
+
+    eager_bytes: int = 64 << 10
+    chunk_bytes: int = 2 << 20
+    window_bytes: int = 16 << 20
+    ping_interval: float = 1.0
+    slow_after: float = 3.0
+    retry_interval: float = 5.0
+    layout_patience: float = 5.0
+    checksum: bool = False

@@ -1,0 +1,354 @@
+"""Slab: the weights of one version as one contiguous, 64-byte-aligned byte buffer.
+
+Packing is the snapshot: once :func:`pack` has returned, the trainer may change its tensors, and whatever travels is
+what they held. A :class:`Slab` is one such buffer with a typed view per entry of its layout, and a :class:`SlabPool`
+hands out slabs and takes them back only when nothing can touch them any more.
+
+No sockets, no asyncio, no clock.
+
+Usage::
+
+    slab = pool.acquire(Layout.of(flat))
+    pack(slab, flat)
+    ...                                      # bytes travel
+    slab.tensors()                           # {path: view into the slab}
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from asyncsync.layout import ALIGNMENT, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+
+__all__ = ["Slab", "SlabPool", "clone", "copy_flat", "copy_tensors", "cuda_events", "normal_tensors", "pack"]
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """What is created in here has no history and is no inference tensor, whatever mode the caller's task is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Slab:
+    """The weights of one version, packed. Reference-counted; goes back to its pool when nothing can touch it.
+
+    A slab is written once, by its owner, before anybody else sees it, and is constant from then on.
+
+    Attributes:
+        values: the msgpack values, encoded; they ride in the instruction.
+        descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
+        on_release: called when the last reference is released.
+    """
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
+        self.layout = layout
+        self.buffer = buffer
+        self.values = b""
+        self.descriptor: bytes | None = None
+        self.on_release: Callable[[], None] | None = None
+        self.memory = memoryview(buffer.numpy().data)
+        self.references = 1
+        self.exports = 0
+        self._pool = pool
+        self._views: list[torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def streamed(self) -> int:
+        """Bytes that travel as chunks: all, unless a transport's descriptor says where they can be fetched."""
+        return self.nbytes if self.descriptor is None else 0
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """A typed view per entry of the layout."""
+        if self._views is None:
+            with normal_tensors():
+                self._views = _views(self.buffer, self.layout)
+        return self._views
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """Views into the slab under every key path; tied paths share one view."""
+        views = self.views
+        table = {e.path: v for e, v in zip(self.layout.entries, views, strict=True)}
+        table.update({path: views[i] for path, i in self.layout.aliases.items()})
+        return table
+
+    def weights(self) -> TensorDict:
+        """The content as a nested TensorDict of views into the slab."""
+        return nest(self.tensors(), unpack_values(self.values, self.layout))
+
+    def copy(self) -> Slab:
+        """An independent slab with the same content, of no pool."""
+        twin = Slab(self.layout, _allocate(self.nbytes, pinned=False))
+        twin.buffer.copy_(self.buffer)
+        twin.values = self.values
+        return twin
+
+    def retain(self) -> Slab:
+        self.references += 1
+        return self
+
+    def release(self) -> None:
+        self.references -= 1
+        if self.references:
+            return
+        callback, self.on_release, self.descriptor = self.on_release, None, None
+        if callback is not None:
+            callback()
+        if self._pool is not None:
+            self._pool._released(self)
+
+    def export(self, start: int, stop: int) -> memoryview:
+        """A piece of the slab for a zero-copy send; the slab is not reused while the piece, or a socket, holds it."""
+        # A fresh memoryview object per piece: its end of life is what tells that libzmq has let go.
+        piece = self.memory[start:stop]
+        if self._pool is not None:
+            self._pool._exported(self)
+            weakref.finalize(piece, self._pool._returned, self).atexit = False
+        return piece
+
+    def _reuse(self, layout: Layout) -> None:
+        """Start again, as a slab of another layout of the same size."""
+        if layout is not self.layout and layout.digest != self.layout.digest:
+            self._views = None
+        self.layout = layout
+        self.references = 1
+        self.values = b""
+
+
+def _views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    views: list[torch.Tensor] = []
+    for start, stop in layout.runs:
+        area = _run(buffer, layout, start, stop)
+        if stop - start == 1:
+            views.append(area)
+        else:
+            views += area.split_with_sizes([e.shape[0] for e in layout.entries[start:stop]])
+    return views
+
+
+def _run(buffer: torch.Tensor, layout: Layout, start: int, stop: int) -> torch.Tensor:
+    """The memory of one of the layout's runs, as one tensor."""
+    first, last = layout.entries[start], layout.entries[stop - 1]
+    if not first.nbytes:
+        return torch.empty(first.shape, dtype=first.dtype, device="cpu")
+    area = buffer[first.offset : last.offset + last.nbytes].view(first.dtype)
+    return area.view(first.shape if stop - start == 1 else (-1, *first.shape[1:]))
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    # The device is given: the user's default device may be another.
+    with normal_tensors():
+        buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        shift = -buffer.data_ptr() % ALIGNMENT
+        return buffer[shift : shift + nbytes]
+
+
+class SlabPool:
+    """Slabs that can be used again. Allocating (and faulting in) a large buffer costs more than copying into it.
+
+    Keeps at most one spare. A slab whose bytes a socket still holds is *draining*; ``on_idle`` is called, from
+    whichever thread let go of the last piece, when one has drained.
+
+    Attributes:
+        slabs: slabs in existence that hold memory: in use, draining and spare.
+        peak: the most there have ever been at once.
+    """
+
+    def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
+        self.on_idle = on_idle
+        self.peak = 0
+        self._in_use = 0
+        self._draining: set[Slab] = set()
+        self._spare: Slab | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        # Pieces come back in pyzmq's collector thread, or in a garbage collection that interrupts any line below, also
+        # one that holds the lock. So they are only noted, and counted when the lock is free.
+        self._came_back: deque[Slab] = deque()
+
+    @property
+    def slabs(self) -> int:
+        return self._in_use + len(self._draining) + (self._spare is not None)
+
+    def draining(self, nbytes: int) -> bool:
+        """True if no spare fits, but a slab of this size is about to be given back."""
+        with self._locked():
+            fits = self._spare is not None and self._spare.buffer.numel() == nbytes
+            return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
+
+    def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
+        """A slab for this layout, with one reference; its content is undefined."""
+        with self._locked():
+            slab, self._spare = self._spare, None
+            self._in_use += 1
+        if slab is not None and slab.buffer.numel() == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
+            slab._reuse(layout)
+        else:
+            slab = None  # its memory goes before the new one's comes
+            try:
+                slab = Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
+            except BaseException:
+                with self._locked():
+                    self._in_use -= 1
+                raise
+        self.peak = max(self.peak, self.slabs)
+        return slab
+
+    def close(self) -> None:
+        """Let go of the spare slab, and of every slab that comes back from now on."""
+        with self._locked():
+            self.on_idle = None
+            self._closed = True
+            self._spare = None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._settle()
+
+    def _exported(self, slab: Slab) -> None:
+        with self._locked():
+            slab.exports += 1
+
+    def _released(self, slab: Slab) -> None:
+        with self._locked():
+            self._in_use -= 1
+            if slab.exports:
+                self._draining.add(slab)
+            else:
+                self._keep(slab)
+
+    def _returned(self, slab: Slab) -> None:
+        self._came_back.append(slab)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Count the pieces that have come back; if the lock is taken, its holder does so when it lets go."""
+        while self._came_back and self._lock.acquire(blocking=False):
+            notify = None
+            try:
+                while self._came_back:
+                    slab = self._came_back.popleft()
+                    slab.exports -= 1
+                    if not slab.exports and slab in self._draining:
+                        self._draining.discard(slab)
+                        self._keep(slab)
+                        notify = self.on_idle
+            finally:
+                self._lock.release()
+            if notify is not None:
+                notify()
+
+    def _keep(self, slab: Slab) -> None:
+        if not self._closed:
+            self._spare = slab
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the same device, of any dtype that can be sent."""
+    with normal_tensors():
+        if tensor.dtype in RAW:
+            return tensor.detach().view(torch.uint8).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+        return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def copy_flat(flat: FlatWeights) -> FlatWeights:
+    """Weights of one's own: every tensor copied on its device, a tensor with several names once."""
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in flat.tensors.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = clone(tensor)
+    return FlatWeights({path: copies[id(tensor)] for path, tensor in flat.tensors.items()}, dict(flat.values))
+
+
+def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``destination.copy_(source)`` for every pair, quickly; dtypes without a copy kernel go as bytes."""
+    if not RAW.isdisjoint([d.dtype for d in destinations]):
+        pairs = [_copyable(d, s) for d, s in zip(destinations, sources, strict=True)]
+        destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
+    # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
+    with torch.inference_mode():
+        torch._foreach_copy_(destinations, sources)
+
+
+def _copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if destination.dtype in RAW:
+        return destination.view(torch.uint8), source.view(torch.uint8)
+    return destination, source
+
+
+def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None = None) -> None:
+    """Copy the weights into the slab. When this returns, the sources may change.
+
+    Args:
+        slab: a slab of ``Layout.of(flat)``.
+        flat: the sources, on any device.
+        ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
+    """
+    layout = slab.layout
+    slab.values = pack_values([flat.values[p] for p in layout.value_paths], "the values") if layout.value_paths else b""
+    tensors = [flat.tensors[e.path] for e in layout.entries]
+    if ready is not None:
+        _pack_cuda(slab, tensors, ready)
+        return
+    views = slab.views
+    on_cpu = False not in [t.is_cpu for t in tensors]
+    destinations: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for start, stop in layout.runs:
+            if stop - start > 1 and on_cpu:
+                torch.cat(tensors[start:stop], out=_run(slab.buffer, layout, start, stop))
+            else:
+                destinations += views[start:stop]
+                sources += tensors[start:stop]
+    if destinations:
+        copy_tensors(destinations, sources)
+
+
+def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
+    """Device to host on streams of their own, so that the trainer's kernels go on while the copies run."""
+    pinned = slab.buffer.is_pinned()
+    streams = {device: torch.cuda.Stream(device) for device in ready}  # type: ignore[no-untyped-call]
+    try:
+        with torch.inference_mode():
+            for device, stream in streams.items():
+                stream.wait_event(ready[device])
+                with torch.cuda.stream(stream):
+                    for view, tensor in zip(slab.views, tensors, strict=True):
+                        if tensor.device == device:
+                            destination, source = _copyable(view, tensor)
+                            destination.copy_(source, non_blocking=pinned)
+            others = [(v, t) for v, t in zip(slab.views, tensors, strict=True) if t.device not in streams]
+            if others:
+                copy_tensors([v for v, _ in others], [t for _, t in others])
+    finally:
+        # Also after an error: the slab goes back to its pool, and nothing may write into it there.
+        for stream in streams.values():
+            stream.synchronize()
+
+
+def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
+    """An event per CUDA device of the sources, recorded on the caller's current stream; None without CUDA sources."""
+    devices = {t.device for t in flat.tensors.values() if t.is_cuda}
+    events = {}
+    for device in devices:
+        events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        events[device].record(torch.cuda.current_stream(device))
+    return events or None

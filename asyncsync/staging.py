@@ -1,0 +1,237 @@
+"""The receiver's side of one update: bytes coming in, then parts that wait for the gate. No I/O, no clock."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import zlib
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from asyncsync.binding import Binding, Prepared
+from asyncsync.errors import ProtocolError, SchemaMismatch
+from asyncsync.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.slab import Slab, SlabPool
+from asyncsync.wire import MAX_NAME, MAX_TEXT, Buffer, Chunk, Epoch, Failed, Part, Update
+
+__all__ = ["Coverage", "Incoming", "KnownLayouts", "StagedPart", "Staging", "failure"]
+
+KEPT_LAYOUTS = 4
+
+
+class KnownLayouts:
+    """The layouts that fit the models: of each, the latest few that the trainer has asked about."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[bytes, Layout]] = {}
+
+    def find(self, model_id: str, digest: bytes) -> Layout | None:
+        return self._known.get(model_id, {}).get(digest)
+
+    def check(self, model_id: str, binding: Binding, layout: Layout) -> SchemaMismatch | None:
+        """Why this layout does not fit; None if it does."""
+        known = self._known.setdefault(model_id, {})
+        try:
+            if layout.digest not in known:
+                binding.check(layout)
+        except SchemaMismatch as error:
+            return error
+        except Exception as error:  # the strategy is the user's: whatever it raises means no
+            return SchemaMismatch("".join(traceback.format_exception(error)))
+        known.pop(layout.digest, None)
+        known[layout.digest] = layout
+        while len(known) > KEPT_LAYOUTS:
+            del known[next(iter(known))]
+        return None
+
+
+def failure(epoch: Epoch, serial: int, versions: dict[str, int], error: BaseException) -> Failed:
+    """What the trainer is told of an update that could not be applied."""
+    text = "".join(traceback.format_exception(error))
+    name = f"{type(error).__module__}.{type(error).__qualname__}"[:MAX_NAME]
+    mismatch = isinstance(error, SchemaMismatch)
+    return Failed(epoch, serial, versions, mismatch, name, str(error)[:MAX_TEXT], text[-MAX_TEXT:])
+
+
+class Coverage:
+    """Which bytes of a range have arrived; pieces may come twice, overlap, and come in any order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.covered = 0
+
+    def add(self, start: int, stop: int) -> bool:
+        """Note a piece; False if all of it had arrived already."""
+        first = bisect_left(self._stops, start)
+        last = first
+        low, high, known = start, stop, 0
+        while last < len(self._starts) and self._starts[last] <= stop:
+            low, high = min(low, self._starts[last]), max(high, self._stops[last])
+            known += self._stops[last] - self._starts[last]
+            last += 1
+        if high - low == known:
+            return False
+        self._starts[first:last] = [low]
+        self._stops[first:last] = [high]
+        self.covered += (high - low) - known
+        return True
+
+    def gap(self) -> int:
+        """The first byte that has not arrived."""
+        return self._stops[0] if self._starts and self._starts[0] == 0 else 0
+
+
+class Incoming:
+    """An announced update whose bytes are arriving.
+
+    Attributes:
+        slabs: one per part, owned until :meth:`take`.
+        granted: bytes for which the trainer has credit.
+        restarts, fruitless: how often the rest was asked for again, in all and since something came.
+    """
+
+    def __init__(
+        self, update: Update, layouts: Sequence[Layout], values: Sequence[Buffer], pool: SlabPool, now: float
+    ) -> None:
+        self.serial = update.serial
+        self.parts: tuple[Part, ...] = update.parts
+        for frame in values:
+            if len(frame) > MAX_VALUE_BYTES:
+                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+        self.slabs: list[Slab] = []
+        try:
+            for layout, frame in zip(layouts, values, strict=True):
+                slab = pool.acquire(layout)
+                slab.values = bytes(frame)
+                self.slabs.append(slab)
+        except BaseException:
+            self.release()
+            raise
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        # Parts that a transport fetches by their descriptor.
+        self.fetching = {i for i, p in enumerate(self.parts) if p.descriptor is not None}
+        self.total = self._ends[-1]
+        self.coverage = Coverage()
+        self.granted = 0
+        self.restarts = 0
+        self.fruitless = 0
+        self.last_progress = now
+
+    @property
+    def complete(self) -> bool:
+        return self.coverage.covered == self.total and not self.fetching
+
+    @property
+    def streaming(self) -> bool:
+        """True while chunks are missing."""
+        return self.coverage.covered < self.total
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that the trainer may send beyond the first missing one."""
+        return self.granted - self.coverage.gap()
+
+    def stalled(self, now: float, patience: float) -> bool:
+        """True if chunks are missing and none has come for so long."""
+        return self.streaming and now >= self.last_progress + patience
+
+    def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
+        """Put a piece where it belongs; False if it was there already.
+
+        Raises:
+            ProtocolError: it does not fit into the part, or its checksum is wrong. Nothing was written.
+        """
+        if part >= len(self.parts) or offset + len(data) > self.parts[part].streamed:
+            raise ProtocolError(f"a chunk of {len(data)} bytes at {offset} of part {part} does not fit")
+        if crc is not None and zlib.crc32(data) != crc:
+            raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
+        begin = self._ends[part] - self.parts[part].streamed + offset
+        if not len(data) or not self.coverage.add(begin, begin + len(data)):
+            return False
+        self.slabs[part].memory[offset : offset + len(data)] = data
+        return True
+
+    def fill(self, payload: Sequence[Buffer]) -> None:
+        """Write the parts of an eager update; where one is wrong, let go of all."""
+        try:
+            for i, (part, frame) in enumerate(zip(self.parts, payload, strict=True)):
+                self.write(i, 0, frame, part.crc)
+        except BaseException:
+            self.release()
+            raise
+
+    def write_chunk(self, chunk: Chunk, data: Buffer) -> bool:
+        return self.write(chunk.part, chunk.offset, data, chunk.crc)
+
+    def take(self) -> list[Slab]:
+        """Hand over the filled slabs."""
+        slabs, self.slabs = self.slabs, []
+        return slabs
+
+    def release(self) -> None:
+        for slab in self.take():
+            slab.release()
+
+
+@dataclass(slots=True)
+class StagedPart:
+    version: int
+    slab: Slab
+    prepared: Prepared | None
+
+
+class Staging:
+    """Complete, checked parts that go into the models in one pass: all of them, or none.
+
+    Attributes:
+        abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
+    """
+
+    def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
+        self.epoch = epoch
+        self.serial = serial
+        self.parts = parts
+        self.abandoned = False
+        self._begun = False
+        # The gate may run this in whichever thread leaves last, while the loop replaces it.
+        self._lock = threading.Lock()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return {model_id: part.version for model_id, part in self.parts.items()}
+
+    def replacing(self, older: Staging | None) -> Staging:
+        """Take over what this one has nothing newer for."""
+        if older is not None:
+            for model_id, part in older.parts.items():
+                if model_id not in self.parts:
+                    self.parts[model_id] = StagedPart(part.version, part.slab.retain(), part.prepared)
+            older.abandon()
+        return self
+
+    def run(self) -> None:
+        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were."""
+        with self._lock:
+            if self.abandoned:
+                return
+            self._begun = True
+        prepared = [part.prepared for part in self.parts.values() if part.prepared is not None]
+        for one in prepared:
+            one.resolve()
+        for one in prepared:
+            one.apply()
+
+    def abandon(self) -> None:
+        """Let go of the slabs, unless the gate is copying from them: then :meth:`release` is due when it is done."""
+        with self._lock:
+            if self._begun or self.abandoned:
+                return
+            self.abandoned = True
+        self.release()
+
+    def release(self) -> None:
+        for part in self.parts.values():
+            part.slab.release()

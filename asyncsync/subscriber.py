@@ -1,0 +1,453 @@
+"""Subscriber: the receiver's state machine. No I/O, no clock of its own.
+
+Usage by a shell that owns the socket, the gate and time::
+
+    subscriber.connected(now)                                # HELLO goes out, on every (re)connection
+    subscriber.receive(instruction, payload, now)
+    if subscriber.staged is not None: gate.offer(subscriber.staged.run, …)
+    subscriber.applied(staging, now)  /  subscriber.failed(staging, error, now)
+    subscriber.tick(now)                                     # at least at next_tick()
+    while subscriber.outbox: send(*subscriber.outbox.popleft())
+
+An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
+a higher epoch replaces everything that was under way, a lower one is ignored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from asyncsync import wire
+from asyncsync.binding import Binding
+from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
+from asyncsync.layout import Layout
+from asyncsync.settings import Identity, Settings
+from asyncsync.slab import Slab, SlabPool
+from asyncsync.staging import Incoming, KnownLayouts, StagedPart, Staging, failure
+from asyncsync.wire import Buffer, Epoch, Instruction
+
+__all__ = ["Subscriber"]
+
+FRUITLESS_RESTARTS = 3
+FIRST_HELLO_RETRY = 0.25
+
+
+class Subscriber:
+    """The receiver's half of a bus: one worker incarnation.
+
+    Args:
+        worker: its worker_idx.
+        nonce: 16 random bytes that name this incarnation.
+        identity: this process.
+        settings: sizes and times.
+
+    Attributes:
+        outbox: ``(instruction, payload frames)`` to be sent, in order.
+        fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
+        staged: what should go through the gate next.
+        ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
+        refused: per model, why its layout does not fit; cleared by one that does.
+        error: per model, the last update that could not be applied.
+    """
+
+    def __init__(self, worker: int, nonce: bytes, identity: Identity, settings: Settings | None = None) -> None:
+        self.worker = worker
+        self.nonce = nonce
+        self.identity = identity
+        self.settings = settings or Settings()
+        self.pool = SlabPool()
+        self.models: dict[str, Binding] = {}
+        self.outbox: deque[tuple[Instruction, Sequence[Buffer]]] = deque()
+        self.fetches: deque[tuple[int, int, wire.Part, Slab]] = deque()
+        self.epoch: Epoch | None = None
+        self.trainer: wire.Welcome | None = None
+        self.staged: Staging | None = None
+        self.ended: WeightSyncError | None = None
+        self.refused: dict[str, SchemaMismatch] = {}
+        self.error: dict[str, tuple[int, Exception]] = {}
+        self.online = False
+        self.welcomed = False
+        self.served: dict[str, bytes] = {}
+        self.targets: dict[str, int] = {}
+        self.last_seen: float | None = None
+        self.bytes_received = 0
+        self._versions: dict[str, int] = {}
+        self._held: dict[str, tuple[Epoch, int, Slab]] = {}
+        self._layouts = KnownLayouts()
+        self._incoming: Incoming | None = None
+        self._serial = 0
+        self._attempt = 0
+        self._next_hello = 0.0
+        self._hello_delay = FIRST_HELLO_RETRY
+        self._ping = 0
+        self._answered = 0
+        self._failure: wire.Failed | None = None
+        self._nameless = False
+
+    # -- what the worker does ---------------------------------------------------------------------------------------
+
+    def register(self, model_id: str, binding: Binding, now: float) -> None:
+        """Take part in the updates of one more model."""
+        self.models[model_id] = binding
+        if self.online:
+            self._hello(now)
+
+    def connected(self, now: float) -> None:
+        """The transport has (re)connected."""
+        self.online = True
+        self._hello(now)
+
+    def disconnected(self) -> None:
+        self.online = self.welcomed = False
+
+    def applied(self, staging: Staging, now: float) -> None:
+        """The gate has let it through: the models hold these versions."""
+        if staging.abandoned:
+            return
+        if self.staged is staging:
+            self.staged = None
+        for model_id, part in staging.parts.items():
+            if staging.epoch == self.epoch and part.version > self._versions.get(model_id, 0):
+                self._versions[model_id] = part.version
+                self.error.pop(model_id, None)
+            held = self._held.get(model_id)
+            if held is None or (staging.epoch, part.version) > held[:2]:
+                if held is not None:
+                    held[2].release()
+                self._held[model_id] = (staging.epoch, part.version, part.slab.retain())
+        staging.release()
+        if self._failure is not None:
+            told = self._failure.versions
+            if all(self.version(self._local(m)) >= v for m, v in told.items()):
+                self._failure = None
+        if staging.epoch == self.epoch:
+            self._send(wire.Applied(staging.epoch, self._named(self._versions)))
+
+    def failed(self, staging: Staging, error: BaseException, now: float) -> None:
+        """Applying has raised; the versions that the models hold are unchanged."""
+        if staging.abandoned:
+            return
+        if self.staged is staging:
+            self.staged = None
+        versions = staging.versions
+        staging.release()
+        if staging.epoch == self.epoch:
+            self._fail(staging.serial, versions, error)
+
+    def request(self, now: float) -> int:
+        """Ask for the current target; :meth:`answered` tells when :attr:`targets` are from after this call."""
+        self._ping += 1
+        if self.epoch is not None:
+            self._send(wire.Ping(self.epoch, self._ping))
+        return self._ping
+
+    def answered(self, request: int) -> bool:
+        return self._answered >= request
+
+    def bye(self, message: str) -> None:
+        """Leave."""
+        self._drop_incoming()
+        if self.epoch is not None and self.online and self.ended is None:
+            self._send(wire.Bye(self.epoch, self.nonce, "closed", message[: wire.MAX_NAME]))
+
+    def close(self) -> None:
+        """Let go of all slabs."""
+        self._drop_incoming()
+        if self.staged is not None:
+            self.staged.abandon()
+            self.staged = None
+        for _, _, slab in self._held.values():
+            slab.release()
+        self._held.clear()
+        self.pool.close()
+
+    # -- what the worker asks ---------------------------------------------------------------------------------------
+
+    def version(self, model_id: str) -> int:
+        """The version that the model holds, of the current epoch; 0: none."""
+        return self._versions.get(model_id, 0)
+
+    def held(self, model_id: str) -> tuple[Epoch, int, Slab] | None:
+        """The newest applied update of a model: epoch, version, slab."""
+        return self._held.get(model_id)
+
+    def settled(self, model_id: str) -> bool:
+        """True if the trainer serves this model, and this worker has applied what there was to apply."""
+        if not self.welcomed or model_id not in self.served:
+            return False
+        return not self.served[model_id] or self.version(model_id) > 0
+
+    # -- what comes from the trainer --------------------------------------------------------------------------------
+
+    def receive(self, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
+        """Take in one message.
+
+        Raises:
+            ProtocolError: malformed, of an unknown layout or another epoch, or not for a worker. Nothing was changed.
+        """
+        if self.ended is not None:
+            return
+        epoch: Epoch = instruction.epoch  # type: ignore[attr-defined]
+        if isinstance(instruction, wire.Welcome):
+            self._on_welcome(instruction, payload, now)
+        elif isinstance(instruction, wire.Bye):
+            self._on_bye(instruction)
+        elif epoch != self.epoch:
+            if self.epoch is not None and epoch > self.epoch and self.welcomed:
+                self._hello(now)  # we have missed its WELCOME
+            raise ProtocolError(f"{type(instruction).__name__} of another epoch")
+        elif isinstance(instruction, wire.Update):
+            self._on_update(instruction, payload, now)
+        elif isinstance(instruction, wire.Chunk):
+            self._on_chunk(instruction, payload[0], now)
+        elif isinstance(instruction, wire.Ping):
+            self._on_ping(instruction)
+        elif isinstance(instruction, wire.Pong):
+            self._on_pong(instruction)
+        else:
+            raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
+        self.last_seen = now
+
+    def _on_welcome(self, welcome: wire.Welcome, payload: Sequence[Buffer], now: float) -> None:
+        if welcome.nonce != self.nonce or welcome.attempt != self._attempt:
+            raise ProtocolError("a WELCOME that answers another HELLO")
+        if self.epoch is not None and welcome.epoch < self.epoch:
+            raise ProtocolError("a WELCOME from an older trainer")
+        nameless = "" in welcome.models and "" not in self.models and len(self.models) == 1
+        alias = next(iter(self.models)) if nameless else ""
+        frames = iter(payload)
+        found = {}
+        for model_id, digest in welcome.models.items():
+            if digest:
+                found[alias if model_id == "" else model_id] = Layout.decode(next(frames), digest)
+        if welcome.epoch != self.epoch:
+            self._adopt(welcome.epoch)
+        self._nameless = nameless
+        self.trainer = welcome
+        self.served = {alias if m == "" else m: d for m, d in welcome.models.items()}
+        self.welcomed = True
+        self._hello_delay = FIRST_HELLO_RETRY
+        accepted = {}
+        for model_id, layout in found.items():
+            if model_id not in self.models:
+                continue
+            error = self._layouts.check(model_id, self.models[model_id], layout)
+            if error is None:
+                self.refused.pop(model_id, None)
+                accepted[self._name(model_id)] = layout.digest
+            else:
+                self.refused[model_id] = error
+                text = str(error)[: wire.MAX_TEXT]
+                self._send(wire.Refused(welcome.epoch, self._name(model_id), layout.digest, text))
+        # Behind the refusals: alone, it could complete a publication that one of them must stop.
+        self._send(wire.Ready(welcome.epoch, accepted))
+
+    def _adopt(self, epoch: Epoch) -> None:
+        """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
+        self.epoch = epoch
+        self._drop_incoming()
+        if self.staged is not None:
+            self.staged.abandon()
+            self.staged = None
+        self._versions = {}
+        self._serial = 0
+        self._failure = None
+        self.error = {}
+        self.refused = {}
+        self.targets = {}
+
+    def _on_bye(self, bye: wire.Bye) -> None:
+        if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
+            raise ProtocolError("a BYE that is not meant for this worker")
+        if bye.reason == "superseded":
+            self.ended = Fenced(f"worker {self.worker}: {bye.message}; this one must stop")
+        elif bye.reason == "refused":
+            self.ended = NotConnected(f"the sender refused worker {self.worker}: {bye.message}")
+        else:
+            self.ended = ClosedError(bye.message or "the sender was shut down")
+        self._drop_incoming()
+
+    def _on_update(self, update: wire.Update, payload: Sequence[Buffer], now: float) -> None:
+        if update.serial <= self._serial:
+            return  # a duplicate, or overtaken by a newer one
+        layouts = []
+        for part in update.parts:
+            model_id = self._local(part.model_id)
+            layout = self._layouts.find(model_id, part.digest)
+            if layout is None or layout.nbytes != part.nbytes:
+                raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
+            layouts.append(layout)
+        count = len(update.parts)
+        try:
+            incoming = Incoming(update, layouts, payload[:count], self.pool, now)
+        except (MemoryError, RuntimeError) as error:  # torch reports exhausted memory as a RuntimeError
+            self._serial = update.serial
+            self._fail(update.serial, {self._local(p.model_id): p.version for p in update.parts}, error)
+            return
+        if update.eager:
+            incoming.fill(payload[count:])
+        self._drop_incoming()
+        self._serial = update.serial
+        self._incoming = incoming
+        for part in update.parts:
+            model_id = self._local(part.model_id)
+            self.targets[model_id] = max(self.targets.get(model_id, 0), part.version)
+        for index in sorted(incoming.fetching):
+            self.fetches.append((update.serial, index, update.parts[index], incoming.slabs[index].retain()))
+        if incoming.complete:
+            self._stage()
+        elif incoming.coverage.covered < incoming.total:
+            self._grant(incoming)
+
+    def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
+        """A transport has brought one part of :attr:`fetches` (or failed to), and lets go of its slab."""
+        incoming = self._incoming
+        # Serial numbers begin again with every trainer; a slab is one part of one update.
+        wanted = incoming is not None and any(slab is one for one in incoming.slabs)
+        slab.release()
+        if incoming is None or not wanted:
+            return
+        if error is not None:
+            versions = {self._local(p.model_id): p.version for p in incoming.parts}
+            self._drop_incoming()
+            self._fail(serial, versions, error)
+            return
+        incoming.fetching.discard(index)
+        incoming.last_progress = now
+        if incoming.complete:
+            self._stage()
+
+    def _on_chunk(self, chunk: wire.Chunk, data: Buffer, now: float) -> None:
+        incoming = self._incoming
+        if incoming is None or chunk.serial != incoming.serial:
+            return
+        if incoming.write_chunk(chunk, data):
+            incoming.last_progress = now
+            incoming.fruitless = 0
+            self.bytes_received += len(data)
+        if incoming.complete:
+            self._stage()
+        elif incoming.granted < incoming.total and incoming.ahead <= self.settings.window_bytes // 2:
+            self._grant(incoming)
+
+    def _grant(self, incoming: Incoming) -> None:
+        """Credit from the first missing byte: what came after a gap is sent again with it, and must not add up."""
+        assert self.epoch is not None
+        gap = incoming.coverage.gap()
+        incoming.granted = min(gap + self.settings.window_bytes, incoming.total)
+        self._send(wire.Fetch(self.epoch, incoming.serial, incoming.restarts, gap, incoming.granted))
+
+    def _stage(self) -> None:
+        """All bytes are here: convert, check, and merge with what still waits for the gate."""
+        incoming, self._incoming = self._incoming, None
+        assert incoming is not None
+        assert self.epoch is not None
+        versions = {self._local(p.model_id): p.version for p in incoming.parts}
+        parts: dict[str, StagedPart] = {}
+        waiting = self.staged.parts if self.staged is not None else {}
+        slabs = incoming.take()
+        try:
+            for (model_id, version), slab in zip(versions.items(), slabs, strict=True):
+                ahead = waiting[model_id].version if model_id in waiting else self.version(model_id)
+                if version > ahead:
+                    prepared = self.models[model_id].prepare(slab)
+                    parts[model_id] = StagedPart(version, slab.retain(), prepared)
+        except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
+            for part in parts.values():
+                part.slab.release()
+            self._fail(incoming.serial, versions, error)
+            return
+        finally:
+            for slab in slabs:
+                slab.release()
+        self._send(wire.Staged(self.epoch, incoming.serial))
+        if not parts:
+            self._send(wire.Applied(self.epoch, self._named(self._versions)))
+            return
+        self.staged = Staging(self.epoch, incoming.serial, parts).replacing(self.staged)
+
+    def _fail(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
+        assert self.epoch is not None
+        shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        self.error.update({model_id: (version, shown) for model_id, version in versions.items()})
+        self._failure = failure(self.epoch, serial, self._named(versions), error)
+        self._send(self._failure)
+
+    def _on_ping(self, ping: wire.Ping) -> None:
+        staged = self.staged.versions if self.staged is not None else {}
+        serial = self._incoming.serial if self._incoming is not None else 0
+        if self._failure is not None:
+            self._send(self._failure)
+        assert self.epoch is not None
+        self._send(wire.Pong(self.epoch, ping.seq, self._named(self._versions), self._named(staged), serial))
+
+    def _on_pong(self, pong: wire.Pong) -> None:
+        if pong.seq > self._ping:
+            raise ProtocolError("a PONG to no PING")
+        if pong.seq > self._answered:
+            self._answered = pong.seq
+            for topic, version in pong.versions.items():
+                self.targets[self._local(topic)] = version
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Repeat what has got no answer; call it again at :meth:`next_tick`."""
+        if self.ended is not None or not self.online:
+            return
+        if not self.welcomed and now >= self._next_hello:
+            self._hello(now)
+        incoming = self._incoming
+        if incoming is not None and incoming.stalled(now, self.settings.retry_interval):
+            incoming.restarts += 1
+            incoming.fruitless += 1
+            incoming.last_progress = now
+            if incoming.fruitless > FRUITLESS_RESTARTS:
+                # The trainer does not know this update any more; PONG will tell it that nothing is under way.
+                self._drop_incoming()
+            else:
+                self._grant(incoming)
+
+    def next_tick(self, now: float) -> float:
+        """When :meth:`tick` has something to do again."""
+        times = [now + 60.0]
+        if self.ended is None and self.online:
+            if not self.welcomed:
+                times.append(self._next_hello)
+            if self._incoming is not None and self._incoming.streaming:
+                times.append(self._incoming.last_progress + self.settings.retry_interval)
+        return min(times)
+
+    # -- the machinery ----------------------------------------------------------------------------------------------
+
+    def _hello(self, now: float) -> None:
+        # The trainer starts afresh with this HELLO: it lets go of what was under way, so its bytes may change.
+        self._drop_incoming()
+        self._attempt += 1
+        self.welcomed = False
+        self._next_hello = now + self._hello_delay
+        self._hello_delay = min(2 * self._hello_delay, self.settings.retry_interval)
+        have = {m: self._versions.get(m, 0) for m in self.models}
+        if len(self.models) == 1:
+            # A sender without a model_id calls its only model "".
+            have[""] = next(iter(have.values()))
+        me = self.identity
+        self._send(wire.Hello(self.worker, self.nonce, self._attempt, me.pid, me.boot, me.namespace, self.epoch, have))
+
+    def _send(self, instruction: Instruction) -> None:
+        self.outbox.append((instruction, ()))
+
+    def _drop_incoming(self) -> None:
+        if self._incoming is not None:
+            self._incoming.release()
+            self._incoming = None
+
+    def _local(self, topic: str) -> str:
+        return next(iter(self.models)) if topic == "" and self._nameless else topic
+
+    def _name(self, model_id: str) -> str:
+        return "" if self._nameless else model_id
+
+    def _named(self, versions: Mapping[str, int]) -> dict[str, int]:
+        return {self._name(m): v for m, v in versions.items()}

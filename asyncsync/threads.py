@@ -1,0 +1,86 @@
+"""One daemon thread for large copies and blocking native calls, handed out as awaitables.
+
+A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native call is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["WorkThread", "finish"]
+
+T = TypeVar("T")
+
+
+async def finish(future: asyncio.Future[T]) -> T:
+    """Await a future to its end even if cancelled meanwhile; the cancellation is raised afterwards.
+
+    For work that cannot be taken back once begun, such as a thread that reads the caller's tensors.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # retrieved: the cancellation is what the caller sees
+        raise cancelled
+    return future.result()
+
+
+class WorkThread:
+    """Runs functions one after another in a thread that starts at first use and ends with :meth:`close`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``function`` in the thread; the future belongs to the running loop."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if not future.done():
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+
+        def job() -> None:
+            result, failure = None, None
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - handed to the awaiting coroutine
+                failure = error
+            try:
+                loop.call_soon_threadsafe(settle, result, failure)
+            except RuntimeError:
+                pass  # the loop was closed meanwhile: nobody awaits this any more
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+        return future
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+    async def close(self) -> None:
+        """End the thread after what was submitted; waits for it."""
+        if self._thread is not None:
+            last = self.submit(lambda: None)
+            thread, self._thread = self._thread, None
+            self._jobs.put(None)
+            await finish(last)
+            thread.join(1.0)

@@ -1,0 +1,444 @@
+"""Instructions and their bytes: msgpack headers, validated field by field. No I/O, no clock.
+
+A message is a header frame, ``[protocol, kind, field, …]``, and payload frames. The decoder accepts what the encoder
+produces and raises :class:`ProtocolError` (or its subclass :class:`LimitExceeded`) for everything else; nothing is
+allocated on the word of a peer, there is no pickle and no msgpack ext type.
+
+    HELLO     worker → trainer   who I am, what I have; on every (re)connection
+    WELCOME   trainer → worker   epoch, and the layouts of the models (payload: the encoded layouts)
+    READY     worker → trainer   these layouts fit my models
+    REFUSED   worker → trainer   this one does not, and why
+    UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
+    FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
+    CHUNK     trainer → worker   a piece of one part
+    STAGED    worker → trainer   all parts are here and checked
+    APPLIED   worker → trainer   the versions my models hold now
+    FAILED    worker → trainer   applying raised, with the traceback
+    PING/PONG both ways          liveness, and the state that repairs whatever message was lost
+    BYE       both ways          I am leaving, or: you are not welcome
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import msgpack
+
+from asyncsync.checks import Check, binary, boolean, integer, mapping, optional, show, text
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.packing import check_structure
+
+__all__ = [
+    "INSTRUCTIONS",
+    "Applied",
+    "Bye",
+    "Chunk",
+    "Epoch",
+    "Failed",
+    "Fetch",
+    "Hello",
+    "Instruction",
+    "Part",
+    "Ping",
+    "Pong",
+    "Ready",
+    "Refused",
+    "Staged",
+    "Update",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+PROTOCOL = 1
+MAX_HEADER = 1 << 20
+MAX_FRAME = 32 << 20
+MAX_CHUNK = 8 << 20
+MAX_FRAMES = 2050
+MAX_MODELS = 1024
+MAX_VALUES = 16 * MAX_MODELS  # a part takes seven
+MAX_NAME = 512
+# Characters, of up to four bytes each: the longest message and traceback fit into one header.
+MAX_TEXT = 64 << 10
+MAX_DESCRIPTOR = 64 << 10
+_SMALL_HEADER = 512
+_SMALL_ARRAY = 32  # a part takes at least 24 bytes, a map's entry 2: a small header has no longer list or map
+_SMALL_MAP = 256
+
+
+Buffer = bytes | memoryview
+Epoch = tuple[int, int]
+"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
+
+
+def _descriptor(raw: Any) -> bytes | None:
+    if raw is not None and (not isinstance(raw, bytes) or len(raw) > MAX_DESCRIPTOR):
+        raise ProtocolError(f"a descriptor of at most {MAX_DESCRIPTOR} bytes was expected, not {show(raw)}")
+    return raw
+
+
+def _epoch(raw: Any) -> Epoch:
+    if not isinstance(raw, list) or len(raw) != 2:
+        raise ProtocolError(f"an epoch was expected, not {show(raw)}")
+    return _start(raw[0]), _u64(raw[1])
+
+
+_u64 = integer()
+# Half of what fits: a trainer that starts again takes one more than the highest that it hears of.
+_start = integer(0, (1 << 63) - 1)
+_versions = mapping(_u64, MAX_MODELS, MAX_NAME)
+_digest = binary(16)
+_crc = optional(integer(0, (1 << 32) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
+
+    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from where it says.
+    """
+
+    model_id: str
+    version: int
+    digest: bytes
+    nbytes: int
+    crc: int | None = None
+    descriptor: bytes | None = None
+
+    _checks: ClassVar[tuple[Check, ...]] = (
+        text(MAX_NAME),
+        integer(1),
+        _digest,
+        integer(0, 1 << 42),
+        _crc,
+        _descriptor,
+    )
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of this part that come as payload or chunks."""
+        return self.nbytes if self.descriptor is None else 0
+
+
+def _parts(raw: Any) -> tuple[Part, ...]:
+    if not isinstance(raw, list) or not 0 < len(raw) <= MAX_MODELS:
+        raise ProtocolError(f"a list of 1 to {MAX_MODELS} parts was expected, not {show(raw)}")
+    return tuple(_build(Part, part) for part in raw)
+
+
+class Instruction:
+    """Base of all instructions."""
+
+    __slots__ = ()
+    kind: ClassVar[int]
+    _checks: ClassVar[tuple[Check, ...]]
+    max_payload: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Instruction):
+    worker: int
+    nonce: bytes
+    attempt: int
+    pid: int
+    boot: str
+    namespace: int
+    epoch: Epoch | None
+    have: dict[str, int]
+
+    kind: ClassVar[int] = 1
+    _checks: ClassVar[tuple[Check, ...]] = (
+        integer(0, (1 << 31) - 1),
+        _digest,
+        _u64,
+        integer(0, (1 << 31) - 1),
+        text(64),
+        _u64,
+        optional(_epoch),
+        _versions,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Instruction):
+    """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet."""
+
+    epoch: Epoch
+    nonce: bytes
+    attempt: int
+    pid: int
+    boot: str
+    namespace: int
+    models: dict[str, bytes]
+
+    kind: ClassVar[int] = 2
+    _checks: ClassVar[tuple[Check, ...]] = (
+        _epoch,
+        _digest,
+        _u64,
+        integer(0, (1 << 31) - 1),
+        text(64),
+        _u64,
+        mapping(binary(16, or_empty=True), MAX_MODELS, MAX_NAME),
+    )
+    max_payload: ClassVar[int] = MAX_MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Instruction):
+    epoch: Epoch
+    digests: dict[str, bytes]
+
+    kind: ClassVar[int] = 3
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, mapping(_digest, MAX_MODELS, MAX_NAME))
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Instruction):
+    epoch: Epoch
+    model_id: str
+    digest: bytes
+    message: str
+
+    kind: ClassVar[int] = 4
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, text(MAX_NAME), _digest, text(MAX_TEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Instruction):
+    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them."""
+
+    epoch: Epoch
+    serial: int
+    eager: bool
+    parts: tuple[Part, ...]
+
+    kind: ClassVar[int] = 5
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1), boolean, _parts)
+    max_payload: ClassVar[int] = 2 * MAX_MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Instruction):
+    """Credit for the bytes below ``upto`` of the parts laid end to end; a higher ``restart`` rewinds to ``start``."""
+
+    epoch: Epoch
+    serial: int
+    restart: int
+    start: int
+    upto: int
+
+    kind: ClassVar[int] = 6
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1), _u64, _u64, _u64)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Instruction):
+    epoch: Epoch
+    serial: int
+    part: int
+    offset: int
+    crc: int | None = None
+
+    kind: ClassVar[int] = 7
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1), integer(0, MAX_MODELS), _u64, _crc)
+    max_payload: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Instruction):
+    epoch: Epoch
+    serial: int
+
+    kind: ClassVar[int] = 8
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Applied(Instruction):
+    epoch: Epoch
+    versions: dict[str, int]
+
+    kind: ClassVar[int] = 9
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Instruction):
+    epoch: Epoch
+    serial: int
+    versions: dict[str, int]
+    mismatch: bool
+    type_name: str
+    message: str
+    traceback: str
+
+    kind: ClassVar[int] = 10
+    _checks: ClassVar[tuple[Check, ...]] = (
+        _epoch,
+        _u64,
+        _versions,
+        boolean,
+        text(MAX_NAME),
+        text(MAX_TEXT),
+        text(MAX_TEXT),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Instruction):
+    epoch: Epoch
+    seq: int
+
+    kind: ClassVar[int] = 11
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _u64)
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Instruction):
+    """From a worker: what is applied, what is staged, the serial being received (0: none). From a trainer: targets."""
+
+    epoch: Epoch
+    seq: int
+    versions: dict[str, int]
+    staged: dict[str, int]
+    serial: int
+
+    kind: ClassVar[int] = 12
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _u64, _versions, _versions, _u64)
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Instruction):
+    """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker is there) or ``"refused"``."""
+
+    epoch: Epoch
+    nonce: bytes
+    reason: str
+    message: str
+
+    kind: ClassVar[int] = 13
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _digest, text(32), text(MAX_TEXT))
+
+
+INSTRUCTIONS: tuple[type[Instruction], ...] = (
+    Hello,
+    Welcome,
+    Ready,
+    Refused,
+    Update,
+    Fetch,
+    Chunk,
+    Staged,
+    Applied,
+    Failed,
+    Ping,
+    Pong,
+    Bye,
+)
+
+
+def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(f.name for f in fields(cls)))
+
+
+_BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS}
+# Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
+_VALUES = {cls: _values(cls) for cls in INSTRUCTIONS}
+_PART = _values(Part)
+
+
+def encode(instruction: Instruction) -> bytes:
+    """The header frame of an instruction. Text that is no Unicode (a file's name in a message, say) is mended."""
+    values = _VALUES[type(instruction)](instruction)
+    if isinstance(instruction, Update):
+        values = (*values[:-1], [_PART(part) for part in instruction.parts])
+    header: bytes = msgpack.packb([PROTOCOL, instruction.kind, *values], unicode_errors="replace")
+    return header
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    """An instruction and its payload frames, from an untrusted peer.
+
+    Raises:
+        LimitExceeded: too large, too deep, too many frames or entries.
+        ProtocolError: anything else that no correct peer sends.
+    """
+    if not frames:
+        raise ProtocolError("an empty message")
+    if len(frames) > MAX_FRAMES:
+        raise LimitExceeded(f"a message of {len(frames)} frames; the limit is {MAX_FRAMES}")
+    header = frames[0]
+    if len(header) > MAX_HEADER:
+        raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
+    # In a small header even nested, lying counts cannot make the decoder allocate much.
+    small = len(header) <= _SMALL_HEADER
+    if not small:
+        check_structure(header, max_depth=8, max_items=MAX_VALUES)
+    limit = _SMALL_HEADER if small else MAX_HEADER
+    try:
+        raw = msgpack.unpackb(
+            header,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_without_duplicates,
+            max_ext_len=0,
+            max_array_len=_SMALL_ARRAY if small else limit,
+            max_map_len=_SMALL_MAP if small else limit,
+            max_str_len=limit,
+            max_bin_len=limit,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {show(str(error))}") from error
+    if not isinstance(raw, list) or len(raw) < 2:
+        raise ProtocolError(f"not an instruction: {show(raw)}")
+    if type(raw[0]) is not int or raw[0] != PROTOCOL:
+        other = f"a message of protocol {show(raw[0])}; this side speaks {PROTOCOL}"
+        raise ProtocolError(f"{other}: use one version of asyncsync on all sides")
+    cls = _BY_KIND.get(raw[1]) if type(raw[1]) is int else None
+    if cls is None:
+        raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
+    instruction: Instruction = _build(cls, raw[2:])
+    payload = frames[1:]
+    if any(len(frame) > MAX_FRAME for frame in payload):
+        raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+    if len(payload) > cls.max_payload:
+        raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
+    _check_payload(instruction, payload)
+    return instruction, payload
+
+
+def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ProtocolError("a map with a key that comes twice")
+    return table
+
+
+def _build(cls: Any, raw: Any) -> Any:
+    if not isinstance(raw, list) or len(raw) != len(cls._checks):
+        raise ProtocolError(f"{cls.__name__} takes {len(cls._checks)} fields, not {show(raw)}")
+    return cls(*(check(value) for check, value in zip(cls._checks, raw, strict=True)))
+
+
+def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
+    if isinstance(instruction, Chunk):
+        if len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
+            raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
+    elif isinstance(instruction, Update):
+        parts = instruction.parts
+        if len({p.model_id for p in parts}) != len(parts):
+            raise ProtocolError("an update with two parts for one model")
+        if len(payload) != len(parts) * (2 if instruction.eager else 1):
+            raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")
+        if instruction.eager:
+            for part, frame in zip(parts, payload[len(parts) :], strict=True):
+                if len(frame) != part.streamed:
+                    raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
+    elif isinstance(instruction, Welcome):
+        known = sum(1 for digest in instruction.models.values() if digest)
+        if len(payload) != known:
+            raise ProtocolError(f"a welcome with {known} digests and {len(payload)} layouts")

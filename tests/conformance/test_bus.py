@@ -1,0 +1,240 @@
+"""Several models on one bus, the gate, and what runs where."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SchemaMismatch, ZMQWeightSyncScheme
+from helpers.pairs import Clock, Model, crew, fill, passed_on, read, until
+
+NAMES = ("policy", "value")
+
+
+class Worker:
+    """What one worker process has: its schemes, their models, and the bus they share."""
+
+    def __init__(self, schemes: dict[str, Any], index: int, **models: Any) -> None:
+        self.schemes = schemes
+        self.models = {name: models.get(name, None) or Model() for name in schemes}
+        for name, scheme in schemes.items():
+            scheme.init_on_receiver(name, model=self.models[name], worker_idx=index)
+        self.bus: Bus = next(iter(schemes.values())).bus
+
+    @property
+    def read(self) -> dict[str, set[float]]:
+        return {name: read(model) for name, model in self.models.items()}
+
+
+@asynccontextmanager
+async def family(workers: int = 2, *, apart: bool = False) -> AsyncIterator[tuple[Bus, dict[str, Model], list[Worker]]]:
+    """A bus with two models and its workers, connected."""
+    async with Bus(num_workers=workers) as bus:
+        sources = {name: Model(0) for name in NAMES}
+        schemes = {name: ZMQWeightSyncScheme(bus=bus) for name in NAMES}
+        for name, scheme in schemes.items():
+            scheme.init_on_sender(model_id=name, model=sources[name])
+        crews = []
+        for index in range(workers):
+            given = {n: passed_on(s) for n, s in schemes.items()} if apart else passed_on(schemes)
+            crews.append(Worker(given, index))
+        try:
+            await asyncio.gather(bus.connect(timeout=5), *(w.bus.connect(timeout=5) for w in crews))
+            yield bus, sources, crews
+        finally:
+            for worker in crews:
+                await worker.bus.shutdown()
+
+
+@pytest.mark.both_loops
+async def test_r199_r216_several_models_in_one_update() -> None:
+    async with family() as (bus, sources, workers):
+        version = await bus.send_async({"policy": fill(sources["policy"], 5), "value": fill(sources["value"], 5)})
+        assert version == bus.version
+        assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}] * 2
+        assert [s.version for w in workers for s in w.schemes.values()] == [version] * 4
+        published = await bus.publish({"policy": Model(6), "value": Model(7)}, worker_ids=1)
+        await bus.wait_version(published, timeout=5)
+        assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}, {"policy": {6}, "value": {7}}]
+        await workers[1].bus.wait_version(published, timeout=5)
+        await bus.send_async({"value": None})
+        assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}, {"policy": {6}, "value": {5}}]
+        assert {w: s.lag for w, s in bus.status().items()} == {0: 0, 1: 0}
+
+
+async def test_r199_a_worker_that_cannot_take_one_of_the_models_takes_none() -> None:
+    async with family() as (bus, sources, workers):
+        with Clock(1.0), pytest.raises(PartialSendError) as caught:
+            await bus.send_async({"policy": fill(sources["policy"], 9), "value": Model(9, width=3)}, timeout=5)
+        assert {type(e) for e in caught.value.failed.values()} == {SchemaMismatch}
+        assert [w.read for w in workers] == [{"policy": {0}, "value": {0}}] * 2
+        await bus.send_async({"policy": None, "value": fill(sources["value"], 9)}, timeout=5)
+        assert [w.read for w in workers] == [{"policy": {9}, "value": {9}}] * 2
+
+
+@pytest.mark.both_loops
+async def test_r199_no_hold_ever_sees_models_of_two_updates() -> None:
+    async with family(1) as (bus, sources, (worker,)):
+        stop = threading.Event()
+        seen: list[set[float]] = []
+
+        def look() -> None:
+            while not stop.is_set():
+                with worker.bus.hold():
+                    seen.append(read(worker.models["policy"]) | read(worker.models["value"]))
+
+        readers = [asyncio.create_task(asyncio.to_thread(look)) for _ in range(2)]
+        try:
+            for value in range(1, 60):
+                for source in sources.values():
+                    fill(source, value)
+                await bus.send_async(dict(sources), timeout=10)
+        finally:
+            stop.set()
+            await asyncio.gather(*readers)
+        assert all(len(values) == 1 for values in seen), [v for v in seen if len(v) > 1][:3]
+        assert len(set.union(*seen)) > 5, "the readers looked while updates came"
+
+
+async def test_r216_separately_pickled_schemes_of_one_bus_find_each_other() -> None:
+    async with family(apart=True) as (bus, sources, workers):
+        for worker in workers:
+            assert len({id(s.bus) for s in worker.schemes.values()}) == 1, "one connection, one gate"
+        assert workers[0].bus is not workers[1].bus
+        await bus.send_async({name: fill(source, 3) for name, source in sources.items()})
+        assert [w.read for w in workers] == [{"policy": {3}, "value": {3}}] * 2
+
+
+async def test_r216_copies_that_learn_their_worker_only_at_connect_say_what_to_do() -> None:
+    bus = Bus(num_workers=1)
+    schemes = {name: ZMQWeightSyncScheme(bus=bus) for name in NAMES}
+    copies = {name: passed_on(scheme) for name, scheme in schemes.items()}
+    for name, scheme in copies.items():
+        scheme.init_on_receiver(name, model=Model())
+    first = asyncio.create_task(copies["policy"].connect(worker_idx=0, timeout=0.5))
+    await asyncio.sleep(0)
+    with Clock(0.5), pytest.raises(ValueError, match=r"pass worker_idx to init_on_receiver"):
+        await copies["value"].connect(worker_idx=0, timeout=5)
+    with pytest.raises(NotConnected):
+        await first
+    for scheme in copies.values():
+        await scheme.shutdown()
+
+
+async def test_r216_a_bus_is_a_context_manager_that_ends_its_schemes() -> None:
+    async with family(1) as (bus, _, (worker,)):
+        waiting = asyncio.create_task(worker.schemes["value"].receive())
+        await asyncio.sleep(0)
+        scheme = bus._schemes["policy"]
+    assert bus.closed
+    assert scheme.closed
+    with pytest.raises(ClosedError):
+        await waiting
+    with pytest.raises(ClosedError):
+        await bus.publish({"policy": Model()})
+    with pytest.raises(RuntimeError, match="no scheme of this bus has been initialised"):
+        await Bus().connect()
+
+
+async def test_r216_a_bus_pickles_as_its_configuration() -> None:
+    bus = Bus(num_workers=2, min_workers=1, checksum=True)
+    copy = pickle.loads(pickle.dumps(bus))
+    names = ("endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum")
+    assert [getattr(copy, n) for n in names] == [getattr(bus, n) for n in names]
+
+
+# -- whole updates only
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
+async def test_r194_no_forward_ever_sees_two_versions(endpoint: str, unused_tcp_port: int) -> None:
+    width = 1 << 15
+    scheme = ZMQWeightSyncScheme(endpoint=f"tcp://127.0.0.1:{unused_tcp_port}" if endpoint == "tcp" else None)
+    async with crew(1, scheme=scheme, source=Model(0, width), models=[Model(width=width)]) as everybody:
+        model = everybody.models[0]
+        stop = threading.Event()
+        seen: list[set[float]] = []
+
+        def roll_out() -> None:
+            while not stop.is_set():
+                seen.append(model())
+
+        rollers = [asyncio.create_task(asyncio.to_thread(roll_out)) for _ in range(2)]
+        try:
+            for value in range(1, 80):
+                await everybody.sender.publish(fill(everybody.source, value))
+                seen.append(model())
+                await asyncio.sleep(0)
+                seen.append(model())
+            await everybody.sender.wait_version(everybody.sender.version, timeout=10)
+        finally:
+            stop.set()
+            await asyncio.gather(*rollers)
+        torn = [values for values in seen if len(values) != 1]
+        assert not torn, torn[:3]
+        assert len(set.union(*seen)) > 5, "forwards ran while updates came"
+        assert read(model) == {79}
+
+
+async def test_r025_a_pending_update_never_blocks_the_workers_loop() -> None:
+    async with crew(1) as everybody:
+        receiver, model = everybody.receivers[0], everybody.models[0]
+        leave, inside = threading.Event(), threading.Event()
+
+        def slow_step() -> None:
+            with receiver.hold():
+                inside.set()
+                leave.wait(10)
+
+        step = asyncio.create_task(asyncio.to_thread(slow_step))
+        await until(inside.is_set)
+        version = await everybody.sender.publish(fill(everybody.source, 1))
+        await until(lambda: receiver.bus._gate is not None and receiver.bus._gate.pending)
+        with Clock(0.1):
+            assert model() == {0}, "a forward on the loop goes on with the old version"
+            assert await receiver.receive(timeout=0) is None
+        leave.set()
+        await step
+        await everybody.sender.wait_version(version, timeout=5)
+        assert model() == {1}
+
+
+# -- threads
+
+
+def native_threads() -> Counter[str]:
+    """ZeroMQ's threads, by name."""
+    names = Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return Counter({name: count for name, count in names.items() if name.startswith("ZMQ")})
+
+
+@pytest.mark.both_loops
+async def test_r189_small_updates_start_no_thread_of_ours() -> None:
+    before = set(threading.enumerate())
+    async with crew(2) as everybody:
+        for value in range(3):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            await everybody.receivers[0].receive(timeout=5)
+        assert set(threading.enumerate()) == before
+
+
+async def test_r189_large_updates_start_the_documented_threads_only() -> None:
+    width = 3 << 20
+    before, native = set(threading.enumerate()), native_threads()
+    async with crew(1, source=Model(0, width), models=[Model(width=width)]) as everybody:
+        await everybody.sender.send_async(fill(everybody.source, 1))
+        assert read(await everybody.receivers[0].receive(timeout=5)) == {1}
+        started = set(threading.enumerate()) - before
+        assert {t.name for t in started} <= {"asyncsync-pack", "asyncsync-copy"}
+        assert all(t.daemon for t in started)
+        # Each side has a ZeroMQ context of two native threads. (What is called otherwise is torch's.)
+        assert sorted((native_threads() - native).elements()) == ["ZMQbg/IO/0"] * 2 + ["ZMQbg/Reaper"] * 2

@@ -1,0 +1,371 @@
+"""The two phases: init without communication, connect as the rendezvous; then updates, then the end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from asyncsync import (
+    Bus,
+    ClosedError,
+    NotConnected,
+    NoWeightSyncScheme,
+    PartialSendError,
+    SchemaMismatch,
+    WeightSyncScheme,
+    ZMQTransport,
+    ZMQWeightSyncScheme,
+)
+from helpers.pairs import Clock, Model, crew, fill, passed_on, read, receiver_of, until
+
+SCHEMES = [ZMQWeightSyncScheme, NoWeightSyncScheme]
+
+
+def open_files() -> set[str]:
+    return {f"{n} {os.readlink(f'/proc/self/fd/{n}')}" for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")}
+
+
+# -- phase 1
+
+
+def test_r012_init_on_either_side_communicates_with_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_context(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("init made a ZeroMQ context")
+
+    scheme = ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/bus")
+    monkeypatch.setattr(zmq, "Context", no_context)
+    files, threads = open_files(), threading.enumerate()
+    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    worker = receiver_of(scheme, 0, Model())
+    assert open_files() == files
+    assert threading.enumerate() == threads
+    assert list(tmp_path.iterdir()) == []
+    assert worker.version == scheme.version == 0
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_r013_scheme_is_picklable_before_and_after_init_on_sender(protocol: int) -> None:
+    model = Model(width=1 << 20)
+    scheme = ZMQWeightSyncScheme("state_dict", num_workers=2)
+    fresh = pickle.loads(pickle.dumps(scheme, protocol))
+    assert (fresh.model_id, fresh.bus.endpoint, fresh.bus.num_workers) == (None, scheme.bus.endpoint, 2)
+    scheme.init_on_sender(model_id="policy", model=model)
+    blob = pickle.dumps(scheme, protocol)
+    assert len(blob) < 4096, "a scheme travels without its weights"
+    copy = pickle.loads(blob)
+    assert (copy.model_id, copy.model, copy.weights) == ("policy", None, None)
+    assert copy.bus.endpoint == scheme.bus.endpoint
+    copy.init_on_receiver("policy", model=Model(), worker_idx=1)  # it has no role until it is given one
+    assert pickle.loads(pickle.dumps(copy)).worker_idx is None
+
+
+async def test_r013_a_connected_scheme_pickles_without_its_connection() -> None:
+    async with crew(1) as (sender, receivers, _):
+        for scheme in (sender, receivers[0]):
+            with pytest.raises(RuntimeError, match="init_on_"):
+                await passed_on(scheme).connect()
+
+
+def test_r014_init_on_sender_registers_transport_source_and_workers() -> None:
+    scheme = ZMQWeightSyncScheme()
+    assert scheme.sender_transports == {}
+    assert scheme.shared_transport is None
+    model = Model(3)
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=3)
+    assert isinstance(scheme.shared_transport, ZMQTransport)
+    assert scheme.sender_transports == dict.fromkeys(range(3), scheme.shared_transport)
+    assert scheme.receiver_transport is None
+    assert scheme.model is model
+    assert scheme.weights is not None
+    assert read(scheme.weights) == {3}
+
+
+class Context:
+    """A collector, as far as a scheme looks at one."""
+
+    def __init__(self, models: dict[str, Any], worker_idx: int | None = None) -> None:
+        self.models = models
+        if worker_idx is not None:
+            self.worker_idx = worker_idx
+
+    def get_model(self, model_id: str) -> Any:
+        return self.models.get(model_id)
+
+
+def test_r015_init_on_receiver_resolves_model_and_worker_and_registers_its_transport() -> None:
+    model = Model()
+    context = Context({"policy": model}, worker_idx=2)
+    scheme = ZMQWeightSyncScheme(num_workers=3)
+    scheme.init_on_receiver("policy", context)
+    assert (scheme.model, scheme.worker_idx, scheme.context, scheme.model_id) == (model, 2, context, "policy")
+    assert isinstance(scheme.receiver_transport, ZMQTransport)
+    assert (scheme.sender_transports, scheme.shared_transport) == ({}, None)
+    scheme.init_on_receiver(model_id="policy", context=context, worker_idx=1, model=(own := Model()))
+    assert (scheme.model, scheme.worker_idx) == (own, 1)
+
+
+@pytest.mark.parametrize("sender_first", [True, False])
+async def test_r016_sender_may_be_initialised_before_or_after_the_workers(sender_first: bool) -> None:
+    scheme, source, model = ZMQWeightSyncScheme(), Model(5), Model()
+    worker = passed_on(scheme)
+
+    async def start_worker() -> None:
+        worker.init_on_receiver("policy", model=model, worker_idx=0)
+        await worker.connect(timeout=5)
+
+    async with scheme, worker:
+        if sender_first:
+            scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+        running = asyncio.create_task(start_worker())
+        await until(lambda: worker.worker_idx == 0)
+        if not sender_first:
+            scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+        await scheme.connect(timeout=5)
+        await running
+        assert read(model) == {5}
+
+
+# -- phase 2
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+async def test_r017_r018_connect_waits_for_the_other_side_whichever_comes_first(first: str) -> None:
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=Model(4), num_workers=1)
+    receiver = receiver_of(sender, None, model := Model())
+    calls = {"sender": lambda: sender.connect(timeout=5), "receiver": lambda: receiver.connect(worker_idx=0, timeout=5)}
+    async with sender, receiver:
+        early = asyncio.create_task(calls.pop(first)())
+        done, _ = await asyncio.wait({early}, timeout=0.1)
+        assert not done, "connect returned without the other side"
+        with Clock(1.0):
+            await calls.popitem()[1]()
+            await early
+        assert read(model) == {4}
+
+
+def test_r017_r018_every_timeout_is_finite_by_default() -> None:
+    bounded = {"connect": 60.0, "wait_version": 60.0, "send_async": 60.0, "fetch": 30.0, "shutdown": 5.0}
+    for cls in (WeightSyncScheme, *SCHEMES):
+        for name, seconds in bounded.items():
+            assert inspect.signature(getattr(cls, name)).parameters["timeout"].default == seconds, (cls, name)
+    for name in ("connect", "wait_version", "send_async", "shutdown"):
+        assert inspect.signature(getattr(Bus, name)).parameters["timeout"].default == bounded[name]
+
+
+async def test_r017_senders_connect_expires_with_a_reason_and_may_be_called_again() -> None:
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
+    first, second = (receiver_of(sender, i, Model()) for i in range(2))
+    async with sender, first, second:
+        early = asyncio.create_task(first.connect(timeout=5))
+        with Clock(0.2), pytest.raises(NotConnected, match=r"within 0.2 s.*worker 1 has not said hello.*called again"):
+            await sender.connect(timeout=0.2)
+        fill(source, 2)
+        await asyncio.gather(sender.connect(timeout=5), second.connect(timeout=5), early)
+        assert read(first.model) == read(second.model) == {2}, "the second attempt brings the values of its own time"
+
+
+async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_again() -> None:
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
+        with Clock(0.2), pytest.raises(NotConnected) as caught:
+            await receiver.connect(timeout=0.2)
+        for part in ("worker 0", "0.2 s", sender.bus.endpoint, "is the sender connecting"):
+            assert part in str(caught.value)
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        assert read(model) == {1}
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+async def test_r019_connect_delivers_the_initial_weights(scheme: str, unused_tcp_port: int) -> None:
+    endpoint = f"tcp://127.0.0.1:{unused_tcp_port}" if scheme == "tcp" else None
+    async with crew(2, scheme=ZMQWeightSyncScheme(endpoint=endpoint), source=Model(6)) as everybody:
+        assert everybody.read == [{6}, {6}]
+        assert everybody.sender.version == 1
+        assert [await r.receive(0) for r in everybody.receivers] == [None, None], "they count as returned"
+
+
+@pytest.mark.both_loops
+async def test_r023_send_async_makes_receivers_apply_without_any_call_of_theirs() -> None:
+    async with crew(2) as everybody:
+        for value in (1, 2, 3):
+            fill(everybody.source, value)
+            await everybody.sender.send_async()
+            assert everybody.read == [{value}, {value}]
+
+
+def test_r053_a_scheme_is_for_one_model_and_the_init_that_ran_sets_its_role() -> None:
+    sender = ZMQWeightSyncScheme()
+    receiver = passed_on(sender)
+    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+    assert sender.shared_transport is not None
+    assert receiver.shared_transport is None
+    with pytest.raises(RuntimeError, match="sender in this process"):
+        sender.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with pytest.raises(RuntimeError, match="receiver in this process"):
+        receiver.init_on_sender(model_id="policy", model=Model())
+    sender.init_on_sender(model_id="value", model=Model(), num_workers=1)
+    assert sender.model_id == "value", "initialised again, it is for that model alone"
+
+
+async def test_r066_connect_takes_worker_idx_on_a_receiver_by_keyword_only() -> None:
+    parameters = inspect.signature(WeightSyncScheme.connect).parameters
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "self")
+    assert parameters["worker_idx"].default is None
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", weights={"w": Model(0).first.data}, num_workers=2)
+    async with sender:
+        receivers = [receiver_of(sender, None, {"w": Model(9).first.data}) for _ in range(2)]
+        await asyncio.gather(sender.connect(timeout=5), *(r.connect(worker_idx=i, timeout=5) for i, r in enumerate(receivers)))
+        assert [r.worker_idx for r in receivers] == [0, 1]
+        for receiver in receivers:
+            await receiver.shutdown()
+
+
+async def test_r067_connect_takes_the_initial_weights_on_a_sender() -> None:
+    assert inspect.signature(WeightSyncScheme.connect).parameters["weights"].default is None
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", num_workers=1)
+    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
+        await asyncio.gather(sender.connect(weights=Model(8), timeout=5), receiver.connect(timeout=5))
+        assert read(model) == {8}
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_r068_connect_dispatches_by_the_init_that_ran(role: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Spy(ZMQWeightSyncScheme):
+        async def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
+            calls.append(("sender", kwargs))
+
+        async def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
+            calls.append(("receiver", kwargs))
+
+    scheme = Spy()
+    if role == "sender":
+        scheme.init_on_sender(model_id="policy", num_workers=1)
+        await scheme.connect(weights="some", timeout=1)
+        assert calls == [("sender", {"weights": "some", "timeout": 1})]
+    else:
+        scheme.init_on_receiver("policy", model=Model())
+        await scheme.connect(worker_idx=0, timeout=1)
+        assert calls == [("receiver", {"worker_idx": 0, "timeout": 1})]
+
+
+async def test_a_mismatch_at_connect_changes_no_worker() -> None:
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=2)
+    fits, does_not = receiver_of(sender, 0, Model()), receiver_of(sender, 1, Model(width=3))
+    async with sender, fits, does_not:
+        outcome = await asyncio.gather(
+            sender.connect(timeout=5), does_not.connect(timeout=5), fits.connect(timeout=0.3), return_exceptions=True
+        )
+        assert isinstance(outcome[0], PartialSendError)
+        assert isinstance(outcome[0].failed[1], SchemaMismatch)
+        assert outcome[0].acked == {}
+        assert isinstance(outcome[1], SchemaMismatch)
+        assert outcome[2] is None, "it is ready for what will fit"
+        assert read(fits.model) == read(does_not.model) == {-1}
+
+
+# -- the end
+
+
+@pytest.mark.both_loops
+async def test_r085_shutdown_is_idempotent_and_releases_everything(tmp_path: Path) -> None:
+    files = open_files()
+    async with crew(2, scheme=ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/bus")) as (sender, receivers, models):
+        assert {p.name for p in tmp_path.iterdir()} == {"bus", "bus.lock"}
+        hooks = len(models[0]._forward_hooks)
+        for scheme in (sender, *receivers):
+            with Clock(0.5):
+                await scheme.shutdown()
+            await asyncio.gather(scheme.shutdown(), scheme.shutdown())
+            assert scheme.closed
+        assert hooks == 1
+        assert not models[0]._forward_hooks
+        assert not models[0]._forward_pre_hooks
+        assert list(tmp_path.iterdir()) == []
+    await until(lambda: open_files() <= files, 2)
+
+
+@pytest.mark.parametrize("cls", SCHEMES)
+async def test_r085_shutdown_works_at_every_stage(cls: type[WeightSyncScheme]) -> None:
+    await cls().shutdown()
+    scheme = cls()
+    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    await scheme.shutdown()
+    await scheme.shutdown()
+    scheme = cls()
+    scheme.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
+    await scheme.shutdown()
+    assert not model._forward_hooks
+
+
+class Extended(ZMQWeightSyncScheme):
+    ended = 0
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        await super().shutdown(timeout)
+        self.ended += 1
+
+
+async def test_r085_a_subclass_may_extend_shutdown() -> None:
+    async with crew(1, scheme=Extended()) as (sender, receivers, _):
+        pass
+    assert [(s.ended, s.closed) for s in (sender, *receivers)] == [(1, True)] * 2
+
+
+@pytest.mark.parametrize("cls", SCHEMES)
+async def test_r190_every_scheme_has_the_coroutine_api_and_async_with(cls: type[WeightSyncScheme]) -> None:
+    sender = cls()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=1)
+    receiver = passed_on(sender)
+    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+    async with sender as entered, receiver:
+        assert entered is sender
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        version = await sender.send_async(fill(source, 2))
+        assert version == sender.version
+        received = await receiver.receive(timeout=1.0)
+        if cls is ZMQWeightSyncScheme:
+            assert read(received) == {2}
+    assert sender.closed
+    assert receiver.closed
+    await sender.shutdown()
+
+
+@pytest.mark.both_loops
+async def test_r210_after_the_senders_goodbye_receivers_are_closed() -> None:
+    async with crew(2) as (sender, (blocked, late), models):
+        waiting = asyncio.create_task(blocked.receive())
+        await asyncio.sleep(0)
+        await sender.send_async(fill(Model(), 3))
+        assert read(await waiting) == {3}
+        waiting = asyncio.create_task(blocked.receive())
+        await asyncio.sleep(0)
+        assert not blocked.closed
+        await sender.shutdown()
+        with Clock(0.5), pytest.raises(ClosedError, match="sender was shut down"):
+            await waiting
+        await until(lambda: late.closed)
+        assert read(await late.receive()) == {3}, "what was not returned comes first"
+        for timeout in (None, 0, 1.0):
+            with pytest.raises(ClosedError):
+                await late.receive(timeout)
+        assert blocked.closed
+        assert [read(m) for m in models] == [{3}, {3}], "the models keep what they have"

@@ -1,0 +1,264 @@
+"""What comes in on a socket, and where a sender may bind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import re
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq
+import zmq.asyncio
+
+import asyncsync
+from asyncsync import Bus, NotConnected, ZMQWeightSyncScheme, wire
+from helpers.pairs import Model, crew, fill, read, receiver_of, until
+
+EPOCH = (1, 2)
+
+
+class Bomb:
+    """Unpickling it is noticed."""
+
+    gone_off = False
+
+    def __reduce__(self) -> Any:
+        return _go_off, ()
+
+
+def _go_off() -> None:
+    Bomb.gone_off = True
+
+
+@asynccontextmanager
+async def stranger(endpoint: str) -> AsyncIterator[Any]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        yield socket
+
+
+HELLO = wire.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
+PART = wire.Part("policy", 1, b"d" * 16, 4)
+BAD: dict[str, list[bytes]] = {
+    "nothing": [b""],
+    "a pickle": [pickle.dumps(Bomb())],
+    "a pickle behind a header": [wire.encode(wire.Ready(EPOCH, {})), pickle.dumps(Bomb())],
+    "a torch pickle": [pickle.dumps({"w": torch.zeros(3)})],
+    "random bytes": [os.urandom(300)],
+    "an ext type": [msgpack.packb([1, 1, msgpack.ExtType(5, b"x" * 10)])],
+    "another protocol": [msgpack.packb([99, 1])],
+    "an unknown kind": [msgpack.packb([1, 99])],
+    "a missing field": [msgpack.packb([1, 1, 0, b"n" * 16])],
+    "a lying type": [msgpack.packb([1, 1, "0", b"n" * 16, 1, 0, "", 0, None, {}])],
+    "deep nesting": [b"\x91" * 100_000],
+    "a lying length": [b"\xdd\xff\xff\xff\xff"],
+    "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
+    "too many frames": [b"x"] * 3000,
+    "an unknown peer's APPLIED": [wire.encode(wire.Applied(EPOCH, {"policy": 5}))],
+    "an unknown peer's FETCH": [wire.encode(wire.Fetch(EPOCH, 1, 0, 0, 1 << 30))],
+    "an unknown peer's BYE": [wire.encode(wire.Bye(EPOCH, b"n" * 16, "closed", ""))],
+    "what only a trainer sends": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+    "versions from the future": [wire.encode(wire.Hello(0, b"n" * 16, 1, 0, "", 0, EPOCH, {"policy": 1 << 60}))],
+}
+HARMLESS = {"versions from the future"}  # of an older epoch: they do not count
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_r202_a_bad_message_to_the_sender_is_counted_and_changes_nothing(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="asyncsync")
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    async with sender, receiver_of(sender, 3, model := Model()) as receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        async with stranger(sender.bus.endpoint) as socket:
+            if name in HARMLESS:
+                pytest.skip("an older epoch's claims do not count")
+            for _ in range(3):
+                await socket.send_multipart(BAD[name])
+            await until(lambda: sum(sender.bus.dropped.values()) == 3)
+        assert len(sender.bus.dropped) == 1
+        records = [r for r in caplog.records if "dropped a message" in r.getMessage()]
+        assert len(records) == 1, "the first of its kind is logged, the others are counted"
+        assert len(records[0].getMessage()) < 1000
+        assert list(sender.status()) == [3]
+        await sender.send_async(fill(source, 2), timeout=5)
+        assert read(model) == {2}
+        assert receiver.bus.dropped == {}
+        assert not Bomb.gone_off
+
+
+@asynccontextmanager
+async def false_trainer() -> AsyncIterator[tuple[Any, Any, Any, bytes, Any]]:
+    """A ROUTER that speaks the protocol so far that a receiver is connected to it, without weights."""
+    scheme = ZMQWeightSyncScheme()
+    path = Path(scheme.bus.endpoint.removeprefix("ipc://"))
+    path.parent.mkdir(mode=0o700)
+    try:
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 0
+            socket.bind(scheme.bus.endpoint)
+            scheme.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
+            async with scheme:
+                connecting = asyncio.create_task(scheme.connect(timeout=5))
+                route, *frames = await asyncio.wait_for(socket.recv_multipart(), 5)
+                hello, _ = wire.decode(frames)
+                assert isinstance(hello, wire.Hello)
+                welcome = wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b""})
+                await socket.send_multipart([route, wire.encode(welcome)])
+                await connecting
+                yield socket, scheme, model, route, hello
+    finally:
+        for left in path.parent.iterdir():
+            left.unlink()
+        path.parent.rmdir()
+
+
+def from_trainer(hello: wire.Hello) -> dict[str, list[bytes]]:
+    return {
+        "a pickle": [pickle.dumps(Bomb())],
+        "random bytes": [os.urandom(300)],
+        "an unknown layout": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+        "another epoch": [wire.encode(wire.Update((0, 0), 1, True, (PART,))), b"", b"abcd"],
+        "lengths that differ": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcdef"],
+        "what only a worker sends": [wire.encode(wire.Ready(EPOCH, {}))],
+        "another worker's goodbye": [wire.encode(wire.Bye(EPOCH, b"x" * 16, "closed", ""))],
+        "an older trainer": [wire.encode(wire.Welcome((0, 0), hello.nonce, hello.attempt, 0, "", 0, {}))],
+        "another worker's welcome": [wire.encode(wire.Welcome(EPOCH, b"x" * 16, hello.attempt, 0, "", 0, {}))],
+        "a layout that is none": [
+            wire.encode(wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
+            b"not a layout",
+        ],
+        "a layout that lies about its digest": [
+            wire.encode(wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
+            msgpack.packb([1, []]),
+        ],
+        "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
+    }
+
+
+@pytest.mark.parametrize("name", from_trainer(HELLO))
+async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(name: str) -> None:
+    async with false_trainer() as (socket, scheme, model, route, hello):
+        for _ in range(3):
+            await socket.send_multipart([route, *from_trainer(hello)[name]])
+        await until(lambda: sum(scheme.bus.dropped.values()) == 3)
+        assert len(scheme.bus.dropped) == 1
+        assert read(model) == {-1}
+        assert scheme.version == 0
+        assert not scheme.closed
+        assert await scheme.receive(timeout=0) is None
+        assert not Bomb.gone_off
+
+
+async def test_r202_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else() -> None:
+    async with crew(1) as everybody:
+        async with stranger(everybody.sender.bus.endpoint) as socket:
+            await socket.send(bytes(wire.MAX_FRAME + 1), copy=False)
+            await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
+            assert everybody.read == [{2}]
+
+
+async def test_r202_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="asyncsync")
+    async with crew(1) as everybody:
+        async with stranger(everybody.sender.bus.endpoint) as socket:
+            for number in range(400):
+                await socket.send(msgpack.packb([1, 1000 + number]))
+            await until(lambda: sum(everybody.sender.bus.dropped.values()) == 400)
+        assert len(everybody.sender.bus.dropped) <= 101
+        assert len(caplog.records) <= 110
+
+
+def test_r202_nothing_in_the_package_unpickles() -> None:
+    forbidden = re.compile(
+        r"\b(?:c?[pP]ickle|cloudpickle|dill|marshal|shelve)\.loads?\b|recv_pyobj|send_pyobj|send_serialized|recv_serialized"
+        r"|torch\.load\(|from pickle import|from cloudpickle import|\beval\(|\bexec\("
+    )
+    checked = 0
+    for directory in map(Path, asyncsync.__path__):
+        for name in ("*.py", "schemes/*.py", "transports/*.py"):
+            if directory.name != "asyncsync" and name == "*.py":
+                continue
+            for path in directory.glob(name):
+                checked += 1
+                found = forbidden.search(path.read_text())
+                assert found is None, f"{path}: {found}"
+    assert checked > 20
+
+
+# -- where a sender may bind
+
+BEYOND = ["0.0.0.0:5555", "*:5555", "[::]:5555", "10.0.0.3:5555", "[2001:db8::1]:5555", "trainer.example.org:5555", "eth0:5555"]
+
+
+@pytest.mark.parametrize("address", BEYOND)
+@pytest.mark.parametrize("argument", ["endpoint", "connect"])
+@pytest.mark.parametrize("cls", [Bus, ZMQWeightSyncScheme])
+def test_r203_an_address_beyond_this_host_needs_allow_plaintext(cls: Any, argument: str, address: str) -> None:
+    with pytest.raises(ValueError, match="reachable from other hosts.*allow_plaintext=True"):
+        cls(**{argument: f"tcp://{address}"})
+    allowed = cls(**{argument: f"tcp://{address}"}, allow_plaintext=True)
+    bus = allowed if isinstance(allowed, Bus) else allowed.bus
+    assert (bus.endpoint if argument == "endpoint" else bus.connect_endpoint) == f"tcp://{address}"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:5555", "127.8.9.1:5555", "[::1]:5555", "localhost:5555"])
+def test_r203_loopback_and_ipc_need_nothing(address: str) -> None:
+    assert Bus(f"tcp://{address}").endpoint == f"tcp://{address}"
+    assert Bus("ipc:///tmp/somewhere").endpoint == "ipc:///tmp/somewhere"
+
+
+@pytest.mark.parametrize("address", ["::ffff:10.0.0.1", "127.0.0.1.example.org", "localhost.example.org", "2130706433", "0"])
+def test_r203_what_only_looks_like_loopback_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="reachable from other hosts"):
+        Bus(f"tcp://{address}:5555")
+
+
+async def test_r203_plaintext_beyond_loopback_is_logged_once_and_checked(
+    caplog: pytest.LogCaptureFixture, unused_tcp_port: int
+) -> None:
+    caplog.set_level(logging.WARNING, logger="asyncsync")
+    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    scheme = ZMQWeightSyncScheme(endpoint=f"tcp://0.0.0.0:{unused_tcp_port}", connect=address, allow_plaintext=True)
+    async with crew(2, scheme=scheme) as everybody:
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        assert everybody.read == [{2}, {2}]
+        assert everybody.sender.bus._settings().checksum, "payloads carry a checksum there"
+    assert len([r for r in caplog.records if "not encrypted" in r.getMessage()]) == 1
+
+
+async def test_r203_the_default_address_is_private_to_this_user() -> None:
+    async with crew(1) as everybody:
+        path = Path(everybody.sender.bus.endpoint.removeprefix("ipc://"))
+        assert path.is_socket()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert path.parent.stat().st_uid == os.getuid()
+        assert len(os.fsencode(path)) <= 107
+    assert not path.parent.exists()
+
+
+async def test_r203_a_private_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
+    """The name is unguessable; were it taken nevertheless, its owner keeps it."""
+    scheme = ZMQWeightSyncScheme()
+    directory = Path(scheme.bus.endpoint.removeprefix("ipc://")).parent
+    directory.symlink_to(tmp_path)
+    try:
+        async with scheme:
+            scheme.init_on_sender(model_id="policy", num_workers=1)
+            with pytest.raises(NotConnected):
+                await scheme.connect(timeout=0.2)
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        directory.unlink()

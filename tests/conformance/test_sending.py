@@ -1,0 +1,415 @@
+"""Sending and receiving: forms of weights, targets, versions, acknowledgements, late joiners, slow subscribers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zmq
+import zmq.asyncio
+from tensordict import TensorDict, TensorDictBase
+
+from asyncsync import (
+    AckTimeout,
+    NotConnected,
+    PartialSendError,
+    PeerLost,
+    RemoteError,
+    WeightStrategy,
+    WeightSyncScheme,
+    ZMQWeightSyncScheme,
+    wire,
+)
+from helpers.pairs import Clock, Model, crew, fill, read, receiver_of, until
+from helpers.processes import impatient
+
+
+@contextmanager
+def held(receiver: Any) -> Iterator[None]:
+    """A reader in another thread is inside: nothing can be applied."""
+    leave, inside = threading.Event(), threading.Event()
+
+    def reader() -> None:
+        with receiver.hold():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    assert inside.wait(5)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
+# -- push and pull
+
+
+@pytest.mark.both_loops
+async def test_r004_weights_are_pushed_and_can_be_pulled() -> None:
+    async with crew(2, receiver={"apply": "on_receive"}) as everybody:
+        sender, (first, second), models = everybody
+        version = await sender.publish(fill(everybody.source, 1))
+        assert everybody.read == [{0}, {0}], "on_receive: nothing is applied unasked"
+        assert read(await first.fetch(timeout=5)) == {1}
+        assert (first.version, read(models[0])) == (version, {1})
+        assert read(await first.fetch(timeout=5)) == {1}, "also if it is here already"
+        assert everybody.read == [{1}, {0}]
+        with pytest.raises(PartialSendError):
+            await sender.wait_version(version, timeout=0.1)
+        assert read(await second.receive(timeout=5)) == {1}
+        await sender.wait_version(version, timeout=5)
+
+
+async def test_r004_a_fetch_that_cannot_be_applied_expires() -> None:
+    async with crew(1) as everybody:
+        await everybody.sender.publish(fill(everybody.source, 1))
+        with held(everybody.receivers[0]):
+            await everybody.sender.publish(fill(everybody.source, 2))
+            with Clock(0.2), pytest.raises(AckTimeout, match=r"worker 0 could not fetch 'policy' within 0.2 s"):
+                await everybody.receivers[0].fetch(timeout=0.2)
+        assert read(await everybody.receivers[0].fetch(timeout=5)) == {2}
+
+
+# -- what is sent, and to whom
+
+
+class Context:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def get_model(self, model_id: str) -> Any:
+        assert model_id == "policy"
+        return self.model
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+async def test_r070_weights_may_be_none_a_module_a_tensordict_a_dict_or_one_for_each_worker(strategy: str) -> None:
+    async with crew(2, scheme=ZMQWeightSyncScheme(strategy)) as everybody:
+        sender = everybody.sender
+        for weights, expected in [
+            (None, 1),
+            (Model(2), 2),
+            (TensorDict.from_module(Model(3)), 3),
+            (TensorDict.from_module(Model(4)).to_dict(), 4),
+            (Model(5).state_dict(), 5),
+            (None, 1),
+        ]:
+            fill(everybody.source, 1)
+            await sender.send_async(weights)
+            assert everybody.read == [{expected}, {expected}]
+        await sender.send_async({0: Model(6), 1: Model(7).state_dict()})
+        assert everybody.read == [{6}, {7}]
+        await sender.send_async({1: Model(8)})
+        assert everybody.read == [{6}, {8}]
+
+
+async def test_r070_none_takes_the_model_from_the_context() -> None:
+    context = Context(Model(1))
+    async with crew(1, sender={"context": context}) as everybody:
+        assert everybody.read == [{1}]
+        context.model = Model(2)
+        await everybody.sender.send_async()
+        assert everybody.read == [{2}], "the context is asked each time"
+
+
+async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_have() -> None:
+    async with crew(3) as everybody:
+        sender = everybody.sender
+        await sender.send_async(Model(1), worker_ids=0)
+        assert everybody.read == [{1}, {0}, {0}]
+        await sender.send_async(Model(2), worker_ids=[1, 2])
+        assert everybody.read == [{1}, {2}, {2}]
+        assert [r.version for r in everybody.receivers] == [2, 3, 3]
+        await sender.send_async(Model(3), worker_ids=None)
+        assert everybody.read == [{3}, {3}, {3}]
+
+
+async def test_r072_send_async_returns_when_the_workers_have_applied() -> None:
+    parameters = inspect.signature(WeightSyncScheme.send_async).parameters
+    assert list(parameters) == ["self", "weights", "worker_ids", "timeout"]
+    async with crew(2) as everybody:
+        calls = [everybody.sender.send_async(Model(value)) for value in range(1, 6)]
+        versions = await asyncio.gather(*calls)
+        assert versions == [2, 3, 4, 5, 6]
+        assert everybody.read == [{5}, {5}]
+
+
+# -- receiving
+
+
+async def test_r073_receive_applies_immediately() -> None:
+    async with crew(1, receiver={"apply": "on_receive"}) as everybody:
+        receiver = everybody.receivers[0]
+        waiting = asyncio.create_task(receiver.receive())
+        await asyncio.sleep(0)
+        await everybody.sender.send_async(fill(everybody.source, 1), timeout=5)
+        assert everybody.read == [{1}]
+        assert read(await waiting) == {1}
+        await everybody.sender.publish(fill(everybody.source, 2))
+        assert read(await receiver.receive(timeout=5)) == {2}
+        assert everybody.read == [{2}]
+
+
+async def test_r075_receive_returns_the_newest_update_once_or_none() -> None:
+    async with crew(1) as everybody:
+        receiver = everybody.receivers[0]
+        assert await receiver.receive(timeout=0) is None
+        await everybody.sender.send_async(fill(everybody.source, 1))
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        received = await receiver.receive(timeout=0)
+        assert isinstance(received, TensorDictBase)
+        assert read(received) == {2}
+        assert set(received.keys(True, True)) == set(TensorDict.from_module(everybody.source).keys(True, True))
+        assert await receiver.receive(timeout=0) is None
+
+
+@pytest.mark.both_loops
+async def test_r078_none_blocks_and_zero_polls() -> None:
+    assert inspect.signature(WeightSyncScheme.receive).parameters["timeout"].default is None
+    async with crew(1) as everybody:
+        receiver = everybody.receivers[0]
+        with Clock(0.1):
+            assert await receiver.receive(timeout=0) is None
+            assert await receiver.receive(timeout=0.05) is None
+        blocked = asyncio.create_task(receiver.receive())
+        done, _ = await asyncio.wait({blocked}, timeout=0.2)
+        assert not done
+        await everybody.sender.publish(fill(everybody.source, 1))
+        with Clock(1.0):
+            assert read(await blocked) == {1}
+
+
+# -- versions and acknowledgements
+
+
+@pytest.mark.both_loops
+async def test_r193_every_update_has_a_version_that_both_sides_can_wait_for() -> None:
+    async with crew(2) as everybody:
+        sender, (first, second), models = everybody
+        assert (sender.version, first.version) == (1, 1), "connect's initial weights are version 1"
+        waiting = asyncio.create_task(second.wait_version(3, timeout=5))
+        published = await sender.publish(fill(everybody.source, 1))
+        sent = await sender.send_async(fill(everybody.source, 2))
+        assert (published, sent, sender.version) == (2, 3, 3)
+        await waiting
+        assert [r.version for r in (first, second)] == [3, 3]
+        await sender.wait_version(published), "it is past"
+        one = await sender.publish(fill(everybody.source, 3), worker_ids=1)
+        await sender.wait_version(one, worker_ids=1)
+        assert (first.version, second.version, sender.version) == (3, 4, 4)
+        await sender.wait_version(one), "for everybody means: for those whom it was for"
+        with Clock(0.1), pytest.raises(AckTimeout, match=r"worker 0 had not applied version 4 after 0.1 s; it has"):
+            await first.wait_version(4, timeout=0.1)
+
+
+class Fussy(WeightStrategy):
+    """A receiver's half that cannot take the number 13."""
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        if (weights["first"] == 13).any():
+            raise ArithmeticError("thirteen")
+        return super().convert(weights, model)
+
+
+async def test_r195_send_async_names_each_worker_that_failed_and_why() -> None:
+    async with crew(4) as everybody:
+        sender, receivers, models = everybody
+        fussy = ZMQWeightSyncScheme(Fussy(), endpoint=sender.bus.endpoint)
+        await receivers[1].shutdown()
+        fussy.init_on_receiver("policy", model=(fussy_model := Model()), worker_idx=1)
+        async with fussy:
+            await fussy.connect(timeout=5)
+            await receivers[2].shutdown()
+            with held(receivers[3]), Clock(0.5), pytest.raises(PartialSendError) as caught:
+                await sender.send_async(fill(everybody.source, 13), timeout=0.5)
+            error = caught.value
+            assert error.acked == {0: 2}
+            assert {w: type(e) for w, e in error.failed.items()} == {1: RemoteError, 2: PeerLost, 3: AckTimeout}
+            remote = error.failed[1]
+            assert isinstance(remote, RemoteError)
+            assert remote.type_name == "builtins.ArithmeticError"
+            assert 'raise ArithmeticError("thirteen")' in remote.remote_traceback
+            assert "it has left" in str(error.failed[2])
+            assert "3 of 4 workers did not apply" in str(error)
+            assert (read(models[0]), read(fussy_model)) == ({13}, {0})
+            await sender.send_async(fill(everybody.source, 14), worker_ids=[0, 1, 3])
+            assert [read(m) for m in (models[0], fussy_model, models[3])] == [{14}] * 3
+
+
+async def test_r195_a_lost_worker_ends_the_wait_at_once() -> None:
+    async with crew(1) as everybody:
+        with held(everybody.receivers[0]):
+            sending = asyncio.create_task(everybody.sender.send_async(fill(everybody.source, 1), timeout=30))
+            await until(lambda: everybody.sender.version == 2)
+            await everybody.receivers[0].shutdown()
+            with Clock(0.5), pytest.raises(PartialSendError, match="worker 0: PeerLost: worker 0 is lost: it has left"):
+                await sending
+
+
+# -- workers that come and go
+
+
+@pytest.mark.both_loops
+async def test_r196_a_late_or_restarted_worker_gets_its_own_target_by_itself() -> None:
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    async with sender, receiver_of(sender, 0, first := Model()) as zero:
+        await asyncio.gather(sender.connect(timeout=5), zero.connect(timeout=5))
+        await sender.send_async(fill(source, 2))
+        one = receiver_of(sender, 1, late := Model())
+        await one.connect(timeout=5)
+        assert (read(late), one.version) == ({2}, 2), "a late worker has the newest when connect returns"
+        await sender.send_async(Model(3), worker_ids=1)
+        assert (read(first), read(late)) == ({2}, {3})
+        await one.shutdown()
+        async with receiver_of(sender, 1, restarted := Model()) as again:
+            await again.connect(timeout=5)
+            assert (read(restarted), again.version) == ({3}, 3), "its own target, not everybody's"
+            assert read(first) == {2}
+            await sender.send_async(fill(source, 4))
+            assert (read(first), read(restarted)) == ({4}, {4})
+
+
+@asynccontextmanager
+async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
+    """A peer that speaks the protocol, accepts every layout, and never fetches a byte."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(sender.bus.endpoint)
+        hello = wire.Hello(worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0})
+        await socket.send(wire.encode(hello))
+        welcome, _ = wire.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
+        assert isinstance(welcome, wire.Welcome)
+        await socket.send(wire.encode(wire.Ready(welcome.epoch, {m: d for m, d in welcome.models.items() if d})))
+        yield socket
+
+
+@pytest.mark.parametrize("width", [64, 1 << 20])
+async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(width: int) -> None:
+    sender = ZMQWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1, width)))
+    async with sender, receiver_of(sender, 0, model := Model(width=width)) as receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        async with mute_worker(sender, 1) as slow:
+            await until(lambda: len(sender.status()) == 2)
+            for value in range(2, 32):
+                version = await sender.publish(fill(source, value))
+                with Clock(1.0):
+                    await sender.wait_version(version, worker_ids=0)
+                assert read(model) == {value}
+            assert sender.bus._link is not None
+            assert sender.bus._link.pool.peak <= 5  # type: ignore[union-attr]
+            assert sender.status()[1].bytes_sent <= 2 * 4 * width + 4096
+            updates = 0
+            while await slow.poll(0):
+                instruction, _ = wire.decode(await slow.recv_multipart())
+                updates += isinstance(instruction, wire.Update)
+            assert updates == 1, "one update is outstanding at most"
+
+
+async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version() -> None:
+    async with crew(2) as everybody:
+        sender, (free, busy), models = everybody
+        with held(busy):
+            for value in range(1, 11):
+                version = await sender.publish(fill(everybody.source, value))
+                await sender.wait_version(version, worker_ids=0, timeout=5)
+            assert everybody.read == [{10}, {0}]
+        await busy.wait_version(version, timeout=5)
+        assert read(await busy.receive(0)) == {10}
+        assert await busy.receive(0) is None, "the versions in between never came"
+        assert busy.bus._link.subscriber.pool.peak <= 4  # type: ignore[union-attr]
+
+
+@pytest.mark.both_loops
+async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker() -> None:
+    sender = ZMQWeightSyncScheme(num_workers=4)
+    impatient(sender)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    zero, one, three = (receiver_of(sender, i, Model()) for i in (0, 1, 3))
+    async with sender, zero, one, three:
+        connecting = [asyncio.create_task(s.connect(timeout=0.5)) for s in (sender, zero, one, three)]
+        async with mute_worker(sender, 2):
+            await asyncio.wait(connecting)
+            assert isinstance(connecting[0].exception(), NotConnected), "worker 2 never applies"
+            await three.shutdown()
+            with held(one):
+                version = await sender.publish(fill(source, 2))
+                await sender.wait_version(version, worker_ids=0, timeout=5)
+                await until(lambda: sender.status()[2].state == "slow")
+                status = sender.status()
+                assert list(status) == [0, 1, 2, 3]
+                assert [(s.version, s.target, s.lag) for s in status.values()] == [(2, 2, 0), (1, 2, 1), (0, 2, 2), (1, 2, 1)]
+                assert [s.state for s in status.values()] == ["live", "live", "slow", "lost"]
+                assert "it has left" in status[3].reason
+                assert status[0].last_seen is not None
+                assert status[2].last_seen is not None
+                assert 0 <= status[0].last_seen < 3 <= 10 * status[2].last_seen
+                mine = one.status()
+                assert list(mine) == [1]
+                assert (mine[1].version, mine[1].target, mine[1].lag, mine[1].state) == (1, 2, 1, "live")
+        await sender.shutdown()
+        await until(lambda: zero.closed)
+        assert (zero.status()[0].state, zero.status()[0].reason) == ("lost", "the sender was shut down")
+
+
+async def test_r212_an_elastic_sender_needs_min_workers() -> None:
+    assert inspect.signature(ZMQWeightSyncScheme).parameters["min_workers"].default == 1
+    sender = ZMQWeightSyncScheme(min_workers=2)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    async with sender, receiver_of(sender, 0, Model()) as zero, receiver_of(sender, 5, model := Model()) as five:
+        early = asyncio.create_task(zero.connect(timeout=5))
+        with Clock(0.2), pytest.raises(NotConnected, match="1 of at least 2 workers are there"):
+            await sender.connect(timeout=0.2)
+        await asyncio.gather(sender.connect(timeout=5), five.connect(timeout=5), early)
+        await sender.send_async(fill(source, 2))
+        assert read(model) == {2}
+        await zero.shutdown()
+        await until(lambda: sender.status()[0].state == "lost")
+        with Clock(0.5), pytest.raises(NotConnected, match="1 workers are connected, min_workers=2 are needed"):
+            await sender.send_async(fill(source, 3))
+        async with receiver_of(sender, 1, late := Model()) as one:
+            await one.connect(timeout=5)
+            await sender.send_async()
+            assert (read(model), read(late)) == ({3}, {3})
+
+
+# -- whose memory it is
+
+
+@pytest.mark.parametrize("width", [64, 2 << 20])
+async def test_r218_nothing_that_was_returned_is_overwritten_by_a_later_update(width: int) -> None:
+    source, model = Model(1, width), Model(width=width)
+    async with crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        await sender.send_async(fill(source, 2))
+        kept = {
+            "receive": await receiver.receive(5),
+            "fetch": await receiver.fetch(5),
+            "receiver.weights": receiver.weights,
+            "sender.weights": sender.weights,
+        }
+        for value in range(3, 8):
+            await sender.send_async(fill(source, value))
+        for name, weights in kept.items():
+            assert read(weights) == {2}, name
+        for weights in kept.values():
+            weights.zero_()  # type: ignore[union-attr]
+        assert read(model) == read(source) == read(receiver.weights) == read(sender.weights) == {7}
+        assert read(await receiver.receive(0)) == {7}
+
+
+async def test_r218_a_published_snapshot_does_not_alias_the_source() -> None:
+    async with crew(1, receiver={"apply": "on_receive"}) as everybody:
+        await everybody.sender.publish(fill(everybody.source, 1))
+        fill(everybody.source, 99)
+        assert read(await everybody.receivers[0].receive(5)) == {1}
+        assert torch.equal(everybody.source.last, torch.full((7,), 99.0))

@@ -1,0 +1,433 @@
+"""A call that is cancelled at any of its awaits loses no update, leaks nothing, and leaves the scheme usable.
+
+:class:`Struck` drives a coroutine step by step and cancels its task at the k-th suspension; the tests repeat each call for
+k = 0, 1, 2, … until one runs to its end unhurt. The cancellation strikes in three ways: at once; in the very tick in which
+what is awaited arrives (where a careless implementation loses it); and as an expiring ``asyncio.timeout``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
+from typing import Any
+
+import pytest
+
+from asyncsync import ClosedError, TransportBackend, ZMQWeightSyncScheme
+from asyncsync.slab import Slab
+from helpers.processes import Schemes, eventually, value_of
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]
+
+SMALL = 1000  # travels in the UPDATE, packed on the loop
+LARGE = 5 << 18  # 5 MiB: chunks; packed and copied by the work thread
+GARBAGE = -99.0
+STRIKES = ["at_once", "in_the_same_tick", "timeout"]
+
+both_sizes = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "large"])
+every_strike = pytest.mark.parametrize("how", STRIKES)
+
+
+class Struck:
+    """Awaits a coroutine; at its suspension number `at`, the task that does so is cancelled.
+
+    Attributes:
+        hit: whether it came to that.
+        begun: set at the first suspension.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], at: int, how: str) -> None:
+        self.coroutine = coroutine
+        self.at = at
+        self.how = how
+        self.hit = False
+        self.begun = asyncio.Event()
+        self.suspensions = 0
+
+    async def run(self) -> Any:
+        """Raises CancelledError (or TimeoutError) if it was struck."""
+        if self.how != "timeout":
+            return await asyncio.create_task(self._task())
+        async with asyncio.timeout(None) as scope:
+            self.strike = lambda: scope.reschedule(asyncio.get_running_loop().time() - 1)
+            return await self
+
+    async def _task(self) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self.strike = task.cancel
+        return await self
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Callable[[], Any] = lambda: self.coroutine.send(None)  # noqa: E731
+        while True:
+            try:
+                awaited = step()
+            except StopIteration as stop:
+                return stop.value
+            if self.suspensions == self.at:
+                self.hit = True
+                if self.how == "in_the_same_tick" and awaited is not None:
+                    # Before the task's own callback: the task finds the result and the cancellation together.
+                    awaited.add_done_callback(lambda _: self.strike())
+                else:
+                    self.strike()
+            self.suspensions += 1
+            self.begun.set()
+            try:
+                yield awaited
+            except BaseException as error:  # noqa: BLE001 - on its way into the coroutine
+                step = lambda error=error: self.coroutine.throw(error)  # noqa: E731
+            else:
+                step = lambda: self.coroutine.send(None)  # noqa: E731
+
+
+async def struck_everywhere(
+    make: Callable[[], Coroutine[Any, Any, Any]], how: str, *, meanwhile: Callable[[int], asyncio.Task[Any]] | None = None
+) -> AsyncIterator[tuple[int, bool, Any]]:
+    """Run ``make()`` struck at its suspension 0, 1, 2, … and, last, unhurt; yields k, whether struck, and the result."""
+    k = 0
+    while True:
+        call = Struck(make(), k, how)
+        task = asyncio.create_task(call.run())
+        if meanwhile is not None:
+            await call.begun.wait()
+            companion = meanwhile(k)
+        result, raised = None, None
+        try:
+            result = await task
+        except (asyncio.CancelledError, TimeoutError) as error:
+            raised = type(error)
+        if meanwhile is not None:
+            await companion
+        if call.hit:
+            # A call that has come to its end in that very tick may return; what must not happen is that it goes on.
+            assert raised is (TimeoutError if how == "timeout" else asyncio.CancelledError), (k, result)
+        yield k, call.hit, result
+        if not call.hit:
+            return
+        assert k < 200, "it never ends"
+        k += 1
+
+
+def check_idle(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncScheme) -> bool:
+    """Whether nothing that a call has taken is still out."""
+    links = [s.bus._link for s in (sender, *receivers)]
+    return (
+        sender.bus._link.pool.slabs <= 2
+        and not sender.bus._link.order.locked()
+        and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
+        and all(not r.bus._link.wanted for r in receivers)
+        and all(not link.conditions._waiters for link in links)
+        and all(link.failure is None for link in links)
+    )
+
+
+async def still_works(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncScheme) -> None:
+    """Everything that can be done with a scheme can be done, and gives whole weights; nothing is left over."""
+    async with asyncio.timeout(20):
+        value = float(sender.version + 1000)
+        version = await sender.send_async(sender.model.fill(value))
+        for receiver in receivers:
+            weights = await receiver.receive(10)
+            assert value_of(weights) == receiver.model.value == value
+            assert receiver.version == version
+            assert await receiver.receive(0) is None
+            assert value_of(await receiver.fetch()) == value
+    await eventually(lambda: check_idle(sender, *receivers))
+
+
+@every_strike
+@both_sizes
+async def test_r192_receive_cancelled_at_any_await_loses_no_update(schemes: Schemes, numel: int, how: str) -> None:
+    sender, [receiver] = await schemes.connected(numel)
+
+    def publish(k: int) -> asyncio.Task[int]:
+        return asyncio.create_task(sender.send_async(sender.model.fill(k + 2)))
+
+    ks = 0
+    async for k, hit, result in struck_everywhere(lambda: receiver.receive(10), how, meanwhile=publish):
+        ks = k
+        if hit:
+            assert value_of(await receiver.receive(10)) == k + 2
+        else:
+            assert value_of(result) == k + 2
+        assert receiver.version == k + 2
+        assert await receiver.receive(0) is None
+        await eventually(lambda: check_idle(sender, receiver))
+    assert ks >= (1 if numel == SMALL else 2)
+    await still_works(sender, receiver)
+
+
+@every_strike
+async def test_r192_receive_with_apply_on_receive_cancelled_at_any_await_loses_no_update(
+    schemes: Schemes, how: str
+) -> None:
+    sender = schemes.sender(LARGE, num_workers=1)
+    receiver = schemes.receiver(sender, apply="on_receive")
+    await asyncio.gather(sender.connect(), receiver.connect())
+
+    async def publish(k: int) -> None:
+        await sender.publish(sender.model.fill(k + 2))
+
+    async for k, hit, result in struck_everywhere(
+        lambda: receiver.receive(10), how, meanwhile=lambda k: asyncio.create_task(publish(k))
+    ):
+        if hit:
+            result = await receiver.receive(10)
+        assert value_of(result) == receiver.model.value == k + 2
+        assert await receiver.receive(0) is None
+        await sender.wait_version(k + 2, timeout=10)
+        await eventually(lambda: check_idle(sender, receiver))
+
+
+@every_strike
+@both_sizes
+async def test_r192_fetch_cancelled_at_any_await_leaves_the_scheme_usable(
+    schemes: Schemes, numel: int, how: str
+) -> None:
+    sender, [receiver] = await schemes.connected(numel)
+    async for k, _, result in struck_everywhere(receiver.fetch, how):
+        if result is not None:
+            assert value_of(result) == sender.model.value
+        value = await sender.send_async(sender.model.fill(k + 2))
+        assert value_of(await receiver.fetch()) == value
+        assert await receiver.receive(0) is None
+        await eventually(lambda: check_idle(sender, receiver))
+    await still_works(sender, receiver)
+
+
+@every_strike
+@both_sizes
+async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all(
+    schemes: Schemes, numel: int, how: str
+) -> None:
+    sender, receivers = await schemes.connected(numel, workers=2)
+
+    async def behind_another() -> int:
+        # The lock that keeps publications in order is one more await.
+        async with sender.bus._link.order:
+            other = asyncio.create_task(sender.publish(sender.model.fill(own)))
+            await asyncio.sleep(0)
+        return await other
+
+    ks = published = 0
+    for make in (lambda: sender.publish(sender.model.fill(own)), behind_another):
+        own = float(10 + ks)
+        before = sender.version
+        async for k, _, _ in struck_everywhere(make, how):
+            sender.model.fill(GARBAGE)  # it has raised, so nobody reads the source any more
+            ks = max(k, ks)
+            assert sender.version in (before, before + 1)
+            if sender.version > before:
+                published += 1
+                await sender.wait_version(sender.version)
+                for receiver in receivers:
+                    assert value_of(await receiver.receive(10)) == receiver.model.value == own
+            await eventually(lambda: check_idle(sender, *receivers))
+            own += 1
+            before = sender.version
+    assert published >= 2
+    await still_works(sender, *receivers)
+
+
+@every_strike
+@both_sizes
+async def test_r192_send_async_cancelled_at_any_await_loses_no_update(schemes: Schemes, numel: int, how: str) -> None:
+    sender, receivers = await schemes.connected(numel, workers=2)
+    own = 2.0
+    before = sender.version
+    ks = 0
+    async for k, hit, _ in struck_everywhere(lambda: sender.send_async(sender.model.fill(own)), how):
+        sender.model.fill(GARBAGE)
+        ks = k
+        assert sender.version in (before, before + 1)
+        assert hit or sender.version == before + 1
+        if sender.version > before:
+            for receiver in receivers:
+                assert value_of(await receiver.receive(10)) == receiver.model.value == own
+            await sender.wait_version(sender.version, timeout=10)
+        await eventually(lambda: check_idle(sender, *receivers))
+        own += 1
+        before = sender.version
+    assert ks >= (1 if numel == SMALL else 2)
+    await still_works(sender, *receivers)
+
+
+@every_strike
+@both_sizes
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_r192_connect_cancelled_at_any_await_may_be_called_again(
+    schemes: Schemes, numel: int, how: str, side: str
+) -> None:
+    k, hit = 0, True
+    while hit:
+        sender = schemes.sender(numel, value=float(k + 1), num_workers=2)
+        receivers = [schemes.receiver(sender, i) for i in range(2)]
+        victim = sender if side == "sender" else receivers[1]
+        others = [asyncio.create_task(s.connect(timeout=20)) for s in (sender, *receivers) if s is not victim]
+        call = Struck(victim.connect(timeout=20), k, how)
+        with_error = await asyncio.gather(call.run(), return_exceptions=True)
+        hit = call.hit
+        assert isinstance(with_error[0], asyncio.CancelledError | TimeoutError) == hit, with_error
+        await victim.connect(timeout=20)
+        await asyncio.gather(*others)
+        for receiver in receivers:
+            assert receiver.model.value == k + 1
+            # A connect that is called again sends the source's values again: the same, as a version of its own.
+            again = await receiver.receive(0)
+            assert again is None or (side == "sender" and value_of(again) == k + 1)
+        await still_works(sender, *receivers)
+        await schemes.shutdown()
+        k += 1
+    assert k >= 2
+
+
+@every_strike
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_r192_shutdown_cancelled_at_any_await_still_releases_everything(
+    schemes: Schemes, how: str, side: str
+) -> None:
+    k, hit = 0, True
+    while hit:
+        sender, [receiver] = await schemes.connected(LARGE)
+        await sender.send_async(sender.model.fill(2))
+        await receiver.receive()
+        call = Struck((sender if side == "sender" else receiver).shutdown(), k, how)
+        [result] = await asyncio.gather(call.run(), return_exceptions=True)
+        hit = call.hit
+        assert isinstance(result, asyncio.CancelledError | TimeoutError) == hit, result
+        await schemes.shutdown()  # the other side, and once more this one
+        k += 1
+
+
+class NeverArrives(TransportBackend):
+    """Announces its slabs, but brings none."""
+
+    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
+        return b"somewhere"
+
+    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+class NeverArrivesScheme(ZMQWeightSyncScheme):
+    def create_transport(self, **kwargs: Any) -> NeverArrives:  # type: ignore[override]
+        return NeverArrives()
+
+
+@every_strike
+async def test_r192_shutdown_cancelled_during_a_fetch_still_releases_everything(schemes: Schemes, how: str) -> None:
+    k, hit = 0, True
+    while hit:
+        sender = schemes.sender(LARGE, kind=NeverArrivesScheme, num_workers=1)
+        receiver = schemes.receiver(sender)
+        connecting = [asyncio.create_task(s.connect()) for s in (sender, receiver)]
+        await eventually(lambda receiver=receiver: receiver.bus._link and receiver.bus._link._fetches)
+        call = Struck(receiver.shutdown(), k, how)
+        [result] = await asyncio.gather(call.run(), return_exceptions=True)
+        hit = call.hit
+        assert isinstance(result, asyncio.CancelledError | TimeoutError) == hit, result
+        with pytest.raises(ClosedError):
+            await connecting[1]
+        await schemes.shutdown()
+        with pytest.raises(ClosedError):
+            await connecting[0]
+        k += 1
+    assert k >= 3
+
+
+@both_sizes
+async def test_r192_concurrent_receivers_lose_nothing_when_some_are_cancelled(schemes: Schemes, numel: int) -> None:
+    sender, [receiver] = await schemes.connected(numel)
+    for value in range(2, 12):
+        victims = [asyncio.create_task(receiver.receive()) for _ in range(3)]
+        await asyncio.sleep(0)
+        sending = asyncio.create_task(sender.send_async(sender.model.fill(value)))
+        for _ in range(value % 5):
+            await asyncio.sleep(0)
+        for victim in victims:
+            victim.cancel()
+        results = await asyncio.gather(*victims, return_exceptions=True)
+        await sending
+        got = [r for r in results if not isinstance(r, BaseException)]
+        if not got:
+            got = [await receiver.receive(10)]
+        assert {value_of(w) for w in got} == {value}
+        assert await receiver.receive(0) is None
+
+
+async def test_r192_every_version_arrives_while_receives_time_out_all_the_time(schemes: Schemes) -> None:
+    sender, [receiver] = await schemes.connected(LARGE)
+    got: list[float] = []
+    over = asyncio.Event()
+
+    async def collect() -> None:
+        patience = 0.0
+        while not over.is_set() or (got[-1:] != [41.0]):
+            patience = (patience + 0.0007) % 0.006
+            try:
+                weights = await asyncio.wait_for(receiver.receive(), patience)
+            except TimeoutError:
+                continue
+            assert weights is not None
+            got.append(value_of(weights))
+
+    async with asyncio.timeout(60):
+        collecting = asyncio.create_task(collect())
+        for value in range(2, 42):
+            await sender.send_async(sender.model.fill(value))
+            if value % 2:  # every other one is not waited for: it may be skipped
+                await eventually(lambda value=value: got and got[-1] == value)
+        over.set()
+        await collecting
+    assert got == sorted(set(got))
+    assert set(range(3, 42, 2)) <= set(got)
+
+
+async def test_r192_wait_for_and_timeout_around_every_call(schemes: Schemes) -> None:
+    sender = schemes.sender(LARGE, num_workers=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sender.connect(), 0.01)
+    receiver = schemes.receiver(sender)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await receiver.connect()
+    # Entered in one task, used and shut down in others.
+    await asyncio.gather(asyncio.wait_for(sender.connect(), 20), asyncio.wait_for(receiver.connect(), 20))
+    assert receiver.model.value == 1
+    await receiver.fetch()  # what the second connect has sent
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(receiver.receive(), 0.01)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await receiver.receive(30)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sender.send_async(sender.model.fill(3)), 0)
+    async with receiver.hold():  # keeps the update from being applied
+        version = await sender.publish(sender.model.fill(4))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sender.wait_version(version), 0.05)
+        assert await asyncio.wait_for(receiver.receive(0), 1) is None
+    assert value_of(await asyncio.wait_for(receiver.receive(), 10)) == 4
+    await still_works(sender, receiver)
+
+
+async def test_r192_a_failing_task_group_takes_its_calls_along_and_the_scheme_goes_on(schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(LARGE, workers=2)
+
+    async def fail() -> None:
+        await eventually(lambda: sender.status()[0].bytes_sent > 5 << 20)
+        raise LookupError("an env step")
+
+    with receivers[1].hold(), pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sender.send_async(sender.model.fill(2)))
+            group.create_task(receivers[1].receive())
+            group.create_task(receivers[1].fetch())
+            group.create_task(fail())
+    assert caught.group_contains(LookupError)
+    assert len(caught.value.exceptions) == 1
+    for receiver in receivers:
+        assert value_of(await receiver.receive(10)) == 2
+    await still_works(sender, *receivers)

@@ -1,0 +1,562 @@
+"""Peers that send garbage, half messages, too much, or messages of another time disturb nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq
+
+from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme, wire
+from asyncsync.layout import FlatWeights, Layout
+from asyncsync.transports.zmq import LoopSocket, router
+from helpers.processes import Remote, Schemes, Worker, eventually, value_of
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL, CHUNKED = 1000, 3 << 18
+EPOCH = (1, 1)
+NONCE = bytes(16)
+
+
+# -- against a trainer ----------------------------------------------------------------------------------------------------
+
+
+def hello(worker: int = 0, **changes: Any) -> wire.Hello:
+    fields: dict[str, Any] = {
+        "worker": worker,
+        "nonce": secrets.token_bytes(16),
+        "attempt": 1,
+        "pid": 0,
+        "boot": "",
+        "namespace": 0,
+        "epoch": None,
+        "have": {"policy": 0},
+    }
+    return wire.Hello(**{**fields, **changes})
+
+
+@contextmanager
+def raw_dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 1000
+        dealer.sndhwm = 0
+        dealer.connect(endpoint)
+        yield dealer
+
+
+@asynccontextmanager
+async def being_served(sender: ZMQWeightSyncScheme, receivers: list[ZMQWeightSyncScheme]) -> AsyncIterator[None]:
+    """Lock-step updates to the healthy workers, all the time; each of them must arrive whole and soon."""
+    over = asyncio.Event()
+    rounds = 0
+
+    async def serve() -> None:
+        nonlocal rounds
+        while not over.is_set():
+            value = sender.version + 1
+            assert await sender.send_async(sender.model.fill(value), range(len(receivers)), timeout=10) == value
+            assert {r.model.value for r in receivers} == {value}
+            rounds += 1
+
+    serving = asyncio.create_task(serve())
+    try:
+        yield
+        seen = rounds
+        await eventually(lambda: rounds > seen + 2 or serving.done())
+    finally:
+        over.set()
+        await serving
+    for receiver in receivers:
+        assert value_of(await receiver.receive(5)) == sender.version
+    assert all(sender.status()[i].state == "live" for i in range(len(receivers)))
+
+
+def malformed() -> list[list[bytes]]:
+    """Messages that no correct worker sends."""
+    pack = msgpack.packb
+    good = wire.encode(hello())
+    fields = msgpack.unpackb(good)
+    rng = random.Random(0)
+    messages: list[list[bytes]] = [[good[:n]] for n in range(len(good))]
+    messages += [[rng.randbytes(rng.randrange(1, 200))] for _ in range(200)]
+    for _ in range(200):
+        mutated = bytearray(good)
+        mutated[rng.randrange(2, len(mutated))] ^= 1 << rng.randrange(8)
+        if mutated[:2] == good[:2]:
+            messages.append([bytes(mutated) + b"\x00"])  # trailing byte: malformed whatever the bit did
+    messages += [
+        [b""],
+        [b"", b""],
+        [pack(None)],
+        [pack([])],
+        [pack([1])],
+        [pack([2, *fields[1:]])],  # of another protocol
+        [pack([1, 99])],
+        [pack([1, True])],
+        [pack([*fields, 0])],
+        [pack([1, 1, *[0] * 8])],
+        [pack({"kind": 1})],
+        [pack([1, 1, 1 << 40, *fields[3:]])],  # a worker_idx out of range
+        [pack([1, 1, -1, *fields[3:]])],
+        [pack([1, 1, 1.0, *fields[3:]])],
+        [pack([1, 1, 0, b"short", *fields[4:]])],
+        [good, b"a payload that HELLO has not"],
+        [good] * 3000,  # frames
+        [b"\x91" * 900],  # nested
+        [b"\x91" * 20_000],
+        [b"\xdd\xff\xff\xff\xff"],  # a list of four thousand million elements
+        [b"\xdf\xff\xff\xff\xff" + bytes(2000)],
+        [b"\xc6\xff\xff\xff\xff" + bytes(2000)],
+        [b"\xc9\x00\x00\x00\x10\x05" + bytes(16)],  # ext
+        [b"\xc0" * (1 << 20)],
+        [bytes(2 << 20)],  # longer than a header may be
+        [pack([1, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
+        [pack([1, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
+        [pack([1, 1, *fields[2:-1], {i: 0 for i in range(5)}])],
+        [wire.encode(wire.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
+        [wire.encode(wire.Ping((1 << 64, 1), 1))] if False else [pack([1, 11, [1 << 64 - 1, -1], 1])],
+    ]
+    return messages
+
+
+def out_of_place(epoch: wire.Epoch, version: int) -> list[wire.Instruction]:
+    """Well-formed, but of another time, or untrue."""
+    digest = secrets.token_bytes(16)
+    later = (epoch[0] + 1, epoch[1])
+    instructions: list[wire.Instruction] = []
+    for e in (epoch, later, EPOCH):
+        instructions += [
+            wire.Ready(e, {"policy": digest, "nobody's": digest}),
+            wire.Refused(e, "nobody's", digest, "no"),
+            wire.Fetch(e, 10**9, 1, 0, 1 << 60),
+            wire.Staged(e, 10**9),
+            wire.Applied(e, {"policy": version + 10**9}),
+            wire.Applied(e, {"nobody's": 1}),
+            wire.Failed(e, 1, {"policy": version + 10**9}, True, "ValueError", "no", "no"),
+            wire.Ping(e, 1 << 63),
+            wire.Pong(e, 10**9, {"policy": version + 10**9}, {"policy": 10**9}, 10**9),
+            wire.Bye(e, NONCE, "closed", "adieu"),
+        ]
+    return instructions
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
+async def test_r202_garbage_from_strangers_is_counted_and_disturbs_nobody(
+    endpoint: str, schemes: Schemes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "asyncsync")
+    sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
+    messages = malformed()
+    strangers = [[wire.encode(i)] for i in out_of_place(sender.bus._link.publisher.epoch, sender.version)]
+    async with being_served(sender, receivers):
+        with raw_dealer(endpoint) as dealer:
+            for message in [*messages, *strangers, *messages]:
+                dealer.send_multipart(message)
+                await asyncio.sleep(0)
+            expected = 2 * len(messages) + len(strangers)
+            await eventually(
+                lambda: sum(sender.bus.dropped.values()) == expected,
+                why=lambda: f"{sum(sender.bus.dropped.values())} of {expected} dropped",
+            )
+    assert len(sender.bus.dropped) <= 101
+    records = [r for r in caplog.records if "dropped a message" in r.getMessage()]
+    assert len(records) <= 101  # the first of a kind, not every one
+    assert not any(r.levelno >= logging.ERROR for r in caplog.records)
+    assert all(sum(r.bus.dropped.values()) == 0 for r in receivers)
+
+
+async def test_r202_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_only(schemes: Schemes) -> None:
+    sender = schemes.sender(CHUNKED)
+    receivers = [schemes.receiver(sender, i) for i in range(2)]
+    connecting = [asyncio.create_task(r.connect()) for r in receivers]
+    await eventually(lambda: sender.bus._link is not None or not connecting[0].done())
+    await asyncio.gather(sender.connect(), *connecting)
+    epoch = sender.bus._link.publisher.epoch
+    async with being_served(sender, receivers):
+        with raw_dealer(sender.bus.endpoint) as dealer:
+            dealer.send(wire.encode(hello(7)))
+            await eventually(lambda: 7 in sender.status())
+            for _ in range(5):
+                for instruction in out_of_place(epoch, sender.version):
+                    dealer.send(wire.encode(instruction))
+                    await asyncio.sleep(0)
+                for start in (0, 5, 1 << 40):  # wants everything at once, from wherever
+                    dealer.send(wire.encode(wire.Fetch(epoch, 1, 2, start, 1 << 60)))
+            await eventually(lambda: sum(sender.bus.dropped.values()) >= 5 * 20)
+            await eventually(lambda: sender.status()[7].state == "lost")  # its BYE
+            assert sender.status()[7].reason
+            # It may not claim to have applied what was never published, not even in HELLO.
+            dealer.send(wire.encode(hello(8, epoch=epoch, have={"policy": 10**12})))
+            dropped = sum(sender.bus.dropped.values())
+            await eventually(lambda: sum(sender.bus.dropped.values()) > dropped)
+            assert 8 not in sender.status()
+    assert sender.bus._link.pool.peak <= 4
+
+
+async def test_r202_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: Schemes) -> None:
+    sender = schemes.sender(CHUNKED)
+    receivers = [schemes.receiver(sender, i) for i in range(2)]
+    await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
+    layout = next(iter(sender.bus._link._layouts.values()))
+    epoch = sender.bus._link.publisher.epoch
+    async with being_served(sender, receivers):
+        with raw_dealer(sender.bus.endpoint) as dealer:
+            dealer.rcvhwm = 1
+            dealer.send(wire.encode(hello(7)))
+            dealer.send(wire.encode(wire.Ready(epoch, {"policy": layout.digest})))
+            await eventually(lambda: sender.status().get(7) and sender.status()[7].version == 0)
+            for serial in range(1, 400):
+                dealer.send(wire.encode(wire.Fetch(epoch, serial, serial, 0, 1 << 60)))
+                if serial % 20 == 0:
+                    await asyncio.sleep(0.002)
+            version = sender.version
+            await eventually(lambda: sender.version > version + 20)
+            assert sender.bus._link.pool.peak <= 4
+    await eventually(lambda: sender.bus._link.pool.slabs <= 3)
+
+
+@pytest.mark.parametrize("absurd", [(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1), (1 << 64, 0)])
+@pytest.mark.parametrize("started", [False, True], ids=["waiting", "started"])
+async def test_r202_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absurd: Any, started: bool) -> None:
+    sender = schemes.sender(SMALL, num_workers=1)
+    receiver = schemes.receiver(sender)
+    connecting = asyncio.create_task(sender.connect())
+    if started:
+        await asyncio.gather(connecting, receiver.connect())
+    await eventually(lambda: sender.bus._link is not None)
+    fields = msgpack.unpackb(wire.encode(hello(0)))
+    fields[-2] = absurd
+    with raw_dealer(sender.bus.endpoint) as dealer:
+        dealer.send(msgpack.packb(fields) if absurd[0] < 1 << 64 else b"\x00")
+        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.publisher.epoch)
+    await asyncio.gather(connecting, receiver.connect())
+    assert await sender.send_async(sender.model.fill(3)) == sender.version
+    assert receiver.model.value == 3
+
+
+async def test_r197_the_highest_epoch_that_can_be_leaves_room_for_a_successor(schemes: Schemes) -> None:
+    sender = schemes.sender(SMALL, num_workers=1)
+    receiver = schemes.receiver(sender)
+    connecting = asyncio.create_task(sender.connect())
+    await eventually(lambda: sender.bus._link is not None)
+    with raw_dealer(sender.bus.endpoint) as dealer:
+        for distance in (2, 1):
+            dealer.send(wire.encode(hello(0, epoch=((1 << 63) - distance, 0))))
+            await asyncio.sleep(0.05)
+    await receiver.connect(timeout=10)
+    await connecting
+    assert sender.bus._link.failure is None
+    assert await sender.send_async(sender.model.fill(3)) == sender.version
+
+
+def address(endpoint: str) -> tuple[int, Any]:
+    if endpoint.startswith("ipc://"):
+        return socket.AF_UNIX, endpoint.removeprefix("ipc://")
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.AF_INET, (host, int(port))
+
+
+def raw(endpoint: str, data: bytes = b"") -> socket.socket:
+    family, where = address(endpoint)
+    connection = socket.socket(family)
+    try:
+        connection.settimeout(10)
+        connection.connect(where)
+        with suppress(OSError):  # it may hang up while we speak
+            connection.sendall(data)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def greeting() -> bytes:
+    """A ZMTP 3.1 greeting: signature, version, mechanism NULL."""
+    return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+
+
+def ready() -> bytes:
+    body = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    return b"\x04" + bytes([len(body)]) + body
+
+
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
+async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: str, schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
+    rng = random.Random(1)
+    speeches = [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        greeting()[:1],
+        greeting()[:11],
+        greeting()[:40],
+        greeting(),
+        greeting() + ready()[:7],
+        greeting() + b"\x04\xff" + bytes(255),
+        greeting() + ready() + b"\x02" + struct.pack(">Q", (1 << 63) - 1),  # a frame of 8 EiB
+        greeting() + ready() + b"\x02" + struct.pack(">Q", wire.MAX_FRAME + 1) + bytes(1000),
+        greeting() + ready() + b"\x03" + struct.pack(">Q", wire.MAX_FRAME) + bytes(1000),  # … and never the rest
+        greeting() + ready() + b"\x01\x00" * 100_000,  # frames without end
+        greeting().replace(b"NULL", b"EVIL"),
+        *(rng.randbytes(rng.randrange(1, 1000)) for _ in range(20)),
+    ]
+    opened: list[socket.socket] = []
+    try:
+        async with being_served(sender, receivers):
+            for speech in speeches:
+                opened.append(raw(endpoint, speech))
+                await asyncio.sleep(0)
+            resident = _resident()
+            await eventually(lambda: sender.version > 30)
+            assert _resident() - resident < 200 << 20  # nothing is allocated on a stranger's word
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
+async def test_r202_a_flood_of_connections_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=endpoint)
+    opened: list[socket.socket] = []
+    try:
+        async with being_served(sender, receivers):
+            for i in range(200):
+                if i % 2:
+                    raw(endpoint, greeting() + ready() + b"\x00\x01x").close()
+                else:
+                    opened.append(raw(endpoint))
+                if i % 10 == 0:
+                    await asyncio.sleep(0)
+            late = schemes.receiver(sender, 1)  # a newer incarnation finds its way through the crowd
+            before = receivers[1]
+            await late.connect(timeout=20)
+            receivers[1] = late
+            await eventually(lambda: before.closed)
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+async def test_r202_a_frame_beyond_the_limit_costs_its_sender_the_connection(schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(CHUNKED, workers=2)
+    async with being_served(sender, receivers):
+        with raw_dealer(sender.bus.endpoint) as dealer:
+            dealer.linger = 0
+            for _ in range(3):
+                dealer.send(bytes(wire.MAX_FRAME + 1))
+            version = sender.version
+            await eventually(lambda: sender.version > version + 10)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- against a worker -----------------------------------------------------------------------------------------------------
+
+
+class FakeTrainer:
+    """A ROUTER that says to whoever speaks to it what a test wants said."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        socket = router(self.context)
+        socket.bind(endpoint)
+        self.route = b""
+        self.heard: list[wire.Instruction] = []
+        self.socket = LoopSocket(socket, self._receive, lambda error: None)
+
+    def _receive(self, frames: list[Any]) -> None:
+        self.route = frames[0].bytes
+        self.heard.append(wire.decode([f.bytes for f in frames[1:]])[0])
+
+    def last(self, kind: type) -> Any:
+        return next((i for i in reversed(self.heard) if isinstance(i, kind)), None)
+
+    async def hear(self, kind: type) -> Any:
+        await eventually(lambda: self.last(kind), why=lambda: self.heard)
+        return self.last(kind)
+
+    def say(self, instruction: wire.Instruction | bytes, *payload: bytes) -> None:
+        header = instruction if isinstance(instruction, bytes) else wire.encode(instruction)
+        assert self.socket.send([self.route, header, *payload]) == 0
+
+    async def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+async def fake(endpoint: str) -> AsyncIterator[FakeTrainer]:
+    fake = FakeTrainer(endpoint)
+    yield fake
+    await fake.close()
+
+
+def layout_of(numel: int, parts: int = 8) -> tuple[Layout, FlatWeights]:
+    flat = FlatWeights({("parts", str(i)): torch.full((numel // parts,), 7.0) for i in range(parts)}, {})
+    return Layout.of(flat), flat
+
+
+async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
+    endpoint: str, fake: FakeTrainer, schemes: Schemes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "asyncsync")
+    plan = schemes.sender(CHUNKED, 5, endpoint=endpoint, num_workers=1)
+    receiver = schemes.receiver(plan)
+    connecting = asyncio.create_task(receiver.connect())
+    first: wire.Hello = await fake.hear(wire.Hello)
+    layout, _ = layout_of(CHUNKED)
+    dropped = 0
+
+    async def all_dropped(*messages: tuple[Any, ...]) -> None:
+        nonlocal dropped
+        for message in messages:
+            fake.say(*message)
+        dropped += len(messages)
+        await eventually(
+            lambda: sum(receiver.bus.dropped.values()) >= dropped, why=lambda: (dropped, receiver.bus.dropped)
+        )
+        assert sum(receiver.bus.dropped.values()) == dropped
+        assert not receiver.closed
+        assert receiver.model.value == -1
+
+    def welcome(**changes: Any) -> wire.Welcome:
+        fields: dict[str, Any] = {
+            "epoch": EPOCH,
+            "nonce": first.nonce,
+            "attempt": fake.last(wire.Hello).attempt,
+            "pid": 0,
+            "boot": "",
+            "namespace": 0,
+            "models": {"policy": layout.digest},
+        }
+        return wire.Welcome(**{**fields, **changes})
+
+    await all_dropped(*((m[0], *m[1:]) for m in malformed() if len(m) < 2000 and m != [wire.encode(welcome())]))
+    await all_dropped(
+        (welcome(nonce=NONCE), layout.encoded),
+        (welcome(attempt=10**6), layout.encoded),
+        (welcome(), b""),
+        (welcome(), layout.encoded[:-1]),
+        (welcome(), layout.encoded + b"\0"),
+        (welcome(), random.Random(0).randbytes(len(layout.encoded))),
+        (welcome(models={"policy": NONCE}), layout.encoded),  # digest of another layout
+        (welcome(), bytes(20 << 20)),
+        (wire.Bye(EPOCH, NONCE, "superseded", "for somebody else"),),
+        (wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, layout.digest, layout.nbytes),)), b""),  # no WELCOME yet
+        (wire.Chunk(EPOCH, 1, 0, 0), bytes(100)),
+        (wire.Ping(EPOCH, 1),),
+        (wire.Hello(0, NONCE, 1, 0, "", 0, None, {}),),
+    )
+    fake.say(welcome(), layout.encoded)
+    ready: wire.Ready = await fake.hear(wire.Ready)
+    assert ready.digests == {"policy": layout.digest}
+
+    digest, nbytes = layout.digest, layout.nbytes
+    part = wire.Part("policy", 1, digest, nbytes)
+    await all_dropped(
+        (wire.Update((1, 0), 1, False, (part,)), b""),  # of an older epoch
+        (wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, NONCE, nbytes),)), b""),
+        (wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, digest, 1 << 41),)), b""),
+        (wire.Update(EPOCH, 1, False, (wire.Part("nobody's", 1, digest, nbytes),)), b""),
+        (wire.Update(EPOCH, 1, True, (part,)), b"", b"much too short"),
+        (wire.Update(EPOCH, 1, False, (part, part)), b"", b""),
+        (wire.Update(EPOCH, 1, False, (part,)), bytes(30 << 20)),  # values
+        (wire.Ready(EPOCH, {}),),
+        (wire.Pong(EPOCH, 10**6, {"policy": 3}, {}, 0),),
+    )
+    # An update whose bytes come wrong: what does not fit is dropped, what is missing is asked for again, and never applied.
+    fake.say(wire.Update(EPOCH, 1, False, (part,)), b"")
+    await fake.hear(wire.Fetch)
+    await all_dropped(
+        (wire.Chunk(EPOCH, 1, 1, 0), bytes(100)),
+        (wire.Chunk(EPOCH, 1, 0, nbytes), bytes(1)),
+        (wire.Chunk(EPOCH, 1, 0, nbytes - 10), bytes(11)),
+        (wire.Chunk(EPOCH, 1, 0, (1 << 64) - 1), bytes(100)),
+        (wire.Chunk(EPOCH, 1, 0, 0, crc=1), bytes(100)),  # checksum
+        (wire.Chunk((2, 1), 1, 0, 0), bytes(100)),  # of an epoch that it has not been told
+        (wire.Chunk(EPOCH, 1, 0, 0), bytes(wire.MAX_CHUNK + 1)),
+    )
+    fake.say(wire.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a third, with the wrong content
+    assert not connecting.done()
+
+    # The real one comes: nothing of all that counts.
+    await fake.close()
+    await plan.connect(timeout=20)
+    await connecting
+    assert receiver.model.value == 5
+    assert await plan.send_async(plan.model.fill(6)) == 2
+    assert receiver.model.value == 6
+    assert not any(r.levelno >= logging.ERROR for r in caplog.records)
+
+
+async def test_r202_a_layout_that_does_not_fit_is_refused_before_any_byte_is_taken(
+    endpoint: str, fake: FakeTrainer, schemes: Schemes
+) -> None:
+    receiver = schemes.receiver(schemes.sender(SMALL, endpoint=endpoint))
+    connecting = asyncio.create_task(receiver.connect())
+    first = await fake.hear(wire.Hello)
+    layout, _ = layout_of(SMALL * 2)
+    fake.say(
+        wire.Welcome(EPOCH, first.nonce, first.attempt, 0, "", 0, {"policy": layout.digest}),
+        layout.encoded,
+    )
+    refused: wire.Refused = await fake.hear(wire.Refused)
+    assert refused.digest == layout.digest
+    with pytest.raises(SchemaMismatch, match="shape"):
+        await connecting
+    part = wire.Part("policy", 1, layout.digest, layout.nbytes)
+    fake.say(wire.Update(EPOCH, 1, True, (part,)), b"", bytes(layout.nbytes))
+    await eventually(lambda: sum(receiver.bus.dropped.values()) == 1)
+    assert receiver.model.value == -1
+
+
+async def test_r202_a_worker_that_reaches_something_else_than_a_trainer_says_so(schemes: Schemes) -> None:
+    answered = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answered
+        answered += 1
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        with suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        receiver = schemes.receiver(schemes.sender(SMALL, endpoint=f"tcp://127.0.0.1:{port}"))
+        connecting = asyncio.create_task(receiver.connect(timeout=1))
+        with pytest.raises(NotConnected, match="nobody answers"):
+            await connecting
+        assert answered
+        await receiver.shutdown()
+
+
+async def test_r202_processes_are_served_while_others_send_garbage(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    sender = schemes.sender(CHUNKED, num_workers=2)
+    workers = [start(Worker), start(Worker)]
+    await asyncio.gather(sender.connect(), *(w.connect(sender, i, CHUNKED) for i, w in enumerate(workers)))
+    messages = malformed()
+    with raw_dealer(sender.bus.endpoint) as dealer:
+        for value in range(2, 42):
+            for message in messages[value::40]:
+                dealer.send_multipart(message)
+            assert await sender.send_async(sender.model.fill(value), timeout=10) == value
+    assert [await w.value() for w in workers] == [41, 41]

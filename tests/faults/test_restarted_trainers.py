@@ -1,0 +1,303 @@
+"""A trainer that is killed, stopped, restarted, or cut off: workers wait for it, follow its successor, and fence it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from asyncsync import ClosedError, Fenced, NotConnected, ZMQWeightSyncScheme
+from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient, value_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def fresh(scheme: ZMQWeightSyncScheme) -> ZMQWeightSyncScheme:
+    return pickle.loads(pickle.dumps(scheme))
+
+
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
+@pytest.mark.parametrize("numel", [1000, 2 << 18], ids=["eager", "chunked"])
+async def test_r197_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
+    endpoint: str, numel: int, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    plan = schemes.sender(numel, endpoint=endpoint, num_workers=2)
+    here = schemes.receiver(plan)
+    first, worker = start(Trainer), start(Worker)
+    await asyncio.gather(first.connect(fresh(plan), numel, 1), here.connect(), worker.connect(fresh(plan), 1, numel))
+    for value in (2, 3, 4):
+        await first.send(value)
+    assert value_of(await here.receive(0)) == 4
+    assert await worker.receive(0) == 4
+    epoch = here.bus._link.subscriber.epoch
+
+    blocked = asyncio.create_task(here.receive())
+    elsewhere = worker.receive()
+    await first.kill()
+    await eventually(lambda: here.status()[0].state == "lost")
+    assert not blocked.done()
+    assert not here.closed
+    assert here.model.value == 4  # the worker goes on with what it has
+    assert await here.receive(0) is None
+    with pytest.raises(TimeoutError):
+        await here.fetch(timeout=0.1)
+
+    second = start(Trainer)
+    assert await second.connect(fresh(plan), numel, 10) == 1
+    assert value_of(await blocked) == 10
+    assert await elsewhere == 10
+    assert here.version == 1
+    assert here.bus._link.subscriber.epoch > epoch
+    assert await second.send(11) == 2
+    assert (here.model.value, await worker.value()) == (11, 11)
+    assert here.status()[0].state == "live"
+    assert value_of(await here.fetch()) == 11
+    await second.shutdown()
+    with pytest.raises(ClosedError):
+        while True:
+            await here.receive()
+    assert here.closed
+
+
+async def test_r197_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
+    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    plan = schemes.sender(1000, endpoint=endpoint, num_workers=2)
+    first, survivor, victim = start(Trainer), start(Worker), start(Worker)
+    await asyncio.gather(
+        first.connect(fresh(plan), 1000, 1), survivor.connect(fresh(plan), 0, 1000), victim.connect(fresh(plan), 1, 1000)
+    )
+    await first.kill()
+    await victim.kill()
+    replacement = start(Worker)
+    connecting = replacement.connect(fresh(plan), 1, 1000)
+    second = start(Trainer)
+    assert await second.connect(fresh(plan), 1000, 5) == 1
+    await connecting
+    assert await second.send(6) == 2
+    assert [await w.value() for w in (survivor, replacement)] == [6, 6]
+
+
+async def test_r197_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
+    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    numel = 64 << 18
+    plan = schemes.sender(numel, endpoint=endpoint, num_workers=1)
+    first, worker = start(Trainer), start(Worker)
+    await asyncio.gather(first.connect(fresh(plan), numel, 1), worker.connect(fresh(plan), 0, numel))
+    await worker.halt_in("transfer", nth=7)
+    sending = first.send(2)
+    assert await worker.events.get() == "transfer"
+    await first.kill()
+    assert isinstance(await asyncio.wait_for(asyncio.shield(asyncio.gather(sending, return_exceptions=True)), 5), list)
+    worker.signal(signal.SIGCONT)
+    assert await worker.value() == 1
+    second = start(Trainer)
+    await second.connect(fresh(plan), numel, 3)
+    assert await worker.receive(10) == 3
+    assert await worker.value() == 3
+    assert await worker.slabs() <= 2
+
+
+async def test_r197_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is_only_stopped(
+    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    plan = schemes.sender(1000, 20, endpoint=endpoint, num_workers=1)
+    first = start(Trainer)
+    receiver = schemes.receiver(plan)
+    await asyncio.gather(first.connect(fresh(plan), 1000, 1), receiver.connect())
+    with pytest.raises(NotConnected, match="in use by another live process"):
+        await plan.connect(timeout=5)
+    first.signal(signal.SIGSTOP)
+    with pytest.raises(NotConnected, match="in use by another live process"):
+        await plan.connect(timeout=5)
+    first.signal(signal.SIGCONT)
+    assert await first.send(2) == 2
+    assert receiver.model.value == 2
+    await first.kill()
+    await plan.connect()  # the kernel has freed the lock
+    assert receiver.model.value == 20
+
+
+async def test_r197_a_tcp_port_that_is_taken_is_refused(schemes: Schemes) -> None:
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        sender = schemes.sender(10, endpoint=f"tcp://127.0.0.1:{port}", num_workers=1)
+        with pytest.raises(NotConnected, match="cannot bind"):
+            await sender.connect(timeout=5)
+
+
+class Forwarder:
+    """A TCP port whose connections go where `upstream` says at the time."""
+
+    def __init__(self) -> None:
+        self.upstream = 0
+        self.server: asyncio.Server | None = None
+        self.writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def port(self) -> int:
+        assert self.server is not None
+        return self.server.sockets[0].getsockname()[1]
+
+    def switch(self, upstream: int) -> None:
+        self.upstream = upstream
+        for writer in self.writers:
+            writer.transport.abort()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.upstream)
+            mine = {writer, there_writer}
+            self.writers |= mine
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self.pump(reader, there_writer))
+                    group.create_task(self.pump(there_reader, writer))
+            finally:
+                self.writers -= mine
+                there_writer.transport.abort()
+        writer.transport.abort()
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+
+@pytest.fixture
+async def forwarder() -> AsyncIterator[Forwarder]:
+    forwarder = Forwarder()
+    forwarder.server = await asyncio.start_server(forwarder.serve, "127.0.0.1", 0)
+    yield forwarder
+    forwarder.server.close()
+    forwarder.switch(0)
+    await forwarder.server.wait_closed()
+    await eventually(lambda: len(asyncio.all_tasks()) == 1, why=asyncio.all_tasks)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_r197_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_from_its_successor(
+    schemes: Schemes, forwarder: Forwarder
+) -> None:
+    ports = free_port(), free_port()
+    old, new = [
+        schemes.sender(
+            100, value, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://127.0.0.1:{forwarder.port}", num_workers=1
+        )
+        for value, port in zip((1, 10), ports, strict=True)
+    ]
+    receiver = schemes.receiver(old)
+    forwarder.switch(ports[0])
+    await asyncio.gather(old.connect(), receiver.connect())
+    assert receiver.model.value == 1
+
+    forwarder.switch(ports[1])
+    await new.connect()
+    assert receiver.model.value == 10
+    assert value_of(await receiver.receive(5)) == 10
+    version = await old.publish(old.model.fill(2))  # it does not know yet
+    waiting = asyncio.create_task(old.wait_version(version))
+
+    forwarder.switch(ports[0])
+    with pytest.raises(Fenced, match="this trainer must stop"):
+        await waiting
+    with pytest.raises(Fenced):
+        await old.publish(old.model.fill(3))
+    with pytest.raises(Fenced):
+        await old.send_async(old.model.fill(4))
+    with pytest.raises(Fenced):
+        await old.wait_version(1)
+    assert receiver.model.value == 10
+    assert not receiver.closed
+
+    forwarder.switch(ports[1])
+    assert await new.send_async(new.model.fill(11), timeout=20) == 2
+    assert receiver.model.value == 11
+    await old.shutdown()  # a fenced one says goodbye to nobody
+    assert await new.send_async(new.model.fill(12), timeout=20) == 3
+    assert receiver.model.value == 12
+
+
+async def test_r197_a_successor_whose_clock_is_behind_passes_its_predecessor(
+    endpoint: str, schemes: Schemes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = schemes.sender(100, 1, endpoint=endpoint, num_workers=1)
+    receiver = schemes.receiver(first)
+    await asyncio.gather(first.connect(), receiver.connect())
+    epoch = receiver.bus._link.subscriber.epoch
+    # Killed, in effect: no BYE.
+    monkeypatch.setattr(first.bus._link.publisher, "close", first.bus._link.publisher.targets.close)
+    await first.shutdown()
+    monkeypatch.setattr("asyncsync.sender.time.time_ns", lambda: 12345)
+    second = schemes.sender(100, 5, endpoint=endpoint, num_workers=1)
+    impatient(second)
+    await second.connect()
+    assert receiver.model.value == 5
+    assert receiver.bus._link.subscriber.epoch == second.bus._link.publisher.epoch > epoch
+    assert await second.send_async(second.model.fill(6)) == 2
+    assert receiver.model.value == 6
+
+
+async def test_r197_the_connections_are_cut_again_and_again_and_nothing_is_lost(
+    schemes: Schemes, forwarder: Forwarder
+) -> None:
+    port = free_port()
+    sender = schemes.sender(
+        3 << 18, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://127.0.0.1:{forwarder.port}", num_workers=2
+    )
+    impatient(sender)
+    receivers = [schemes.receiver(sender, i) for i in range(2)]
+    for receiver in receivers:
+        impatient(receiver)
+    forwarder.switch(port)
+    await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
+    for value in range(2, 12):
+        sending = asyncio.create_task(sender.send_async(sender.model.fill(value), timeout=30))
+        target = sender.status()[0].bytes_sent + (value % 4 << 20)
+        await eventually(lambda sending=sending, target=target: sending.done() or sender.status()[0].bytes_sent >= target)
+        forwarder.switch(port)
+        await sending
+        for receiver in receivers:
+            assert receiver.model.value == value
+            assert value_of(await receiver.receive(0)) == value
+    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+
+
+async def test_r210_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_connect(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    plan = schemes.sender(100, num_workers=1)
+    directory = Path(plan.bus.endpoint.removeprefix("ipc://")).parent
+    trainer, worker = start(Trainer), start(Worker)
+    await asyncio.gather(trainer.connect(fresh(plan), 100, 1), worker.connect(fresh(plan), 0, 100))
+    assert directory.stat().st_mode & 0o777 == 0o700
+    await trainer.kill()
+    assert directory.exists()
+    other = schemes.sender(100)
+    live = Path(other.bus.endpoint.removeprefix("ipc://")).parent
+    with pytest.raises(NotConnected):
+        await other.connect(timeout=0)
+    assert not directory.exists()
+    assert os.listdir(live) == ["bus.lock", "bus"] or sorted(os.listdir(live)) == ["bus", "bus.lock"]
+    another = schemes.sender(100)
+    with pytest.raises(NotConnected):
+        await another.connect(timeout=0)
+    assert live.exists()  # its owner lives
+    await other.shutdown()
+    assert not live.exists()

@@ -1,0 +1,145 @@
+"""Publishing takes a snapshot, keeps two slabs however many workers there are, and never holds up the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from helpers.processes import Remote, Schemes, Worker, eventually, value_of
+
+pytestmark = pytest.mark.timeout(90)
+
+EAGER, INLINE, THREAD = 1000, 2 << 18, 8 << 18  # float32 elements: 4 kB; 2 MiB; 8 MiB, packed by the work thread
+STALL = 0.020  # seconds, promised
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("numel", [EAGER, INLINE, THREAD], ids=["eager", "inline", "thread"])
+async def test_r193_what_arrives_is_what_the_parameters_held_when_publish_returned(
+    schemes: Schemes, numel: int
+) -> None:
+    sender, receivers = await schemes.connected(numel, workers=8)
+    for value in range(2, 12):
+        version = await sender.publish(sender.model.fill(value))
+        sender.model.fill(-value)  # an optimizer step, the moment publish returns
+        await sender.wait_version(version, timeout=20)
+        for receiver in receivers:
+            assert receiver.model.value == value
+            weights = await receiver.receive(0)
+            assert value_of(weights) == value
+            assert receiver.version == version
+    assert sender.bus._link.pool.peak <= 2
+    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+    assert all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
+
+
+async def test_r193_the_same_with_eight_processes(schemes: Schemes, start: Callable[..., Remote]) -> None:
+    sender = schemes.sender(INLINE, num_workers=8)
+    workers = [start(Worker, uvloop=i % 2 == 1) for i in range(8)]
+    await asyncio.gather(sender.connect(), *(w.connect(sender, i, INLINE) for i, w in enumerate(workers)))
+    for value in range(2, 22):
+        version = await sender.publish(sender.model.fill(value))
+        sender.model.fill(-value)
+        await sender.wait_version(version, timeout=20)
+        assert await asyncio.gather(*(w.receive(0) for w in workers)) == [value] * 8
+    assert await asyncio.gather(*(w.value() for w in workers)) == [21] * 8
+    assert sender.bus._link.pool.peak <= 2
+
+
+async def test_r218_what_a_receiver_has_returned_stays_as_it_is(schemes: Schemes) -> None:
+    sender, [receiver] = await schemes.connected(THREAD)
+    kept = []
+    for value in range(2, 8):
+        await sender.send_async(sender.model.fill(value))
+        kept += [await receiver.receive(), await receiver.fetch(), receiver.weights]
+    assert [value_of(weights) for weights in kept] == [value for value in range(2, 8) for _ in range(3)]
+    for weights in kept:
+        weights.zero_()
+    assert receiver.model.value == 7
+    assert value_of(await receiver.fetch()) == 7
+
+
+async def test_r198_publishing_without_waiting_keeps_the_memory_bounded(schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(INLINE, workers=3)
+    for value in range(2, 202):
+        await sender.publish(sender.model.fill(value))
+        sender.model.fill(-1)
+        if value % 7 == 0:
+            await asyncio.sleep(0)
+    await sender.wait_version(201, timeout=20)
+    assert [r.model.value for r in receivers] == [201] * 3
+    # The target, its successor, and what each of the three was receiving: behind by different versions.
+    assert sender.bus._link.pool.peak <= 5
+    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+
+
+class Stalls:
+    """How long the loop has been kept from running a coroutine that always wants to run."""
+
+    longest = 0.0
+
+    async def tick(self) -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.0005)
+            now = time.perf_counter()
+            self.longest = max(self.longest, now - last - 0.0005)
+            last = now
+
+
+@asynccontextmanager
+async def stalls() -> AsyncIterator[Stalls]:
+    watched = Stalls()
+    task = asyncio.create_task(watched.tick())
+    await asyncio.sleep(0.01)
+    watched.longest = 0.0
+    try:
+        yield watched
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.both_loops
+async def test_r191_r189_the_loop_is_never_blocked_while_256_mib_are_sent(
+    schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
+) -> None:
+    numel = 64 << 20
+    torch.set_num_threads(2)  # as a trainer has them; the fixture puts back what was before
+    before = set(threading.enumerate())
+    sender = schemes.sender(numel, num_workers=2)
+    workers = [start(Worker), start(Worker)]
+    await asyncio.gather(sender.connect(), *(w.connect(sender, i, numel) for i, w in enumerate(workers)))
+    longest = []
+    names: set[str] = set()
+    for value in (2, 3, 4):
+        sender.model.fill(value)
+        async with stalls() as watched:
+            sending = asyncio.create_task(sender.send_async())
+            while not sending.done():
+                names |= {f"{type(t).__module__}:{t.name}" for t in set(threading.enumerate()) - before}
+                await asyncio.wait([sending], timeout=0.005)
+            assert await sending == value
+        longest.append(watched.longest)
+    record_property("longest stalls of the trainer's loop, ms", [s * 1e3 for s in longest])
+    assert await asyncio.gather(*(w.value() for w in workers)) == [4, 4]
+    assert max(longest) < 5 * STALL
+    # The thread for large copies, and pyzmq's; ZeroMQ's own I/O thread is none of Python's.
+    assert {n for n in names if not n.startswith("zmq.")} == {"threading:asyncsync-pack"}
+    assert sender.bus._link.pool.peak <= 2
+
+
+async def test_r189_small_updates_need_no_thread_at_all(schemes: Schemes) -> None:
+    before = set(threading.enumerate())
+    sender, receivers = await schemes.connected(INLINE, workers=2)
+    for value in range(2, 12):
+        await sender.send_async(sender.model.fill(value))
+        for receiver in receivers:
+            await receiver.receive()
+    assert {t for t in set(threading.enumerate()) - before if not type(t).__module__.startswith("zmq.")} == set()

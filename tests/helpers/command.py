@@ -1,0 +1,49 @@
+"""Running the package's command and examples as a user does: in a process of their own, in an empty directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import asyncsync
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+
+
+def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    """Python with these arguments, in a process group of its own as a shell would have it."""
+    package = Path(asyncsync.__file__).resolve().parent.parent  # the checkout, if it is not installed
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(package)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 50) -> tuple[int, str, str]:
+    """Wait for the end: exit code, stdout, stderr."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"not ended within {timeout} s\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def run(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
+    """Start and finish."""
+    return finish(start(*arguments, cwd=cwd))
+
+
+def private_directories() -> list[str]:
+    """What buses have left behind in this run's temporary directory."""
+    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("asyncsync-")]

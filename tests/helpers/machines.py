@@ -1,0 +1,251 @@
+"""One state machine, its peers played by the test: messages go through the wire's encoding, and through no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from asyncsync import wire
+from asyncsync.binding import Binding, Prepared
+from asyncsync.layout import FlatWeights, Layout
+from asyncsync.publisher import Publisher
+from asyncsync.settings import Identity, Settings
+from asyncsync.slab import Slab, SlabPool, pack
+from asyncsync.strategy import WeightStrategy
+from asyncsync.subscriber import Subscriber
+from asyncsync.wire import Instruction
+
+__all__ = ["EPOCH", "SMALL", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
+
+EPOCH = (1000, 1)
+SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
+SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
+Sent = tuple[Instruction, Sequence[wire.Buffer]]
+
+
+def nonce(incarnation: int) -> bytes:
+    return incarnation.to_bytes(16, "big")
+
+
+def flat(value: float, dtype: torch.dtype = torch.float32) -> FlatWeights:
+    return FlatWeights({path: torch.full(shape, value, dtype=dtype) for path, shape in SHAPES.items()})
+
+
+def layout(dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout.of(flat(0, dtype))
+
+
+def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) -> Slab:
+    slab = pool.acquire(layout(dtype))
+    pack(slab, flat(value, dtype))
+    return slab
+
+
+def through_the_wire(instruction: Instruction, payload: Sequence[wire.Buffer] = ()) -> Sent:
+    return wire.decode([wire.encode(instruction), *map(bytes, payload)])
+
+
+class Desk:
+    """A publisher; the test plays its workers. A worker's route is its number, unless it says otherwise."""
+
+    def __init__(
+        self, num_workers: int | None = 2, models: Iterable[str] = ("policy",), settings: Settings | None = None
+    ) -> None:
+        self.pool = SlabPool()
+        self.now = 0.0
+        self.publisher = Publisher(EPOCH, Identity(1, "here", 1), num_workers, settings or Settings())
+        self.attempts: dict[bytes, int] = {}
+        for model in models:
+            self.publisher.serve(model, self.now)
+
+    def take(self, kind: type[Instruction] | None = None, route: bytes | None = None) -> list[Instruction]:
+        """What was sent since the last look, of one kind or to one route (the rest is dropped)."""
+        outbox, sent = self.publisher.outbox, []
+        while outbox:
+            to, instruction, _ = outbox.popleft()
+            if (kind is None or isinstance(instruction, kind)) and route in (None, to):
+                sent.append(instruction)
+        return sent
+
+    def receive(self, worker: int | bytes, instruction: Instruction) -> None:
+        route = worker if isinstance(worker, bytes) else b"%d" % worker
+        self.publisher.receive(route, *through_the_wire(instruction), self.now)
+
+    def hello(
+        self,
+        worker: int,
+        incarnation: int | None = None,
+        *,
+        route: bytes | None = None,
+        attempt: int | None = None,
+        epoch: wire.Epoch | None = None,
+        have: dict[str, int] | None = None,
+        local: bool = True,
+    ) -> None:
+        route = b"%d" % worker if route is None else route
+        name = nonce(worker if incarnation is None else incarnation)
+        self.attempts[name] = self.attempts.get(name, 0) + 1 if attempt is None else attempt
+        models = dict.fromkeys(self.publisher.targets.models, 0) if have is None else have
+        boot = "here" if local else "elsewhere"
+        self.receive(route, wire.Hello(worker, name, self.attempts[name], 100 + worker, boot, 1, epoch or None, models))
+
+    def ready(self, worker: int, *dtypes: torch.dtype, models: Iterable[str] = ("policy",)) -> None:
+        digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
+        self.receive(worker, wire.Ready(self.publisher.epoch, digests))
+
+    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy") -> None:
+        self.receive(worker, wire.Refused(self.publisher.epoch, model, layout(dtype).digest, "it does not fit"))
+        self.receive(worker, wire.Ready(self.publisher.epoch, {}))
+
+    def join(self, *workers: int) -> None:
+        """These workers say HELLO and accept float32."""
+        for worker in workers:
+            self.hello(worker)
+            self.ready(worker, models=self.publisher.targets.models)
+        self.take()
+
+    def publish(
+        self,
+        value: float = 0,
+        workers: Iterable[int] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        models: Iterable[str] = ("policy",),
+    ) -> int:
+        slabs = {m: slab_of(self.pool, value, dtype) for m in models}
+        try:
+            return self.publisher.publish(slabs, workers, self.now)
+        finally:
+            for slab in slabs.values():
+                slab.release()
+
+    def staged(self, worker: int, update: Instruction) -> None:
+        self.receive(worker, wire.Staged(self.publisher.epoch, update.serial))  # type: ignore[attr-defined]
+
+    def applied(self, worker: int, **versions: int) -> None:
+        self.receive(worker, wire.Applied(self.publisher.epoch, versions))
+
+    def finish(self, worker: int, update: Instruction) -> None:
+        """The worker stages and applies this update."""
+        self.staged(worker, update)
+        self.applied(worker, **{p.model_id: p.version for p in update.parts})  # type: ignore[attr-defined]
+
+    def failed(self, worker: int, update: Instruction, *, serial: int | None = None) -> None:
+        versions = {p.model_id: p.version for p in update.parts}  # type: ignore[attr-defined]
+        serial = update.serial if serial is None else serial  # type: ignore[attr-defined]
+        self.receive(
+            worker,
+            wire.Failed(self.publisher.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
+        )
+
+    def pong(
+        self,
+        worker: int,
+        versions: dict[str, int] | None = None,
+        staged: dict[str, int] | None = None,
+        serial: int = 0,
+        seq: int | None = None,
+    ) -> None:
+        seq = self.publisher.peers[worker].ping_seq if seq is None else seq
+        self.receive(worker, wire.Pong(self.publisher.epoch, seq, versions or {}, staged or {}, serial))
+
+    def pass_time(self, seconds: float) -> None:
+        """In steps that a shell's timers would make."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, max(self.publisher.next_tick(self.now), self.now))
+            self.publisher.tick(self.now)
+
+
+class Fickle(Binding):
+    """A binding whose conversion raises while ``broken`` is set."""
+
+    broken: Exception | None = None
+
+    def prepare(self, slab: Slab) -> Prepared | None:
+        if self.broken is not None:
+            raise self.broken
+        return super().prepare(slab)
+
+
+class Station:
+    """A subscriber with float32 models; the test plays its trainer."""
+
+    def __init__(self, models: Iterable[str] = ("policy",), settings: Settings = SMALL, *, cast: bool = False) -> None:
+        self.now = 0.0
+        self.pool = SlabPool()
+        self.subscriber = Subscriber(0, nonce(7), Identity(107, "here", 1), settings)
+        self.models: dict[str, dict[str, torch.Tensor]] = {}
+        self.bindings: dict[str, Fickle] = {}
+        for model in models:
+            self.models[model] = {p[0]: torch.zeros(shape) for p, shape in SHAPES.items()}
+            self.bindings[model] = Fickle(self.models[model], WeightStrategy(), cast=cast)
+            self.subscriber.register(model, self.bindings[model], self.now)
+        self.subscriber.connected(self.now)
+
+    def take(self, kind: type[Instruction] | None = None) -> list[Instruction]:
+        """What was sent since the last look, of one kind (the rest is dropped)."""
+        outbox, sent = self.subscriber.outbox, []
+        while outbox:
+            instruction, _ = outbox.popleft()
+            if kind is None or isinstance(instruction, kind):
+                sent.append(instruction)
+        return sent
+
+    def receive(self, instruction: Instruction, payload: Sequence[wire.Buffer] = ()) -> None:
+        self.subscriber.receive(*through_the_wire(instruction, payload), self.now)
+
+    def welcome(
+        self,
+        *dtypes: torch.dtype,
+        epoch: wire.Epoch = EPOCH,
+        attempt: int | None = None,
+        incarnation: int = 7,
+        models: dict[str, Layout | None] | None = None,
+    ) -> None:
+        if models is None:
+            models = {m: layout(d) for m, d in zip(self.models, dtypes or (torch.float32,) * 9, strict=False)}
+        known = {m: b"" if one is None else one.digest for m, one in models.items()}
+        attempt = self.subscriber._attempt if attempt is None else attempt
+        blobs = [one.encoded for one in models.values() if one is not None]
+        self.receive(wire.Welcome(epoch, nonce(incarnation), attempt, 1, "here", 1, known), blobs)
+
+    def join(self) -> None:
+        self.welcome()
+        self.take()
+
+    def update(
+        self,
+        serial: int,
+        values: dict[str, tuple[int, float]],
+        *,
+        epoch: wire.Epoch = EPOCH,
+        eager: bool = True,
+        descriptor: bytes | None = None,
+    ) -> None:
+        """``values``: per model, version and content."""
+        slabs = {m: slab_of(self.pool, value) for m, (_, value) in values.items()}
+        parts = tuple(wire.Part(m, values[m][0], s.layout.digest, s.nbytes, None, descriptor) for m, s in slabs.items())
+        whole = [b"" if descriptor else bytes(s.memory) for s in slabs.values()] if eager else []
+        self.receive(wire.Update(epoch, serial, eager, parts), [*(b"" for _ in parts), *whole])
+
+    def chunk(self, serial: int, offset: int, size: int, value: float, part: int = 0) -> None:
+        slab = slab_of(self.pool, value)
+        self.receive(wire.Chunk(EPOCH, serial, part, offset), [slab.memory[offset : offset + size]])
+
+    def apply(self) -> None:
+        """The gate opens."""
+        staging = self.subscriber.staged
+        assert staging is not None
+        staging.run()
+        self.subscriber.applied(staging, self.now)
+
+    def content(self, model: str = "policy") -> set[float]:
+        return {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, max(self.subscriber.next_tick(self.now), self.now))
+            self.subscriber.tick(self.now)

@@ -1,0 +1,153 @@
+"""A sender and its receivers in one event loop, and a model whose content tells which version it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncsync import WeightSyncScheme, ZMQWeightSyncScheme
+
+
+class Model(nn.Module):
+    """Parameters and a buffer that :func:`fill` gives one number; its forward returns every number it reads.
+
+    Args:
+        width: elements of the largest parameter.
+    """
+
+    def __init__(self, value: float = -1.0, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(width))
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.empty(5))
+        self.last = nn.Parameter(torch.empty(7))
+        fill(self, value)
+
+    def forward(self) -> set[float]:
+        return read(self)
+
+
+def fill(model: nn.Module, value: float) -> nn.Module:
+    """Set every tensor of a model to one number."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(value)
+    return model
+
+
+def read(weights: Any) -> set[float]:
+    """The numbers that a model, TensorDict or dict holds: one, unless it is torn."""
+    if isinstance(weights, nn.Module):
+        tensors: Iterable[torch.Tensor] = [*weights.parameters(), *weights.buffers()]
+    elif isinstance(weights, dict):
+        tensors = weights.values()
+    else:
+        tensors = weights.values(True, True)
+    found: set[float] = set()
+    for tensor in tensors:
+        low, high = torch.aminmax(tensor.detach())
+        found |= {float(low), float(high)}
+    return found
+
+
+def passed_on(scheme: Any) -> Any:
+    """The scheme as a worker process would get it."""
+    return pickle.loads(pickle.dumps(scheme))
+
+
+def receiver_of(sender: Any, index: int | None, model: Any, model_id: str = "policy", **options: Any) -> Any:
+    """The scheme, passed on and initialised as a worker's."""
+    scheme = passed_on(sender)
+    scheme.init_on_receiver(model_id, model=model, worker_idx=index, **options)
+    return scheme
+
+
+class Crew:
+    """A connected sender and its receivers, with their models."""
+
+    def __init__(
+        self, sender: WeightSyncScheme, source: Any, receivers: list[WeightSyncScheme], models: list[Any]
+    ) -> None:
+        self.sender = sender
+        self.source = source
+        self.receivers = receivers
+        self.models = models
+
+    def __iter__(self) -> Any:
+        return iter((self.sender, self.receivers, self.models))
+
+    @property
+    def read(self) -> list[set[float]]:
+        return [read(model) for model in self.models]
+
+
+@asynccontextmanager
+async def crew(
+    workers: int = 2,
+    *,
+    scheme: WeightSyncScheme | None = None,
+    source: Any = None,
+    models: list[Any] | None = None,
+    model_id: str = "policy",
+    sender: dict[str, Any] | None = None,
+    receiver: dict[str, Any] | None = None,
+) -> AsyncIterator[Crew]:
+    """Connect a sender with so many receivers on the running loop; shut everything down afterwards.
+
+    Args:
+        workers: how many receivers.
+        scheme: the sender's; None: ``ZMQWeightSyncScheme()``.
+        source: the sender's model; None: a :class:`Model` full of zeros.
+        models: the receivers'; None: :class:`Model` each.
+        model_id: the model's name.
+        sender: further arguments of ``init_on_sender``; with none of model, weights, context and params_map, ``model=source``.
+        receiver: further arguments of ``init_on_receiver``.
+    """
+    chief = ZMQWeightSyncScheme() if scheme is None else scheme
+    if source is None:
+        source = Model(0.0)
+    arguments = {"model_id": model_id, **(sender or {})}
+    if not {"model", "weights", "context", "params_map"} & arguments.keys():
+        arguments["model"] = source
+    if not {"num_workers", "devices", "params_map"} & arguments.keys() and chief.bus.num_workers is None:
+        arguments["num_workers"] = workers
+    chief.init_on_sender(**arguments)
+    models = [Model() for _ in range(workers)] if models is None else models
+    receivers = [receiver_of(chief, i, model, model_id, **(receiver or {})) for i, model in enumerate(models)]
+    try:
+        await asyncio.gather(chief.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
+        yield Crew(chief, source, receivers, models)
+    finally:
+        await asyncio.gather(*(r.shutdown() for r in receivers))
+        await chief.shutdown()
+
+
+async def until(predicate: Callable[[], bool], timeout: float = 5.0) -> None:
+    """Wait for what has no event of its own; fails when it does not come true."""
+    deadline = time.monotonic() + timeout
+    while not predicate():
+        assert time.monotonic() < deadline, "did not come true"
+        await asyncio.sleep(0.001)
+
+
+class Clock:
+    """``with Clock(bound):`` fails if the body takes longer than five times the promised bound (seconds)."""
+
+    def __init__(self, bound: float) -> None:
+        self._allowed = 5 * bound
+
+    def __enter__(self) -> Clock:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.elapsed = time.monotonic() - self._start
+        if exc[0] is None:
+            assert self.elapsed < self._allowed, f"took {self.elapsed:.2f} s; {self._allowed:g} s are allowed"

@@ -1,0 +1,495 @@
+"""Processes that a test controls: each runs one object on an event loop of its own, until it is stopped or killed.
+
+Usage::
+
+    async with processes() as start:
+        worker = start(Worker)                      # 20 ms; the first one of a run waits for the imports
+        await worker.connect(scheme, 0, 1000)       # a method of Worker, called there
+        worker.signal(signal.SIGKILL)
+        await worker.ended
+
+A call is sent at once and returns a future, so that several can be under way. The processes are forked off a server process
+that has imported torch and nothing else that matters: no socket, thread or event loop is inherited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncsync import WorkerStatus, ZMQWeightSyncScheme, binding
+from asyncsync.gate import Gate
+from asyncsync.publisher import Settings
+
+__all__ = [
+    "Filled",
+    "Remote",
+    "Schemes",
+    "Trainer",
+    "Worker",
+    "eventually",
+    "impatient",
+    "processes",
+    "value_of",
+]
+
+STOP_PATIENCE = 10.0  # seconds for a process to end by itself
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "tensordict", "zmq", "uvloop", "asyncsync"])
+
+
+# -- weights that show a torn read ----------------------------------------------------------------------------------------
+
+
+class Filled(nn.Module):
+    """Every element of every parameter holds one number; the forward returns the smallest and the largest that it has read."""
+
+    def __init__(self, numel: int, value: float = 0.0, parts: int = 8) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.full((numel // parts,), float(value))) for _ in range(parts)])
+
+    def fill(self, value: float) -> Filled:
+        with torch.no_grad():
+            for part in self.parts:
+                part.fill_(value)
+        return self
+
+    def forward(self) -> tuple[float, float]:
+        ends: list[float] = []
+        for part in self.parts:
+            ends += [float(end) for end in part.detach().aminmax()]
+            time.sleep(0)  # an invitation to every other thread
+        return min(ends), max(ends)
+
+    @property
+    def value(self) -> float:
+        return value_of(dict(self.named_parameters()))
+
+
+def value_of(weights: Any) -> float:
+    """The one number in all of these weights."""
+    leaves = weights.values(True, True) if hasattr(weights, "batch_size") else weights.values()
+    ends = [float(end) for leaf in leaves for end in leaf.detach().aminmax()]
+    assert min(ends) == max(ends), f"torn: values from {min(ends)} to {max(ends)}"
+    return ends[0]
+
+
+# -- the test's side ------------------------------------------------------------------------------------------------------
+
+
+class Schemes:
+    """Makes senders and receivers of :class:`Filled` weights in this loop."""
+
+    def __init__(self) -> None:
+        self.made: list[ZMQWeightSyncScheme] = []
+
+    def sender(
+        self, numel: int, value: float = 1.0, kind: type[ZMQWeightSyncScheme] = ZMQWeightSyncScheme, **arguments: Any
+    ) -> ZMQWeightSyncScheme:
+        scheme = kind(**arguments)
+        scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
+        self.made.append(scheme)
+        return scheme
+
+    def receiver(self, sender: ZMQWeightSyncScheme, worker_idx: int = 0, **arguments: Any) -> ZMQWeightSyncScheme:
+        scheme: ZMQWeightSyncScheme = pickle.loads(pickle.dumps(sender))
+        numel = sum(p.numel() for p in sender.model.parameters())
+        scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
+        self.made.append(scheme)
+        return scheme
+
+    async def connected(
+        self, numel: int, workers: int = 1, value: float = 1.0, **arguments: Any
+    ) -> tuple[ZMQWeightSyncScheme, list[ZMQWeightSyncScheme]]:
+        sender = self.sender(numel, value, num_workers=workers, **arguments)
+        receivers = [self.receiver(sender, i) for i in range(workers)]
+        await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
+        return sender, receivers
+
+    async def shutdown(self) -> None:
+        made, self.made = self.made, []
+        for scheme in made:
+            await scheme.shutdown()
+
+
+async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:
+    """Wait for what no event tells: a counter, or a state that others change."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {why()}"
+        await asyncio.sleep(0.002)
+
+
+def impatient(scheme: ZMQWeightSyncScheme, **changes: Any) -> None:
+    """Have the liveness times of a scheme's own process pass ten times as fast."""
+    times: dict[str, Any] = {"ping_interval": 0.1, "slow_after": 0.3, "retry_interval": 0.5, **changes}
+    scheme.bus._settings = lambda: Settings(**times)  # type: ignore[method-assign]
+
+
+class Remote:
+    """A process under control. Attributes that it has not are methods of the object that runs there.
+
+    Attributes:
+        ended: done when the process has ended.
+        events: what the object there has emitted.
+    """
+
+    def __init__(self, process: Any, connection: Connection) -> None:
+        self._process = process
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._count = 0
+        self.pid: int = process.pid
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        # Not multiprocessing's sentinel: that is closed before the process's other files, and their locks.
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(connection.fileno(), self._read)
+        self._loop.add_reader(self._pidfd, self._end)
+
+    def __getattr__(self, name: str) -> Callable[..., asyncio.Future[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        self._count += 1
+        future = self._calls[self._count] = self._loop.create_future()
+        self._connection.send((self._count, name, args, kwargs))
+        return future
+
+    def _read(self) -> None:
+        try:
+            while self._connection.poll():
+                number, result, error = self._connection.recv()
+                if not number:
+                    self.events.put_nowait(result)
+                elif not (future := self._calls.pop(number)).done():
+                    if error is None:
+                        future.set_result(result)
+                    else:
+                        future.set_exception(error)
+        except (EOFError, ConnectionError):
+            self._loop.remove_reader(self._connection.fileno())  # it is ending
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._connection.fileno())
+        self._loop.remove_reader(self._pidfd)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EOFError("the process has ended"))
+                future.exception()  # whoever awaits it still gets it
+        self._calls.clear()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        await self.ended
+
+    async def _stop(self) -> None:
+        """Have the process end, whatever state it is in."""
+        try:
+            if not self.ended.done():
+                self.signal(signal.SIGCONT)
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(STOP_PATIENCE):
+                        await self.stop()
+                        await self.ended
+        finally:
+            if not self.ended.done():
+                await self.kill()
+            self._process.join()
+            self._process.close()
+            os.close(self._pidfd)
+            self._connection.close()
+
+
+@contextlib.asynccontextmanager
+async def processes() -> AsyncIterator[Callable[..., Remote]]:
+    """A function that starts processes; all of them end with the block."""
+    started: list[Remote] = []
+
+    def start(kind: type, *, uvloop: bool = False) -> Remote:
+        here, there = _context.Pipe()
+        process = _context.Process(target=_main, args=(there, kind, uvloop), daemon=True)
+        process.start()
+        there.close()
+        started.append(Remote(process, here))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        await asyncio.gather(*(remote._stop() for remote in started))
+
+
+# -- the process's side ---------------------------------------------------------------------------------------------------
+
+
+def _main(connection: Connection, kind: type, uvloop: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which stops us
+    torch.set_num_threads(1)
+    factory = None
+    if uvloop:
+        import uvloop as module
+
+        factory = module.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_serve(connection, kind))
+
+
+async def _serve(connection: Connection, kind: type) -> None:
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    lock = threading.Lock()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def reply(number: int, result: Any, error: BaseException | None) -> None:
+        with lock, contextlib.suppress(OSError):  # the test is over
+            connection.send((number, result, _portable(error)))
+
+    served = kind(lambda event: reply(0, event, None))
+
+    async def answer(number: int, method: Callable[..., Awaitable[Any]], args: Any, kwargs: Any) -> None:
+        try:
+            result = await method(*args, **kwargs)
+        except Exception as error:
+            reply(number, None, error)
+        else:
+            reply(number, result, None)
+
+    def read() -> None:
+        try:
+            while connection.poll():
+                number, name, args, kwargs = connection.recv()
+                if name == "stop":
+                    kwargs = {"finish": lambda: over.done() or over.set_result(None)}
+                task = loop.create_task(answer(number, getattr(served, name), args, kwargs))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        except EOFError:
+            over.done() or over.set_result(None)
+
+    loop.add_reader(connection.fileno(), read)
+    await over
+    loop.remove_reader(connection.fileno())
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class _Party:
+    """What trainers and workers have in common."""
+
+    scheme: ZMQWeightSyncScheme | None = None
+
+    def __init__(self, emit: Callable[[Any], None]) -> None:
+        self.emit = emit
+
+    async def version(self) -> int:
+        assert self.scheme is not None
+        return self.scheme.version
+
+    async def status(self) -> dict[int, WorkerStatus]:
+        assert self.scheme is not None
+        return self.scheme.status()
+
+    async def closed(self) -> bool:
+        assert self.scheme is not None
+        return self.scheme.closed
+
+    async def shutdown(self) -> None:
+        if self.scheme is not None:
+            await self.scheme.shutdown()
+
+    async def stop(self, finish: Callable[[], Any]) -> None:
+        try:
+            await self.shutdown()
+        finally:
+            asyncio.get_running_loop().call_soon(finish)
+
+
+class Trainer(_Party):
+    """A sender of :class:`Filled` weights."""
+
+    async def connect(self, scheme: ZMQWeightSyncScheme, numel: int, value: float, timeout: float = 30.0) -> int:
+        self.model = Filled(numel, value)
+        scheme.init_on_sender(model_id="policy", model=self.model)
+        self.scheme = scheme
+        await scheme.connect(timeout=timeout)
+        return scheme.version
+
+    async def publish(self, value: float) -> int:
+        assert self.scheme is not None
+        return await self.scheme.publish(self.model.fill(value))
+
+    async def send(self, value: float, timeout: float = 30.0) -> int:
+        assert self.scheme is not None
+        return await self.scheme.send_async(self.model.fill(value), timeout=timeout)
+
+
+class Worker(_Party):
+    """A receiver of them, which notes every version that it applies."""
+
+    async def connect(
+        self,
+        scheme: ZMQWeightSyncScheme,
+        worker_idx: int,
+        numel: int,
+        *,
+        elsewhere: bool = False,
+        broken_gate: bool = False,
+        timeout: float = 30.0,
+        settings: dict[str, Any] | None = None,
+    ) -> int:
+        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody."""
+        if elsewhere:
+            from asyncsync import receiver
+            from asyncsync.publisher import Identity
+
+            receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
+        self.model = Filled(numel, -1.0)
+        self.applied: list[int] = []
+        self.scheme = scheme
+        scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx)
+        if broken_gate:
+            scheme.bus._gate = BrokenGate()
+            binding.copy_tensors = _copy_one_by_one
+        if settings is not None:
+            impatient(scheme, **settings)
+        scheme._register()
+        subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
+        original = subscriber.applied
+
+        def applied(staging: Any, now: float) -> None:
+            original(staging, now)
+            self.applied += staging.versions.values()
+
+        subscriber.applied = applied  # type: ignore[method-assign, union-attr]
+        await scheme.connect(timeout=timeout)
+        return scheme.version
+
+    async def receive(self, timeout: float | None = None) -> float | None:
+        assert self.scheme is not None
+        weights = await self.scheme.receive(timeout)
+        return None if weights is None else value_of(weights)
+
+    async def fetch(self, timeout: float = 30.0) -> float:
+        assert self.scheme is not None
+        return value_of(await self.scheme.fetch(timeout))
+
+    async def wait_version(self, version: int, timeout: float = 30.0) -> float:
+        """Returns what the model holds then."""
+        assert self.scheme is not None
+        await self.scheme.wait_version(version, timeout=timeout)
+        return self.model.value
+
+    async def value(self) -> float:
+        return self.model.value
+
+    async def applied_versions(self) -> list[int]:
+        return self.applied
+
+    async def slabs(self) -> int:
+        assert self.scheme is not None
+        return self.scheme.bus._link.subscriber.pool.slabs  # type: ignore[union-attr]
+
+    async def halt_in(self, point: str, nth: int = 1) -> None:
+        """Emit the name of a point and stop this process there (SIGSTOP), in the ``nth`` chunk or half way through an apply."""
+
+        def halt() -> None:
+            self.emit(point)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        assert self.scheme is not None
+        if point == "transfer":
+            subscriber = self.scheme.bus._link.subscriber  # type: ignore[union-attr]
+            original, count = subscriber._on_chunk, 0
+
+            def on_chunk(*args: Any) -> None:
+                nonlocal count
+                count += 1
+                if count == nth:
+                    halt()
+                original(*args)
+
+            subscriber._on_chunk = on_chunk  # type: ignore[method-assign]
+        else:
+
+            def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+                half = len(destinations) // 2
+                _copy(destinations[:half], sources[:half])
+                halt()
+                _copy(destinations[half:], sources[half:])
+
+            binding.copy_tensors = copy_half
+
+    async def forwards(self, count: int) -> tuple[int, int]:
+        """Half on the loop and in ``hold()`` blocks there, half in threads; returns how many were torn, and values seen."""
+        torn = 0
+        seen: set[float] = set()
+
+        def note(*values: float) -> None:
+            nonlocal torn
+            torn += len(set(values)) > 1
+            seen.update(values)
+
+        async def on_the_loop() -> None:
+            assert self.scheme is not None
+            for i in range(count // 2):
+                if i % 10:
+                    note(*self.model())
+                else:
+                    async with self.scheme.hold():
+                        first = self.model()
+                        await asyncio.sleep(0)
+                        note(*first, *self.model())
+                await asyncio.sleep(0)
+
+        async def in_threads(number: int) -> None:
+            for _ in range(number):
+                note(*await asyncio.to_thread(self.model))
+
+        await asyncio.gather(on_the_loop(), in_threads(count // 4), in_threads(count - count // 2 - count // 4))
+        return torn, len(seen)
+
+
+_copy = binding.copy_tensors
+
+
+def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    for destination, source in zip(destinations, sources, strict=True):
+        _copy([destination], [source])
+        time.sleep(0)
+
+
+class BrokenGate(Gate):
+    """Lets every update through at once."""
+
+    def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        update()
+        done(None)

@@ -1,0 +1,887 @@
+"""Layout and slab: weights become one byte buffer and come out of it unchanged."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import nn
+
+from asyncsync import slab as slab_module
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.layout import (
+    ALIGNMENT,
+    DTYPES,
+    MAX_VALUE_BYTES,
+    FlatWeights,
+    Layout,
+    flatten,
+    nest,
+    pack_values,
+    unpack_values,
+)
+from asyncsync.packing import check_structure
+from asyncsync.slab import Slab, SlabPool, clone, copy_flat, cuda_events, pack
+
+
+def packed(weights: Any, pool: SlabPool | None = None) -> Slab:
+    flat = weights if isinstance(weights, FlatWeights) else flatten(weights)
+    slab = (pool or SlabPool()).acquire(Layout.of(flat))
+    pack(slab, flat)
+    return slab
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    if plain.dtype.itemsize == 1:
+        plain = plain.view(torch.uint8)  # not every dtype can be copied
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def raw(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern, NaNs with payloads among them; a bool is 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    content = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return content.view(dtype)
+
+
+# -- what goes in comes out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_comes_back_bit_by_bit(name: str) -> None:
+    dtype = DTYPES[name]
+    weights = {
+        "vector": raw(dtype, 37),
+        "another": raw(dtype, 5, seed=1),
+        "matrix": raw(dtype, 32, seed=2).view(4, 8),
+        "scalar": raw(dtype, 1, seed=3)[0],
+        "empty": torch.empty((3, 0), dtype=dtype),
+    }
+    tensors = packed(weights).tensors()
+    for key, tensor in weights.items():
+        got = tensors[(key,)]
+        assert (got.dtype, got.shape) == (dtype, tensor.shape)
+        assert bits(got) == bits(tensor)
+
+
+def test_the_allow_list_has_every_dtype_of_torch_but_the_quantised_ones() -> None:
+    all_dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    left_out = {str(dtype).removeprefix("torch.") for dtype in all_dtypes - set(DTYPES.values())}
+    assert left_out <= {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
+
+
+def views_of_a_tensor() -> dict[str, torch.Tensor]:
+    base = torch.arange(24.0).reshape(4, 6)
+    z = torch.complex(torch.randn(3, 4), torch.randn(3, 4))
+    return {
+        "transposed": base.t(),
+        "strided": base[::2, ::3],
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 5),
+        "conjugate": z.conj(),
+        "imaginary part of a conjugate": z.conj().imag,
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "a slice with an offset": torch.arange(10)[3:7],
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "no elements": torch.empty(0),
+        "no elements in one direction": torch.empty(5, 0, 2),
+        "needs grad": torch.randn(3, requires_grad=True) * 2,
+    }
+
+
+@pytest.mark.parametrize("name", views_of_a_tensor())
+def test_a_tensor_of_any_memory_format_arrives_as_its_values(name: str) -> None:
+    tensor = views_of_a_tensor()[name]
+    slab = packed({"x": tensor, "beside": tensor.detach().clone()})
+    got = slab.tensors()[("x",)]
+    assert got.shape == tensor.shape
+    assert got.is_contiguous()
+    assert not got.requires_grad
+    assert torch.equal(got, tensor.detach())
+
+
+def test_a_boolean_of_a_million_is_not_special() -> None:
+    flags = torch.rand(1_000_003) > 0.5
+    assert torch.equal(packed({"flags": flags}).tensors()[("flags",)], flags)
+
+
+def test_every_view_begins_at_a_multiple_of_64_bytes() -> None:
+    weights = {f"{name}{size}": raw(dtype, size) for name, dtype in DTYPES.items() for size in (1, 3, 64, 65)}
+    slab = packed(weights)
+    assert slab.buffer.data_ptr() % ALIGNMENT == 0
+    assert all(view.data_ptr() % ALIGNMENT == 0 for view in slab.views)
+    assert all(entry.offset % ALIGNMENT == 0 for entry in slab.layout.entries)
+
+
+def test_packing_is_a_snapshot() -> None:
+    source = torch.zeros(1000)
+    slab = packed({"w": source})
+    source.fill_(1)
+    assert not slab.tensors()[("w",)].any()
+
+
+def test_a_copy_of_a_slab_is_independent() -> None:
+    slab = packed({"w": torch.ones(10), "note": "one"})
+    twin = slab.copy()
+    slab.tensors()[("w",)].zero_()
+    assert twin.tensors()[("w",)].sum() == 10
+    assert twin.weights()["note"] == "one"
+    twin.release()
+
+
+def test_many_small_tensors_of_one_kind_lie_side_by_side() -> None:
+    flat = flatten({f"p{i}": torch.full((64, 16), float(i)) for i in range(50)})
+    layout = Layout.of(flat)
+    assert layout.runs == ((0, 50),)
+    slab = packed(flat)
+    for i in range(50):
+        assert (slab.tensors()[(f"p{i}",)] == i).all()
+
+
+def test_packing_does_not_care_for_the_mode_or_the_default_device_of_its_caller() -> None:
+    pool = SlabPool()
+    with torch.inference_mode(), torch.device("meta"):
+        slab = packed({"w": torch.ones(4, device="cpu"), "none": torch.empty(0, device="cpu")}, pool)
+        assert slab.tensors()[("w",)].sum() == 4
+    assert not any(view.is_inference() or view.is_meta for view in slab.views)
+    pack(slab, flatten({"w": torch.zeros(4), "none": torch.empty(0)}))  # outside of inference mode
+    assert slab.tensors()[("w",)].sum() == 0
+    slab.release()
+
+
+def test_weights_made_in_inference_mode_can_be_sent() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(3, 3)
+    assert torch.equal(packed(dict(model.state_dict())).tensors()[("weight",)], model.weight)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_nested_tensordicts_dicts_and_dotted_names_are_the_same_paths() -> None:
+    w, b = torch.randn(2, 2), torch.randn(2)
+    paths = [("0", "bias"), ("0", "weight")]
+    for weights in (
+        {"0.weight": w, "0.bias": b},
+        {"0": {"weight": w, "bias": b}},
+        TensorDict({"0": {"weight": w, "bias": b}}),
+        {"0": TensorDict({"weight": w, "bias": b})},
+    ):
+        assert sorted(flatten(weights).tensors) == paths
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}},
+        {"a.b": torch.zeros(1), "a": {"b": "value"}},
+        TensorDict({"a.b": torch.zeros(1), "a": TensorDict({"b": torch.ones(1)})}),
+    ],
+    ids=["tensors", "tensor and value", "tensordict"],
+)
+def test_two_keys_with_one_dotted_name_are_refused(weights: Any) -> None:
+    with pytest.raises(ValueError, match=r"'a\.b'"):
+        Layout.of(flatten(weights))
+
+
+def test_a_key_cannot_be_a_tensor_and_have_others_below_it() -> None:
+    with pytest.raises(ValueError, match="'a'"):
+        Layout.of(flatten({"a": torch.zeros(1), "a.b": torch.zeros(1)}))
+
+
+def test_keys_must_be_strings() -> None:
+    with pytest.raises(TypeError, match="3"):
+        flatten({3: torch.zeros(1)})  # type: ignore[dict-item]
+
+
+def test_numpy_arrays_are_tensors() -> None:
+    frozen = np.arange(6.0).reshape(2, 3)
+    frozen.flags.writeable = False
+    weights = {"frozen": frozen, "backwards": np.arange(4)[::-1], "scalar": np.array(2.5)}
+    tensors = packed(weights).tensors()
+    for key, array in weights.items():
+        assert np.array_equal(tensors[(key,)].numpy(), array)
+    with pytest.raises(TypeError, match="'words'"):
+        flatten({"words": np.array(["a"])})
+
+
+def test_nest_builds_the_tree_that_flatten_took_apart() -> None:
+    tree = TensorDict({"a": {"b": torch.ones(2)}, "c": torch.zeros(1), "note": "text"})
+    flat = flatten(tree)
+    assert flat.values == {("note",): "text"}
+    back = nest(flat.tensors, flat.values)
+    assert torch.equal(back["a", "b"], tree["a", "b"])
+    assert back["note"] == "text"
+
+
+# -- what cannot be sent -----------------------------------------------------------------------------------------------
+
+
+class Distributed(torch.Tensor):
+    """What a DTensor looks like from outside."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return torch.Tensor(self)
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
+    "coo": (lambda: torch.eye(2).to_sparse(), TypeError, "to_dense"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), TypeError, "to_dense"),
+    "mkldnn": (lambda: torch.eye(2).to_mkldnn(), TypeError, "to_dense"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), TypeError, "int_repr"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), TypeError, "to_padded_tensor"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), TypeError, "unbind"),
+    "meta": (lambda: torch.empty(2, device="meta"), ValueError, "materialise"),
+    "lazy": (lambda: nn.LazyLinear(2).weight, ValueError, "forward"),
+    "lazy buffer": (lambda: nn.LazyBatchNorm1d().running_mean, ValueError, "forward"),
+    "distributed": (lambda: torch.ones(2).as_subclass(Distributed), TypeError, "full_tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_without_plain_bytes_is_refused_by_name_with_a_remedy(kind: str) -> None:
+    make, error, remedy = REFUSED[kind]
+    tensor = make()
+    with pytest.raises(error, match=f"'layer.odd'.*{remedy}"):
+        Layout.of(flatten({"fine": torch.ones(1), "layer.odd": tensor}))
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, 1 << 70, lambda: None, {(1, 2): 3}, "\ud800", msgpack.Timestamp(1)]
+)
+def test_a_value_that_the_receiver_could_not_read_is_refused_by_the_sender(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"'layer\._extra_state'"):
+        Layout.of(flatten({"layer._extra_state": value}))
+
+
+def deep(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [b"x" * (MAX_VALUE_BYTES + 1), list(range(1 << 18)), deep(80)], ids=["large", "many", "deep"]
+)
+def test_a_value_beyond_the_receivers_limits_is_refused_by_the_sender(value: Any) -> None:
+    with pytest.raises(LimitExceeded, match=r"_extra_state.*make it a tensor"):
+        Layout.of(flatten({"_extra_state": value}))
+
+
+def test_values_are_limited_together_as_well() -> None:
+    flat = flatten({f"v{i}": b"x" * (MAX_VALUE_BYTES // 2) for i in range(3)})
+    layout = Layout.of(flat)
+    with pytest.raises(LimitExceeded):
+        pack(SlabPool().acquire(layout), flat)
+
+
+def test_extra_state_may_be_a_dictionary() -> None:
+    state = {"scale": 0.5, "names": ["a", "b"], 3: None, "blob": b"\x00\xff"}
+    slab = packed({"layer._extra_state": state, "layer.w": torch.ones(1)})
+    assert unpack_values(slab.values, slab.layout) == {("layer", "_extra_state"): state}
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_stored_once_and_found_under_each_name() -> None:
+    shared = torch.randn(100, 16)
+    slab = packed({"embed": shared, "head": shared, "own": torch.randn(100, 16)})
+    assert slab.nbytes == 2 * 100 * 16 * 4
+    tensors = slab.tensors()
+    assert tensors[("embed",)] is tensors[("head",)]
+    assert torch.equal(tensors[("head",)], shared)
+
+
+def test_two_views_of_one_memory_are_tied_only_if_they_show_the_same() -> None:
+    base = torch.randn(4, 4)
+    z = torch.complex(base, base)
+    for other in (base.t(), base[:2], base.view(torch.int32), base.view(16)):
+        layout = Layout.of(flatten({"a": base, "b": other}))
+        assert not layout.aliases
+        assert layout.describes(flatten({"a": base, "b": other}))
+    assert not Layout.of(flatten({"a": z, "b": z.conj()})).aliases
+    assert Layout.of(flatten({"a": base, "b": base.view(4, 4)})).aliases
+
+
+# -- the schema --------------------------------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    shared = torch.randn(4, 4)
+    return {
+        "a": torch.randn(4, 4),
+        "b": torch.randn(4, 4),
+        "tied": shared,
+        "again": shared,
+        "none": torch.empty(0),
+        "scalar": torch.tensor(1),
+        "value": 3,
+    }
+
+
+def changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda weights: weights.update(changes)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "shape": changed(a=torch.randn(4, 5)),
+    "same memory, other shape": lambda w: w.update(a=w["a"].view(16)),
+    "rank": changed(scalar=torch.tensor([1])),
+    "shape of an empty one": changed(none=torch.empty(0, 2)),
+    "dtype": changed(a=torch.zeros(4, 4, dtype=torch.int32)),
+    "new key": changed(more=torch.zeros(1)),
+    "new value": changed(more=1),
+    "removed key": lambda w: w.pop("a"),
+    "renamed key": lambda w: w.update(other=w.pop("a")),
+    "removed value": lambda w: w.pop("value"),
+    "tie made": lambda w: w.update(b=w["a"]),
+    "tie broken": lambda w: w.update(again=w["tied"].clone()),
+    "tie to another": lambda w: w.update(again=w["a"]),
+    "tie by re-pointing": lambda w: setattr(w["b"], "data", w["a"]),
+    "tie broken by re-pointing": lambda w: w.update(again=w["tied"].t()),
+    "to meta": lambda w: w.update(a=w["a"].to("meta")),
+    "to sparse": lambda w: w.update(a=w["a"].to_sparse()),
+    "nested": lambda w: w.update(a=torch.nested.nested_tensor([torch.ones(4)] * 4)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layout_does_not_describe_weights_whose_schema_has_changed(change: str) -> None:
+    weights = schema()
+    layout = Layout.of(flatten(weights))
+    assert layout.describes(flatten(weights))
+    CHANGES[change](weights)
+    assert not layout.describes(flatten(weights))
+
+
+def test_a_layout_describes_the_same_schema_in_other_memory() -> None:
+    weights = schema()
+    layout = Layout.of(flatten(weights))
+    weights["a"] = torch.randn(4, 4)
+    weights["b"].data = torch.randn(4, 4)
+    weights["value"] = [1, 2, 3]
+    weights["tied"].data = torch.randn(4, 4)  # both names still share it
+    weights["none"] = torch.empty(0)
+    flat = flatten(weights)
+    assert layout.describes(flat)
+    assert Layout.of(flat).digest == layout.digest
+
+
+def test_equal_schemas_have_equal_digests_and_others_have_not() -> None:
+    digests = {Layout.of(flatten(schema())).digest for _ in range(3)}
+    assert len(digests) == 1
+    for change in CHANGES.values():
+        weights = schema()
+        change(weights)
+        try:
+            digests.add(Layout.of(flatten(weights)).digest)
+        except (TypeError, ValueError):
+            continue
+    # "tie broken" and "tie broken by re-pointing" lead to one schema, "tie made" and "tie by re-pointing" to another.
+    assert len(digests) == 1 + len(CHANGES) - 3 - 2
+
+
+# -- a layout on the wire ----------------------------------------------------------------------------------------------
+
+
+def digest_of(blob: bytes) -> bytes:
+    return hashlib.blake2b(blob, digest_size=16).digest()
+
+
+def decoded(raw_layout: Any) -> Layout:
+    blob = raw_layout if isinstance(raw_layout, bytes) else msgpack.packb(raw_layout)
+    return Layout.decode(blob, digest_of(blob))
+
+
+def test_a_layout_survives_the_wire() -> None:
+    layout = Layout.of(flatten(schema()))
+    twin = Layout.decode(memoryview(layout.encoded), layout.digest)
+    assert (twin.entries, twin.aliases, twin.value_paths) == (layout.entries, layout.aliases, layout.value_paths)
+    assert (twin.nbytes, twin.digest, twin.encoded) == (layout.nbytes, layout.digest, layout.encoded)
+
+
+def test_a_layout_must_match_its_digest() -> None:
+    layout = Layout.of(flatten(schema()))
+    with pytest.raises(ProtocolError, match="digest"):
+        Layout.decode(layout.encoded, bytes(16))
+
+
+MALFORMED: dict[str, Any] = {
+    "no list": 3,
+    "too short": [1, []],
+    "another version": [2, [], [], []],
+    "a map for a list": [1, {"a": 1}, [], []],
+    "a text for a list": [1, "abc", [], []],
+    "unknown dtype": [1, [[["a"], "float128", [1]]], [], []],
+    "quantised dtype": [1, [[["a"], "qint8", [1]]], [], []],
+    "no dtype": [1, [[["a"], ["float32"], [1]]], [], []],
+    "negative size": [1, [[["a"], "float32", [-1]]], [], []],
+    "size that is true": [1, [[["a"], "float32", [True]]], [], []],
+    "size that is a float": [1, [[["a"], "float32", [1.0]]], [], []],
+    "too many dimensions": [1, [[["a"], "float32", [1] * 65]], [], []],
+    "too large": [1, [[["a"], "float32", [1 << 41]]], [], []],
+    "too large together": [1, [[[f"a{i}"], "float32", [1 << 39]] for i in range(3)], [], []],
+    "empty, with impossible strides": [1, [[["a"], "float32", [0, 1 << 42, 1 << 42]]], [], []],
+    "empty path": [1, [[[], "float32", [1]]], [], []],
+    "path of numbers": [1, [[[1], "float32", [1]]], [], []],
+    "path too long": [1, [[["a"] * 65, "float32", [1]]], [], []],
+    "tie to nothing": [1, [[["a"], "float32", [1]]], [[["b"], 1]], []],
+    "tie to before the first": [1, [[["a"], "float32", [1]]], [[["b"], -1]], []],
+    "tie to true": [1, [[["a"], "float32", [1]], [["c"], "float32", [1]]], [[["b"], True]], []],
+    "a name twice": [1, [[["a"], "float32", [1]]] * 2, [], []],
+    "a name twice, dotted": [1, [[["a", "b"], "float32", [1]], [["a.b"], "float32", [1]]], [], []],
+    "a tie twice": [1, [[["a"], "float32", [1]]], [[["b"], 0], [["b"], 0]], []],
+    "a tensor that is a group": [1, [[["a"], "float32", [1]], [["a", "b"], "float32", [1]]], [], []],
+    "a value that is a tensor": [1, [[["a"], "float32", [1]]], [], [["a"]]],
+    "not canonical": b"\x94\x01\xdc\x00\x00\x90\x90",
+    "trailing bytes": msgpack.packb([1, [], [], []]) + b"\x00",
+    "ext": b"\x94\x01\xd4\x01\x00\x90\x90",
+    "deep": deep(10),
+    "no text": b"\x94\x01\x90\x90\x91\x91\xa1\xff",
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_layout_is_a_protocol_error(case: str) -> None:
+    with pytest.raises(ProtocolError):
+        decoded(MALFORMED[case])
+
+
+@pytest.mark.parametrize("huge", [b"\xdd\xff\xff\xff\xff", b"\x94\x01\xdd\x7f\xff\xff\xff" + b"\x90" * 100])
+def test_a_length_that_is_only_announced_allocates_nothing(huge: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decoded(huge)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_layouts_have_limits_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.of(flatten(schema()))
+    for limit, value in {"MAX_ENTRIES": 3, "MAX_LAYOUT_BYTES": 20, "MAX_SLAB_BYTES": 100}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"asyncsync.layout.{limit}", value)
+            with pytest.raises(LimitExceeded):
+                Layout.of(flatten(schema()))
+            with pytest.raises(ProtocolError):
+                Layout.decode(layout.encoded, layout.digest)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_a_protocol_error_or_a_canonical_layout(blob: bytes) -> None:
+    try:
+        assert decoded(blob).encoded == blob
+    except ProtocolError:
+        pass
+
+
+@given(st.data())
+def test_a_mutated_layout_is_a_protocol_error_or_another_layout(data: st.DataObject) -> None:
+    blob = bytearray(Layout.of(flatten(schema())).encoded)
+    for _ in range(data.draw(st.integers(1, 4))):
+        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    del blob[data.draw(st.integers(0, len(blob))) :]
+    try:
+        layout = decoded(bytes(blob))
+    except ProtocolError:
+        return
+    if layout.nbytes < 1 << 20:
+        Slab(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)).weights() if not layout.value_paths else None
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(json)
+def test_any_msgpack_value_in_place_of_a_layout_is_a_protocol_error(value: Any) -> None:
+    try:
+        decoded(value)
+    except ProtocolError:
+        pass
+
+
+# -- values on the wire ------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_in_place_of_values_are_a_protocol_error(blob: bytes) -> None:
+    layout = Layout([], value_paths=[("a",), ("b",)])
+    try:
+        assert set(unpack_values(blob, layout)) == {("a",), ("b",)}
+    except ProtocolError:
+        pass
+
+
+@given(json)
+def test_values_come_back(value: Any) -> None:
+    layout = Layout([], value_paths=[("a",), ("b",)])
+    blob = pack_values([value, 1], "it")
+    assert unpack_values(memoryview(blob), layout) == {("a",): value, ("b",): 1}
+
+
+def test_values_must_be_those_of_the_layout() -> None:
+    layout = Layout([], value_paths=[("a",)])
+    for blob in (b"", pack_values([], "it"), pack_values([1, 2], "it"), msgpack.packb({"a": 1}), msgpack.packb(3)):
+        with pytest.raises(ProtocolError):
+            unpack_values(blob, layout)
+    with pytest.raises(ProtocolError):
+        unpack_values(pack_values([1], "it"), Layout([]))
+    assert unpack_values(b"", Layout([])) == {}
+
+
+BOMBS: dict[str, bytes] = {
+    "nested arrays": b"\x91" * 100_000 + b"\xc0",
+    "nested maps": b"\x81\xa1a" * 100_000 + b"\xc0",
+    "empty maps": b"\xdd\x00\x03\x00\x00" + b"\x80" * 0x30000,
+    "huge array": b"\xdd\xff\xff\xff\xff\xc0",
+    "huge map": b"\xdf\xff\xff\xff\xff\xc0",
+    "huge text": b"\xdb\xff\xff\xff\xffabc",
+    "huge bytes": b"\xc6\xff\xff\xff\xffabc",
+    "huge ext": b"\xc9\xff\xff\xff\xff\x01abc",
+    "lying arrays, one in another": b"\xdd\x00\x0f\x00\x00" * 100,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_before_it_takes_memory(bomb: str) -> None:
+    blob = BOMBS[bomb]
+    layout = Layout([], value_paths=[("a",)])
+    tracemalloc.start()
+    try:
+        for read in (
+            lambda: unpack_values(blob, layout),
+            lambda: decoded(blob),
+            lambda: check_structure(blob, max_depth=8, max_items=1000),
+        ):
+            with pytest.raises(ProtocolError):
+                read()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=100))
+def test_the_structure_check_agrees_with_msgpack(blob: bytes) -> None:
+    """What it lets through, msgpack can read, unless a text is no UTF-8 or a map's key cannot be one."""
+    try:
+        check_structure(blob, max_depth=16, max_items=200)
+    except ProtocolError:
+        return
+    try:
+        msgpack.unpackb(blob, raw=True, strict_map_key=False)
+    except (TypeError, msgpack.StackError):  # an unhashable key
+        pass
+
+
+# -- all of it, at random ----------------------------------------------------------------------------------------------
+
+keys = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=4)
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+leaves = st.tuples(shapes, st.sampled_from([n for n in DTYPES if n != "complex32"]), st.integers(0, 1000))
+trees = st.recursive(
+    st.dictionaries(keys, leaves, min_size=1, max_size=4),
+    lambda inner: st.dictionaries(keys, leaves | inner, min_size=1, max_size=4),
+    max_leaves=12,
+)
+
+
+def grown(tree: dict[str, Any]) -> dict[str, Any]:
+    made = {}
+    for key, leaf in tree.items():
+        if isinstance(leaf, dict):
+            made[key] = grown(leaf)
+        else:
+            shape, dtype, seed = leaf
+            made[key] = raw(DTYPES[dtype], int(np.prod(shape, dtype=int)), seed).reshape(shape)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees, st.booleans())
+def test_any_tree_of_tensors_goes_through(tree: dict[str, Any], as_tensordict: bool) -> None:
+    weights = grown(tree)
+    flat = flatten(TensorDict(weights) if as_tensordict else weights)
+    layout = Layout.of(flat)
+    assert layout.describes(flat)
+    pool = SlabPool()
+    sent = pool.acquire(layout)
+    pack(sent, flat)
+    there = Layout.decode(layout.encoded, layout.digest)
+    received = SlabPool().acquire(there)
+    received.memory[:] = sent.memory
+    got = received.tensors()
+    assert got.keys() == flat.tensors.keys()
+    for path, tensor in flat.tensors.items():
+        assert (got[path].dtype, got[path].shape) == (tensor.dtype, tensor.shape)
+        assert bits(got[path]) == bits(tensor)
+    assert flatten(received.weights()).tensors.keys() == flat.tensors.keys()
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clone_shares_nothing_with_its_source() -> None:
+    for name, tensor in {**views_of_a_tensor(), "int4": raw(torch.int4, 8).view(2, 4).t()}.items():
+        copy = clone(tensor)
+        assert copy.is_contiguous(), name
+        assert not copy.requires_grad
+        assert bits(copy) == bits(tensor)
+        assert not copy.numel() or copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def test_a_copy_of_weights_keeps_its_ties() -> None:
+    shared = torch.ones(3)
+    copy = copy_flat(flatten({"a": shared, "b": shared, "v": 1}))
+    shared.zero_()
+    assert copy.tensors[("a",)] is copy.tensors[("b",)]
+    assert copy.tensors[("a",)].sum() == 3
+    assert copy.values == {("v",): 1}
+
+
+def test_without_cuda_sources_there_is_nothing_to_wait_for() -> None:
+    assert cuda_events(flatten({"a": torch.ones(1)})) is None
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+LAYOUT = Layout([(("w",), torch.uint8, (1 << 12,))])
+SMALL = Layout([(("w",), torch.uint8, (1 << 6,))])
+
+
+def test_a_released_slab_is_used_again() -> None:
+    pool = SlabPool()
+    first = pool.acquire(LAYOUT)
+    address = first.buffer.data_ptr()
+    first.retain()
+    first.release()
+    assert pool.acquire(LAYOUT) is not first  # still one reference
+    first.release()
+    again = pool.acquire(LAYOUT)
+    assert again.buffer.data_ptr() == address
+    assert again.references == 1
+
+
+def test_a_slab_used_again_has_forgotten_what_it_was() -> None:
+    pool = SlabPool()
+    slab = packed({"a": torch.ones(4), "v": 1}, pool)
+    slab.descriptor = b"slot 3"
+    slab.release()
+    other = Layout([(("b",), torch.int32, (4,))])
+    again = pool.acquire(other)
+    assert again is slab
+    assert (again.values, again.descriptor, again.streamed) == (b"", None, 64)
+    assert again.tensors().keys() == {("b",)}
+    assert again.views[0].dtype is torch.int32
+
+
+def test_the_pool_keeps_at_most_one_spare() -> None:
+    pool = SlabPool()
+    slabs = [pool.acquire(LAYOUT) for _ in range(3)]
+    assert (pool.slabs, pool.peak) == (3, 3)
+    for slab in slabs:
+        slab.release()
+    assert (pool.slabs, pool.peak) == (1, 3)
+
+
+def test_a_spare_that_does_not_fit_is_let_go() -> None:
+    pool = SlabPool()
+    pool.acquire(LAYOUT).release()
+    small = pool.acquire(SMALL)
+    assert small.buffer.numel() == SMALL.nbytes
+    assert pool.slabs == 1
+
+
+def test_a_release_callback_is_called_once_at_the_last_release() -> None:
+    calls = []
+    slab = SlabPool().acquire(LAYOUT)
+    slab.on_release = lambda: calls.append(1)
+    slab.retain()
+    slab.release()
+    assert not calls
+    slab.release()
+    assert calls == [1]
+
+
+def test_a_slab_is_not_used_again_while_a_piece_of_it_is_alive() -> None:
+    idle = []
+    pool = SlabPool(lambda: idle.append(pool.slabs))
+    slab = pool.acquire(LAYOUT)
+    pieces = [slab.export(0, 10), slab.export(10, 20)]
+    slab.release()
+    assert pool.draining(LAYOUT.nbytes)
+    assert not pool.draining(SMALL.nbytes)
+    other = pool.acquire(LAYOUT)
+    assert other.buffer.data_ptr() != slab.buffer.data_ptr()
+    other.release()
+    pieces.pop()
+    assert not idle
+    pieces.pop()
+    assert idle == [1]
+    assert not pool.draining(LAYOUT.nbytes)
+    assert pool.acquire(LAYOUT) is slab
+
+
+def test_a_piece_that_dies_while_the_slab_is_in_use_changes_nothing() -> None:
+    idle: list[int] = []
+    pool = SlabPool(lambda: idle.append(1))
+    slab = pool.acquire(LAYOUT)
+    del [slab.export(0, 10)][0]
+    assert (slab.exports, idle) == (0, [])
+    slab.release()
+    assert pool.acquire(LAYOUT) is slab
+
+
+def test_a_piece_may_come_back_in_another_thread() -> None:
+    drained = threading.Event()
+    pool = SlabPool(drained.set)
+    slab = pool.acquire(LAYOUT)
+    box = [slab.export(0, 100)]
+    slab.release()
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    assert drained.wait(10)
+    thread.join()
+    assert pool.acquire(LAYOUT) is slab
+
+
+def test_a_piece_may_come_back_in_a_garbage_collection_under_the_pools_lock() -> None:
+    """The finalizer then runs in the thread that holds the lock: it must neither wait for it nor be lost."""
+    drained = threading.Event()
+    pool = SlabPool(drained.set)
+    slab = pool.acquire(LAYOUT)
+    cycle: list[Any] = [slab.export(0, 100)]
+    cycle.append(cycle)
+    slab.release()
+    gc.disable()
+    try:
+        del cycle
+        with pool._locked():
+            gc.collect()
+            assert not drained.is_set()
+        assert drained.is_set()
+    finally:
+        gc.enable()
+    assert pool.acquire(LAYOUT) is slab
+
+
+def test_zeromq_holds_a_piece_until_it_has_sent_it() -> None:
+    drained = threading.Event()
+    pool = SlabPool(drained.set)
+    layout = Layout([(("w",), torch.uint8, (1 << 20,))])
+    slab = pool.acquire(layout)
+    slab.buffer.fill_(7)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
+        b.bind("inproc://slab")
+        a.connect("inproc://slab")
+        a.send(slab.export(0, layout.nbytes), copy=False)
+        slab.release()
+        frame = b.recv(copy=False)
+        assert pool.draining(layout.nbytes)
+        assert bytes(frame.buffer[-3:]) == b"\x07\x07\x07"
+        del frame
+        assert drained.wait(10)
+    assert not pool.draining(layout.nbytes)
+
+
+def test_a_failed_allocation_leaves_the_counts_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SlabPool()
+    held = pool.acquire(LAYOUT)
+
+    def exhausted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab_module, "_allocate", exhausted)
+        with pytest.raises(RuntimeError, match="no memory"):
+            pool.acquire(LAYOUT)
+    assert (pool.slabs, pool.peak) == (1, 1)
+    held.release()
+    assert pool.acquire(LAYOUT) is held
+
+
+def test_a_closed_pool_keeps_nothing() -> None:
+    idle: list[int] = []
+    pool = SlabPool(lambda: idle.append(1))
+    pool.acquire(LAYOUT).release()
+    slab = pool.acquire(LAYOUT)
+    piece = slab.export(0, 1)
+    pool.close()
+    slab.release()
+    assert pool.slabs == 1  # the piece still holds it
+    del piece
+    assert pool.slabs == 0
+    assert not idle
+    other = pool.acquire(LAYOUT)
+    other.release()
+    assert pool.slabs == 0
+
+
+def test_what_is_handed_out_never_shares_memory_with_what_comes_later() -> None:
+    """A model under training publishes; a reader's copies keep what they were."""
+    pool = SlabPool()
+    source = torch.zeros(256)
+    kept = []
+    for version in range(5):
+        source.fill_(version)
+        slab = packed({"w": source}, pool)
+        kept.append(slab.copy().weights())
+        slab.release()
+    assert [w["w"].unique().item() for w in kept] == list(range(5))
+    starts = [w["w"].untyped_storage().data_ptr() for w in kept]
+    assert len(set(starts)) == 5
+    assert pool.peak == 1
+
+
+def test_slabs_of_many_threads_are_counted_right() -> None:
+    pool = SlabPool()
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(200):
+            slab = pool.acquire(LAYOUT)
+            piece = slab.export(0, 8)
+            slab.release()
+            del piece
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.slabs == 1
+    assert pool.peak <= 4 * 2
+
+
+def test_the_order_of_keys_does_not_decide_where_equal_kinds_lie() -> None:
+    tensors = {"a": torch.zeros(16), "b": torch.zeros(16, dtype=torch.int64), "c": torch.zeros(16)}
+    for order in itertools.permutations(tensors):
+        layout = Layout.of(flatten({key: tensors[key] for key in order}))
+        assert len(layout.runs) == 2

@@ -1,0 +1,134 @@
+"""Publisher and subscriber together, over a network that loses, repeats, delays and reorders, while both sides crash.
+
+Always: no worker holds torn weights, weights of another worker, of an older version within an epoch or of an older
+epoch, or half of a publication of several models; a publication that somebody refuses changes nobody; no slab is lost
+or reused too early. And when messages flow again, everybody gets what it should have, and the trainer knows.
+
+The machinery, and what is checked after each step, is in helpers/simulation.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from asyncsync.peer import Peer, Transfer
+from asyncsync.publisher import Publisher
+from asyncsync.staging import Coverage, Incoming
+from asyncsync.subscriber import Subscriber
+from asyncsync.targets import Targets
+from helpers.mutation import mutate
+from helpers.simulation import OPERATIONS, Simulation, World, draw_operations, draw_world
+
+STEPS = 75
+RUNS = 600  # at most, until a mutation must have been noticed
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    count = draw(st.integers(1, 4))
+    return World(
+        workers=count,
+        elastic=draw(st.booleans()),
+        models=draw(st.sampled_from([("policy",), ("policy", "critic"), ("",)])),
+        stubborn=frozenset(draw(st.sets(st.integers(0, count - 1)))),
+        eager=draw(st.booleans()),
+        checksum=draw(st.booleans()),
+        descriptors=draw(st.booleans()),
+        local=draw(st.booleans()),
+    )
+
+
+ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
+    if not parts or not fresh:"""
+
+weighted = [name for name, weight in OPERATIONS.items() for _ in range(max(1, weight))]
+numbers = st.integers(0, 63)
+operations = st.lists(
+    st.tuples(st.sampled_from(weighted), numbers, numbers), min_size=STEPS // 2, max_size=STEPS * 3 // 2
+)
+
+
+@settings(max_examples=400, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+@given(worlds(), operations)
+def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
+    world: World, steps: list[tuple[str, int, int]]
+) -> None:
+    note(f"without its rests: {[step for step in steps if step[0] != 'rest']}")
+    simulation = Simulation(world)
+    simulation.run(steps)
+    simulation.converge()
+
+
+# Each takes away one thing that a guarantee rests on (or two, where either would do), and must be noticed.
+MUTATIONS = {
+    "an update counts as complete before it is": [
+        (Incoming, "complete", "self.coverage.covered == self.total", "self.coverage.covered > 0")
+    ],
+    "bytes that come twice count twice": [(Coverage, "add", "(high - low) - known", "stop - start")],
+    "chunks of another update are taken": [(Subscriber, "_on_chunk", "chunk.serial != incoming.serial", "False")],
+    "checksums are not compared": [(Incoming, "write", "zlib.crc32(data) != crc", "False")],
+    "a transfer does not hold its slab": [(Transfer, "__init__", "slab.retain()", "slab")],
+    "a transfer never lets go of its slab": [(Peer, "end_transfer", "self.transfer.release()", "pass")],
+    "slabs of an update that cannot be converted are lost": [
+        (Subscriber, "_stage", "for part in parts.values():", "for part in ():")
+    ],
+    "slabs of a rejected publication are lost": [
+        (Targets, "_withdraw", "slot.reject(publication)", "slot.pending = []")
+    ],
+    "old updates are taken": [
+        (Subscriber, "_on_update", "update.serial <= self._serial", "False"),
+        (Subscriber, "_stage", "if version > ahead:", "if True:"),
+    ],
+    "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
+    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "self.staged.abandon()", "return")],
+    "everybody gets the same": [(Targets, "target", "if worker in model.own:", "if False:")],
+    "parts go one by one": [(Publisher, "_pump", "if not parts or not fresh:", ONE_BY_ONE)],
+    "a part is sent without the one that is refused": [(Publisher, "_pump", "if t.version not in blocked", "")],
+    "a part is withdrawn with a newer one that is refused": [
+        (
+            Targets,
+            "publish",
+            "(older.layouts, older.workers) == (publication.layouts, whom)",
+            "older.models & publication.models",
+        )
+    ],
+    "nobody is asked before a new layout": [
+        (Publisher, "_unanswered", "candidates = ", "return set()\n    candidates = ")
+    ],
+    "a refusal concerns the refuser only": [(Publisher, "_on_refused", "peer.worker in publication.awaiting", "False")],
+    "no PING": [(Publisher, "tick", "peer.ping_seq += 1", "continue")],
+    "PONG does not show a lost READY": [
+        (Publisher, "_on_pong", "peer.welcome_after_ping < pong.seq and self._unsettled(peer)", "False")
+    ],
+    "PONG does not show a lost UPDATE": [(Publisher, "_on_pong", "pong.serial != transfer.serial", "False")],
+    "a HELLO of an old connection is answered there": [
+        (Publisher, "_hello", "hello.attempt <= peer.hello.attempt", "False")
+    ],
+    "a trainer whose clock has gone back stays behind": [
+        (Publisher, "_outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
+    ],
+    "missing chunks are not asked for again": [
+        (Subscriber, "tick", "incoming.stalled(now, self.settings.retry_interval)", "False")
+    ],
+    "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_simulation_notices_when(monkeypatch: pytest.MonkeyPatch, mutation: str) -> None:
+    for owner, name, old, new in MUTATIONS[mutation]:
+        mutate(monkeypatch, owner, name, old, new)
+    for seed in range(RUNS):
+        source = random.Random(seed)
+        simulation = Simulation(draw_world(source))
+        try:
+            simulation.run(draw_operations(source, STEPS))
+            simulation.converge()
+        except Exception as error:
+            print(f"run {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"{RUNS} runs have not noticed it")

@@ -1,0 +1,877 @@
+"""The publisher alone: the test plays the workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from asyncsync import wire
+from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.publisher import Publisher
+from asyncsync.settings import Settings
+from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
+
+F32, F64, I32 = torch.float32, torch.float64, torch.int32
+PATIENCE = Settings().layout_patience
+RETRY = Settings().retry_interval
+SLOW = Settings().slow_after
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """Two workers are there and have accepted float32; nothing has been published."""
+    desk = Desk()
+    desk.join(0, 1)
+    desk.publisher.assemble("policy")
+    return desk
+
+
+def versions_of(update: wire.Instruction) -> dict[str, int]:
+    assert isinstance(update, wire.Update)
+    return {part.model_id: part.version for part in update.parts}
+
+
+# -- who is there ---------------------------------------------------------------------------------------------------
+
+
+def test_hello_is_answered_with_the_layouts_and_ready_with_the_weights() -> None:
+    desk = Desk(1)
+    version = desk.publish(3)
+    desk.hello(0)
+    (welcome,) = desk.take()
+    assert isinstance(welcome, wire.Welcome)
+    assert (welcome.epoch, welcome.nonce, welcome.attempt) == (EPOCH, nonce(0), 1)
+    assert welcome.models == {"policy": layout().digest}
+    desk.ready(0)
+    (update,) = desk.take()
+    assert versions_of(update) == {"policy": version}
+
+
+def test_a_worker_is_connected_when_it_has_applied_its_target() -> None:
+    desk = Desk(1)
+    assert not desk.publisher.connected(0, ["policy"])
+    desk.hello(0)
+    assert not desk.publisher.connected(0, ["policy"])
+    desk.ready(0)
+    assert desk.publisher.connected(0, ["policy"])  # there is nothing to apply yet
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    assert not desk.publisher.connected(0, ["policy"])
+    desk.finish(0, update)
+    assert desk.publisher.connected(0, ["policy"])
+    desk.publisher.lost(0, nonce(0), "it has died", desk.now)
+    assert not desk.publisher.connected(0, ["policy"])
+
+
+def test_why_a_worker_is_absent_is_told() -> None:
+    desk = Desk(4)
+    desk.hello(1, have={"actor": 0})
+    desk.join(2, 3)
+    desk.publisher.lost(3, nonce(3), "killed", desk.now)
+    why = [desk.publisher.why_absent(w, ["policy"]) for w in range(4)]
+    assert "has not said hello" in why[0]
+    assert "['actor'], not 'policy'" in why[1]
+    assert "has not applied" in why[2]
+    assert "killed" in why[3]
+
+
+def test_a_worker_idx_out_of_range_is_refused_and_changes_nothing() -> None:
+    desk = Desk(2)
+    desk.hello(2)
+    (bye,) = desk.take()
+    assert isinstance(bye, wire.Bye)
+    assert (bye.reason, bye.nonce) == ("refused", nonce(2))
+    assert not desk.publisher.peers
+
+
+def test_an_elastic_trainer_takes_any_worker_idx() -> None:
+    desk = Desk(None)
+    desk.hello(4711)
+    assert desk.publisher.expected() == [4711]
+
+
+def test_the_newest_incarnation_wins_and_the_old_one_is_told() -> None:
+    desk = Desk(1)
+    desk.hello(0, 10, route=b"old")
+    desk.take()
+    desk.hello(0, 11, route=b"new")
+    (bye,) = desk.take(wire.Bye)
+    assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
+    desk.hello(0, 10, route=b"again")
+    (bye,) = desk.take()
+    assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
+    assert desk.publisher.peers[0].nonce == nonce(11)
+    with pytest.raises(ProtocolError):
+        desk.receive(b"old", wire.Ready(EPOCH, {}))
+
+
+def test_a_new_incarnation_gets_everything_again(desk: Desk) -> None:
+    version = desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    desk.hello(0, 10, route=b"new")
+    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
+    (update,) = desk.take(wire.Update, b"new")
+    assert versions_of(update) == {"policy": version}
+
+
+def test_a_worker_that_reconnects_keeps_what_it_has(desk: Desk) -> None:
+    version = desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    desk.hello(0, route=b"new", epoch=EPOCH, have={"policy": version})
+    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
+    assert not desk.take(wire.Update)
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    with pytest.raises(ProtocolError):  # its old route is no longer known
+        desk.applied(0, policy=version)
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_hello_that_comes_late_or_twice_does_not_move_the_worker_back(attempt: int) -> None:
+    desk = Desk(1)
+    desk.hello(0, route=b"old", attempt=1)
+    desk.hello(0, route=b"new", attempt=2)
+    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
+    desk.take()
+    desk.hello(0, route=b"old", attempt=attempt)
+    assert not desk.take()
+    desk.publish()
+    assert desk.take(wire.Update, b"new")
+    assert not desk.take(None, b"old")
+
+
+def test_a_duplicated_hello_does_not_bring_a_worker_back_that_has_left(desk: Desk) -> None:
+    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", "done"))
+    desk.hello(0, attempt=1)
+    assert desk.publisher.peers[0].state == "lost"
+    assert isinstance(desk.publisher.progress(desk.publish(), [0]).failed[0], PeerLost)
+
+
+def test_what_a_worker_claims_of_another_epoch_does_not_count(desk: Desk) -> None:
+    desk.publish()
+    desk.hello(0, 10, route=b"new", epoch=(999, 1), have={"policy": 1})
+    assert desk.publisher.peers[0].applied == {}
+
+
+@pytest.mark.parametrize("models", [{"policy": 0, "": 0}, {"": 0}])
+def test_a_model_without_a_name_is_served_as_it_is(models: dict[str, int]) -> None:
+    desk = Desk(1, models=[""])
+    desk.publish(models=[""])
+    desk.hello(0, have=models)
+    (welcome,) = desk.take()
+    assert welcome.models == {"": layout().digest}  # type: ignore[attr-defined]
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------------
+
+
+def test_before_its_first_update_a_trainer_goes_past_a_higher_epoch() -> None:
+    desk = Desk(2)
+    desk.join(0)
+    desk.hello(1, epoch=(5000, 9), have={"policy": 70})
+    assert desk.publisher.epoch == (5001, 1)
+    assert desk.publisher.fenced is None
+    assert desk.publisher.peers[1].applied == {}
+    welcomes = desk.take(wire.Welcome)
+    assert [w.epoch for w in welcomes] == [(5001, 1)] * 2  # type: ignore[attr-defined]
+    desk.ready(0)
+    desk.ready(1)
+    assert desk.publish() == 1
+    assert [u.epoch for u in desk.take(wire.Update)] == [(5001, 1)] * 2  # type: ignore[attr-defined]
+
+
+def test_going_past_a_higher_epoch_does_not_revive_the_lost() -> None:
+    desk = Desk(2)
+    desk.join(0)
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    desk.hello(1, epoch=(5000, 9))
+    assert desk.publisher.peers[0].state == "lost"
+    assert len(desk.take(wire.Welcome)) == 1
+
+
+def test_after_its_first_update_a_trainer_that_meets_a_higher_epoch_is_fenced(desk: Desk) -> None:
+    version = desk.publish()
+    desk.take()
+    desk.hello(1, 11, route=b"new", epoch=(5000, 9))
+    assert isinstance(desk.publisher.fenced, Fenced)
+    for _ in range(2):
+        with pytest.raises(Fenced, match="newer trainer"):
+            desk.publish()
+        with pytest.raises(Fenced):
+            desk.publisher.check_open()
+    assert desk.publisher.version == version
+    desk.applied(0, policy=version)
+    desk.pass_time(100)
+    desk.publisher.close()
+    assert not desk.take()  # not even BYE: the workers belong to somebody else
+    assert desk.pool.slabs <= 1
+
+
+@pytest.mark.parametrize("end", ["fenced", "closed"])
+def test_a_trainer_at_its_end_has_no_timers(desk: Desk, end: str) -> None:
+    desk.publish()
+    if end == "fenced":
+        desk.hello(1, 11, route=b"new", epoch=(5000, 9))
+    else:
+        desk.publisher.close()
+    desk.publisher.tick(100.0)
+    assert desk.publisher.next_tick(100.0) > 100.0
+
+
+def test_a_lower_epoch_does_not_matter(desk: Desk) -> None:
+    desk.publish()
+    desk.hello(0, route=b"new", epoch=(1, 1), have={"policy": 70})
+    assert desk.publisher.fenced is None
+    assert desk.publisher.epoch == EPOCH
+
+
+# -- targets --------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_monotone_whatever_is_published(desk: Desk) -> None:
+    versions = [desk.publish(), desk.publish(workers=[1]), desk.publish(dtype=F64), desk.publish()]
+    desk.refuse(0, F64)
+    assert [*versions, desk.publish()] == [1, 2, 3, 4, 5]
+    assert desk.publisher.version == 5
+
+
+def test_each_worker_has_its_own_target(desk: Desk) -> None:
+    slabs = {w: slab_of(desk.pool, 10 + w) for w in (0, 1)}
+    version = desk.publisher.publish({"policy": slabs}, None, desk.now)
+    outbox = [(route, payload) for route, i, payload in desk.publisher.outbox if isinstance(i, wire.Update)]
+    contents = {route: torch.frombuffer(bytearray(payload[-1]), dtype=F32)[0].item() for route, payload in outbox}
+    assert contents == {b"0": 10, b"1": 11}
+    assert desk.publisher.targeted(version) == [0, 1]
+
+
+def test_worker_ids_leave_the_others_alone(desk: Desk) -> None:
+    first = desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    second = desk.publish(workers=[1])
+    assert desk.publisher.targeted(second) == [1]
+    assert not desk.take(None, b"0")
+    progress = desk.publisher.progress(second, [0])
+    assert "no target of version 2" in str(progress.failed[0])
+    assert desk.publisher.progress(first, [0, 1]).acked == {0: first, 1: first}
+
+
+def test_a_late_joiner_gets_what_was_last_meant_for_everybody() -> None:
+    desk = Desk(None)
+    desk.join(0)
+    everybody = desk.publish()
+    desk.publish(workers=[0])
+    desk.join(1)
+    assert desk.publisher.targets.target(1, "policy").version == everybody  # type: ignore[union-attr]
+    assert desk.publisher.peers[1].transfer.versions == {"policy": everybody}  # type: ignore[union-attr]
+
+
+def test_what_is_meant_for_everybody_replaces_what_was_meant_for_one(desk: Desk) -> None:
+    desk.publish(workers=[0])
+    everybody = desk.publish()
+    target = desk.publisher.targets.target(0, "policy")
+    assert target is not None
+    assert target.version == everybody
+    assert not desk.publisher.targets.has_own(0)
+
+
+def test_latest_wins_and_a_worker_that_is_behind_skips(desk: Desk) -> None:
+    desk.publish()
+    first, _ = desk.take(wire.Update)
+    for _ in range(5):
+        last = desk.publish()
+    assert not desk.take(wire.Update)  # one UPDATE is outstanding per worker, and stays so
+    desk.staged(0, first)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": last}
+    desk.finish(0, update)
+    assert desk.publisher.progress(3, [0]).acked == {0: last}
+
+
+def test_memory_is_the_targets_and_what_is_being_fetched(desk: Desk) -> None:
+    for _ in range(100):
+        desk.publish()
+        desk.take()
+    assert desk.pool.peak <= 4  # worker 0 and 1 fetch the first, the target, the one being packed, and none spare
+    desk.publisher.close()
+    assert desk.pool.slabs <= 1
+
+
+def test_a_slow_worker_delays_nobody(desk: Desk) -> None:
+    desk.publish()
+    _, update = desk.take(wire.Update)
+    for _ in range(20):
+        desk.finish(1, update)
+        desk.publish()
+        (update,) = desk.take(wire.Update)
+    assert desk.publisher.peers[0].transfer.versions == {"policy": 1}  # type: ignore[union-attr]
+
+
+def test_the_models_of_a_publication_travel_in_one_update() -> None:
+    desk = Desk(1, models=["policy", "critic"])
+    desk.join(0)
+    version = desk.publish(models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": version, "critic": version}
+
+
+def test_a_worker_gets_only_the_models_it_has() -> None:
+    desk = Desk(1, models=["policy", "critic"])
+    desk.publish(models=["policy", "critic"])
+    desk.hello(0, have={"critic": 0})
+    desk.ready(0, models=["critic"])
+    assert not desk.take(wire.Update)  # everybody is waited for before the first connect, with all models
+    desk.publisher.assemble("policy")
+    desk.publisher.assemble("critic")
+    version = desk.publish(models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"critic": version}
+    desk.finish(0, update)
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_go_on_credit_only() -> None:
+    desk = Desk(1, settings=SMALL)
+    desk.join(0)
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    assert isinstance(update, wire.Update)
+    assert not update.eager
+    sent = 0
+    for credit, total in [(10, 10), (70, 70), (70, 70), (40, 70), (128, 128), (1 << 60, 128)]:
+        desk.receive(0, wire.Fetch(EPOCH, update.serial, 0, 0, credit))
+        sent += sum(len(payload[0]) for _, _, payload in desk.publisher.outbox)
+        assert all(len(payload[0]) <= SMALL.chunk_bytes for _, _, payload in desk.publisher.outbox)
+        desk.take()
+        assert sent == total
+
+
+def test_a_higher_restart_sends_from_the_gap_again_and_a_repeated_one_does_not() -> None:
+    desk = Desk(1, settings=SMALL)
+    desk.join(0)
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    serial = update.serial  # type: ignore[attr-defined]
+    desk.receive(0, wire.Fetch(EPOCH, serial, 0, 0, 128))
+    assert [c.offset for c in desk.take(wire.Chunk)] == [0, 40, 80, 120]  # type: ignore[attr-defined]
+    for expected in ([40, 80], []):
+        desk.receive(0, wire.Fetch(EPOCH, serial, 1, 40, 100))
+        assert [c.offset for c in desk.take(wire.Chunk)] == expected  # type: ignore[attr-defined]
+
+
+def test_a_fetch_of_another_update_is_ignored() -> None:
+    desk = Desk(1, settings=SMALL)
+    desk.join(0)
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    desk.receive(0, wire.Fetch(EPOCH, update.serial + 1, 0, 0, 128))  # type: ignore[attr-defined]
+    assert not desk.take()
+
+
+# -- what got lost --------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_update_is_sent_again_after_ping_and_pong(desk: Desk) -> None:
+    version = desk.publish()
+    desk.take()
+    desk.pass_time(1)
+    assert desk.take(wire.Ping)
+    desk.pong(0)
+    assert desk.take(wire.Welcome, b"0")  # maybe it was dropped because its layout is not known any more
+    desk.ready(0)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": version}
+
+
+def test_an_update_that_is_still_being_received_is_not_sent_again(desk: Desk) -> None:
+    desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.pass_time(1)
+    desk.pong(0, serial=update.serial)  # type: ignore[attr-defined]
+    desk.ready(0)
+    assert not desk.take(wire.Update)
+
+
+def test_a_pong_to_an_older_ping_does_not_speak_about_a_newer_update(desk: Desk) -> None:
+    desk.pass_time(1)
+    desk.publish()
+    desk.take()
+    desk.pong(0)
+    desk.ready(0)
+    assert not desk.take()
+
+
+def test_a_lost_staged_is_repaired_by_pong(desk: Desk) -> None:
+    desk.publish()
+    desk.take()
+    desk.publish()
+    desk.pass_time(1)
+    desk.take()
+    desk.pong(0, staged={"policy": 1})
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": 2}
+
+
+def test_a_lost_applied_is_repaired_by_pong(desk: Desk) -> None:
+    version = desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.staged(0, update)
+    desk.pass_time(1)
+    assert desk.publisher.progress(version, [0]).waiting == {0}
+    desk.pong(0, {"policy": version})
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+
+
+def test_a_staging_that_the_worker_has_dropped_is_sent_again(desk: Desk) -> None:
+    desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.staged(0, update)
+    desk.pass_time(1)
+    desk.take()
+    desk.pong(0)
+    assert desk.take(wire.Update)
+
+
+def test_a_lost_ready_is_asked_for_again(desk: Desk) -> None:
+    desk.publish(dtype=F64)
+    desk.take()
+    desk.pass_time(1)
+    desk.take()
+    desk.ready(1, F64)
+    desk.pong(0)
+    assert [type(i) for i in desk.take(None, b"0")] == [wire.Welcome]
+    desk.ready(0, F64)
+    assert len(desk.take(wire.Update)) == 2
+
+
+def test_a_pong_from_before_a_reconnect_does_not_count(desk: Desk) -> None:
+    desk.pass_time(1)
+    seq = desk.publisher.peers[0].ping_seq
+    desk.hello(0, epoch=EPOCH)
+    desk.ready(0)
+    version = desk.publish()
+    desk.take()
+    desk.pong(0, seq=seq)
+    assert not desk.take()
+    assert desk.publisher.peers[0].transfer.versions == {"policy": version}  # type: ignore[union-attr]
+
+
+# -- liveness -------------------------------------------------------------------------------------------------------
+
+
+def test_silence_makes_a_worker_slow_and_a_word_live_again(desk: Desk) -> None:
+    desk.now = SLOW - 0.01
+    desk.pong(1, seq=0)
+    desk.pass_time(0.02)
+    assert [desk.publisher.peers[w].state for w in (0, 1)] == ["slow", "live"]
+    desk.pong(0)
+    assert desk.publisher.peers[0].state == "live"
+
+
+def test_silence_alone_never_loses_a_worker(desk: Desk) -> None:
+    desk.pass_time(3600)
+    assert [p.state for p in desk.publisher.peers.values()] == ["slow", "slow"]
+    assert desk.publisher.progress(desk.publish(), [0, 1]).waiting == {0, 1}
+
+
+def test_a_silent_worker_gets_few_pings(desk: Desk) -> None:
+    desk.pass_time(1)
+    desk.pong(1)
+    desk.take()
+    for _ in range(20):
+        desk.pass_time(1)
+        desk.pong(1)
+    pings = Counter(route for route, i, _ in desk.publisher.outbox if isinstance(i, wire.Ping))
+    assert pings[b"1"] == 20
+    assert pings[b"0"] == 20 // RETRY
+
+
+def test_a_worker_whose_process_has_ended_is_lost_at_once(desk: Desk) -> None:
+    version = desk.publish()
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    progress = desk.publisher.progress(version, [0, 1])
+    assert "killed" in str(progress.failed[0])
+    assert isinstance(progress.failed[0], PeerLost)
+    assert progress.waiting == {1}
+    assert desk.publisher.peers[0].transfer is None
+
+
+def test_the_death_of_an_older_incarnation_is_no_news(desk: Desk) -> None:
+    desk.hello(0, 10, route=b"new")
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    assert desk.publisher.peers[0].state == "live"
+
+
+def test_a_lost_worker_comes_back_with_hello(desk: Desk) -> None:
+    desk.publisher.lost(0, nonce(0), "gone", desk.now)
+    version = desk.publish()
+    desk.take()
+    desk.hello(0, epoch=EPOCH)
+    desk.ready(0)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": version}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_only_a_remote_worker_is_lost_because_it_cannot_be_reached(local: bool) -> None:
+    desk = Desk(1)
+    desk.hello(0, local=local)
+    desk.publisher.unreachable(b"0", 1.0)
+    desk.publisher.unreachable(b"0", 1.0 + RETRY - 0.1)
+    assert not desk.publisher.peers[0].lost
+    desk.publisher.unreachable(b"0", 1.0 + RETRY)
+    assert bool(desk.publisher.peers[0].lost) is not local
+
+
+def test_an_unreachable_worker_keeps_the_slab_that_it_may_be_reading(desk: Desk) -> None:
+    desk.publish()
+    desk.take()
+    slab = desk.publisher.peers[0].transfer.parts["policy"][1]  # type: ignore[union-attr]
+    desk.publisher.unreachable(b"0", desk.now)
+    desk.publish()
+    assert slab.references == 2  # worker 0 and worker 1
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    assert slab.references == 1
+
+
+def test_a_worker_that_leaves_is_lost_and_releases_everything(desk: Desk) -> None:
+    desk.publish()
+    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", "done"))
+    assert desk.publisher.peers[0].state == "lost"
+    assert desk.publisher.peers[0].transfer is None
+    assert "it has left: done" in str(desk.publisher.progress(1, [0]).failed[0])
+
+
+def test_an_elastic_trainer_forgets_who_is_long_gone() -> None:
+    desk = Desk(None)
+    desk.join(0, 1)
+    desk.publisher.lost(0, nonce(0), "gone", desk.now)
+    version = desk.publish()
+    assert desk.publisher.targeted(version) == [1]
+    desk.pass_time(70)
+    assert list(desk.publisher.peers) == [1]
+
+
+def test_a_full_queue_marks_a_worker_slow(desk: Desk) -> None:
+    desk.publisher.clogged(b"0")
+    assert [p.state for p in desk.publisher.peers.values()] == ["slow", "live"]
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+
+def test_before_everybody_was_there_nothing_is_sent() -> None:
+    desk = Desk(2)
+    version = desk.publish()
+    desk.join(0)
+    desk.pass_time(1000)
+    assert not desk.take(wire.Update)
+    assert desk.publisher.progress(version, [0, 1]).waiting == {0, 1}
+    desk.hello(1)
+    assert not desk.take(wire.Update)
+    desk.ready(1)
+    assert len(desk.take(wire.Update)) == 2
+
+
+def test_worker_ids_wait_for_these_workers_only() -> None:
+    desk = Desk(2)
+    desk.join(0)
+    desk.publish(workers=[0])
+    assert len(desk.take(wire.Update)) == 1
+    desk.publish()
+    desk.pass_time(1000)
+    assert not desk.take(wire.Update)  # not everybody was there once
+
+
+def test_a_new_layout_is_withheld_until_all_have_answered(desk: Desk) -> None:
+    old = desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    new = desk.publish(dtype=F64)
+    assert [w.models for w in desk.take()] == [{"policy": layout(F64).digest}] * 2  # type: ignore[attr-defined]
+    desk.ready(0, F64)
+    assert not desk.take()
+    target = desk.publisher.targets.target(0, "policy")
+    assert target is not None
+    assert target.version == old
+    desk.ready(1, F64)
+    assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": new}] * 2
+
+
+def test_one_refusal_changes_no_worker(desk: Desk) -> None:
+    old = desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    new = desk.publish(dtype=F64)
+    desk.ready(0, F64)
+    desk.take()
+    desk.refuse(1, F64)
+    assert not desk.take(wire.Update)
+    assert desk.publisher.targeted(new) == [0, 1]
+    failed = desk.publisher.progress(new, [0, 1]).failed
+    assert all(isinstance(error, SchemaMismatch) for error in failed.values())
+    assert "it does not fit" in str(failed[1])
+    assert "worker 1 cannot take it" in str(failed[0])
+    assert desk.publisher.progress(old, [0, 1]).acked == {0: old, 1: old}
+    assert desk.pool.slabs <= 2
+
+
+def test_a_refused_layout_is_refused_at_once_the_next_time(desk: Desk) -> None:
+    desk.publish()
+    desk.publish(dtype=F64)
+    desk.refuse(1, F64)
+    desk.take()
+    again = desk.publish(dtype=F64)
+    assert set(desk.publisher.progress(again, [0, 1]).failed) == {0, 1}
+    assert not desk.take()
+
+
+def test_a_silent_worker_holds_up_a_new_layout_for_the_patience_only(desk: Desk) -> None:
+    version = desk.publish(dtype=F64)
+    desk.ready(0, F64)
+    desk.take()
+    desk.now = PATIENCE - 0.01
+    desk.publisher.tick(desk.now)
+    assert not desk.take(wire.Update)
+    assert desk.publisher.next_tick(desk.now) <= PATIENCE
+    desk.pass_time(0.02)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": version}
+    desk.ready(1, F64)
+    assert desk.take(wire.Update)
+
+
+def test_the_patience_counts_from_the_first_publication_with_this_layout(desk: Desk) -> None:
+    for _ in range(10):
+        version = desk.publish(dtype=F64)
+        desk.ready(0, F64)
+        desk.pong(1, seq=0)  # it lives, but does not answer for the layout
+        desk.pass_time(PATIENCE / 8)
+    updates = [i for i in desk.take() if isinstance(i, wire.Update)]
+    assert updates
+    assert versions_of(updates[0])["policy"] < version
+
+
+def test_a_slow_worker_does_not_hold_up_a_new_layout(desk: Desk) -> None:
+    desk.publisher.clogged(b"1")
+    desk.publish(dtype=F64)
+    desk.ready(0, F64)
+    assert len(desk.take(wire.Update)) == 1
+
+
+def test_a_worker_that_dies_does_not_hold_up_a_new_layout(desk: Desk) -> None:
+    desk.publish(dtype=F64)
+    desk.ready(0, F64)
+    desk.take()
+    desk.publisher.lost(1, nonce(1), "killed", desk.now)
+    assert len(desk.take(wire.Update)) == 1
+
+
+def test_a_newcomer_does_not_hold_up_a_layout_that_is_in_use() -> None:
+    desk = Desk(None)
+    desk.join(0)
+    desk.publish()
+    desk.take()
+    desk.hello(1)
+    version = desk.publish()
+    target = desk.publisher.targets.target(0, "policy")
+    assert target is not None
+    assert target.version == version
+
+
+def test_refusing_a_layout_that_is_in_use_concerns_the_refuser_only() -> None:
+    desk = Desk(None)
+    desk.join(0)
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    desk.finish(0, update)
+    desk.hello(1)
+    pending = desk.publish()
+    desk.refuse(1, F32)
+    for version in (pending, desk.publish()):
+        assert isinstance(desk.publisher.progress(version, [1]).failed[1], SchemaMismatch)
+    updates = desk.take(wire.Update)
+    assert [versions_of(u) for u in updates] == [{"policy": pending}]
+    desk.finish(0, updates[0])
+    assert desk.take(wire.Update)
+    assert "cannot take 'policy'" in desk.publisher.why_absent(1, ["policy"])
+
+
+def test_a_layout_that_one_worker_uses_may_still_be_news_to_the_others(desk: Desk) -> None:
+    desk.publish()
+    desk.publish(workers=[0], dtype=F64)
+    desk.ready(0, F64)
+    desk.take()
+    version = desk.publish(dtype=F64)
+    assert not desk.take(wire.Update)
+    desk.refuse(1, F64)
+    assert set(desk.publisher.progress(version, [0, 1]).failed) == {0, 1}
+
+
+def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
+    desk = Desk(None, models=["policy", "critic"])
+    desk.join(0)
+    desk.publish(models=["policy", "critic"])
+    desk.take()
+    desk.hello(1)
+    desk.refuse(1, F32, "critic")
+    desk.ready(1, models=["policy"])
+    assert not desk.take(wire.Update)
+    for models in (None, ["policy"], ["critic"]):
+        assert isinstance(desk.publisher.progress(1, [1], models).failed[1], SchemaMismatch)
+
+
+def test_a_refusal_leaves_an_older_publication_whole() -> None:
+    desk = Desk(1, models=["policy", "critic"])
+    desk.join(0)
+    desk.publish(models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    desk.finish(0, update)
+    both = desk.publish(models=["policy", "critic"], dtype=F64)
+    desk.publish(models=["critic"], dtype=I32)
+    desk.ready(0, F64, models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": both, "critic": both}
+    desk.refuse(0, I32, "critic")
+    desk.finish(0, update)
+    assert desk.publisher.progress(both, [0]).acked == {0: both}
+    assert isinstance(desk.publisher.progress(both + 1, [0]).failed[0], SchemaMismatch)
+
+
+def test_a_late_joiner_gets_the_target_while_a_new_layout_is_pending(desk: Desk) -> None:
+    desk.publish()
+    desk.publish(dtype=F64)
+    desk.hello(0, 10, route=b"new")
+    (welcome,) = desk.take(wire.Welcome, b"new")
+    assert welcome.models == {"policy": layout(F32).digest}  # type: ignore[attr-defined]
+    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout(F32).digest}))
+    welcome, update = desk.take(None, b"new")
+    assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
+    assert versions_of(update) == {"policy": 1}
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_reported_and_not_sent_again(desk: Desk) -> None:
+    version = desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.staged(0, update)
+    desk.failed(0, update)
+    error = desk.publisher.progress(version, [0]).failed[0]
+    assert isinstance(error, RemoteError)
+    assert error.type_name == "builtins.OSError"
+    desk.pass_time(1)
+    desk.take()
+    desk.pong(0)
+    assert not desk.take()
+
+
+def test_what_failed_goes_along_with_something_new() -> None:
+    desk = Desk(1, models=["policy", "critic"])
+    desk.join(0)
+    first = desk.publish(models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    desk.failed(0, update)
+    second = desk.publish(models=["policy"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": second, "critic": first}
+    desk.finish(0, update)
+    assert desk.publisher.progress(first, [0]).acked == {0: first}
+
+
+def test_a_late_failure_does_not_undo_what_was_applied(desk: Desk) -> None:
+    version = desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.finish(0, update)
+    desk.failed(0, update)
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+
+
+def test_a_worker_that_reconnects_after_a_failure_is_given_another_try(desk: Desk) -> None:
+    desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.failed(0, update)
+    desk.hello(0, epoch=EPOCH)
+    desk.ready(0)
+    assert desk.take(wire.Update)
+
+
+# -- messages that no correct worker sends --------------------------------------------------------------------------
+
+
+def state(publisher: Publisher) -> str:
+    return repr(
+        [(p.worker, p.applied, p.staged, p.failed, p.ready, p.last_seen, p.pong_seq) for p in publisher.peers.values()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("route", "instruction"),
+    [
+        (b"stranger", wire.Ready(EPOCH, {})),
+        (b"0", wire.Ready((EPOCH[0] - 1, 1), {"policy": layout(F64).digest})),
+        (b"0", wire.Applied((EPOCH[0] + 1, 1), {"policy": 1})),
+        (b"0", wire.Applied(EPOCH, {"policy": 2})),
+        (b"0", wire.Applied(EPOCH, {"critic": 1})),
+        (b"0", wire.Failed(EPOCH, 1, {"policy": 2}, False, "E", "", "")),
+        (b"0", wire.Pong(EPOCH, 1, {"policy": 2}, {}, 0)),
+        (b"0", wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, bytes(16), 128),))),
+        (b"0", wire.Welcome(EPOCH, nonce(0), 1, 1, "", 0, {})),
+        (b"0", wire.Hello(0, nonce(10), 1, 1, "", 0, EPOCH, {"policy": 2})),
+    ],
+)
+def test_a_wrong_message_changes_nothing(desk: Desk, route: bytes, instruction: wire.Instruction) -> None:
+    desk.publish()
+    desk.take()
+    before = state(desk.publisher)
+    desk.now = 1.0
+    payload = [b""] if isinstance(instruction, wire.Update) else []
+    with pytest.raises(ProtocolError):
+        desk.publisher.receive(route, *wire.decode([wire.encode(instruction), *payload]), desk.now)
+    assert state(desk.publisher) == before
+    assert not desk.take()
+
+
+def test_a_pong_to_no_ping_is_ignored(desk: Desk) -> None:
+    desk.publish()
+    desk.take()
+    desk.pong(0, seq=5)
+    assert not desk.take()
+    assert desk.publisher.peers[0].pong_seq == 0
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_says_goodbye_and_releases_everything(desk: Desk) -> None:
+    desk.publish()
+    desk.publish(workers=[1])
+    desk.publish(dtype=F64)
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    desk.publisher.close()
+    (bye,) = desk.take()
+    assert (type(bye), bye.reason, bye.nonce) == (wire.Bye, "closed", nonce(1))  # type: ignore[attr-defined]
+    assert desk.pool.slabs == 1  # the spare
+    with pytest.raises(ClosedError):
+        desk.publish()
+    desk.publisher.close()
+    desk.applied(1, policy=1)
+    assert not desk.take()
+
+
+def test_a_worker_asks_for_its_targets(desk: Desk) -> None:
+    first = desk.publish()
+    second = desk.publish(workers=[1])
+    desk.take()
+    for worker in (0, 1):
+        desk.receive(worker, wire.Ping(EPOCH, 9))
+    pongs = desk.take()
+    assert [p.versions for p in pongs] == [{"policy": first}, {"policy": second}]  # type: ignore[attr-defined]
+    assert [p.seq for p in pongs] == [9, 9]  # type: ignore[attr-defined]

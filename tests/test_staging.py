@@ -1,0 +1,225 @@
+"""The receiver's side of one update: pieces in any order, then all parts or none."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync.errors import ProtocolError, SchemaMismatch
+from asyncsync.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.slab import SlabPool
+from asyncsync.staging import Coverage, Incoming, StagedPart, Staging
+from asyncsync.wire import Chunk, Part, Update
+
+EPOCH = (1, 2)
+DIGEST = bytes(16)
+
+
+# -- coverage ----------------------------------------------------------------------------------------------------------
+
+pieces = st.tuples(st.integers(0, 40), st.integers(1, 15)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+@given(st.lists(pieces, max_size=30))
+def test_coverage_counts_bytes_as_a_set_would(added: list[tuple[int, int]]) -> None:
+    coverage, model = Coverage(), set[int]()
+    for start, stop in added:
+        fresh = not model.issuperset(range(start, stop))
+        assert coverage.add(start, stop) is fresh
+        model.update(range(start, stop))
+        assert coverage.covered == len(model)
+        assert coverage.gap() == next(i for i in range(100) if i not in model)
+
+
+# -- bytes that arrive -------------------------------------------------------------------------------------------------
+
+
+def layout_of(nbytes: int) -> Layout:
+    return Layout([(("w",), torch.uint8, (nbytes,))])
+
+
+def incoming(*sizes: int, described: tuple[int, ...] = (), values: list[bytes] | None = None) -> Incoming:
+    layouts = [layout_of(size) for size in sizes]
+    parts = tuple(
+        Part(f"m{i}", 1, DIGEST, layout.nbytes, descriptor=b"slot" if i in described else None)
+        for i, layout in enumerate(layouts)
+    )
+    return Incoming(Update(EPOCH, 5, False, parts), layouts, values or [b""] * len(sizes), SlabPool(), 0.0)
+
+
+def test_pieces_in_any_order_and_number_fill_the_slabs() -> None:
+    update = incoming(128, 64)
+    assert update.total == 192
+    assert not update.write(0, 0, b"", None)
+    assert update.write(1, 0, b"c" * 64, None)
+    assert update.write(0, 64, b"b" * 64, None)
+    assert not update.write(0, 70, b"b" * 10, None)
+    assert not update.complete
+    assert update.write(0, 0, b"a" * 64, None)
+    assert update.complete
+    first, second = update.take()
+    assert bytes(first.memory) == b"a" * 64 + b"b" * 64
+    assert bytes(second.memory) == b"c" * 64
+    assert update.slabs == []
+
+
+@pytest.mark.parametrize(
+    ("part", "offset", "size"), [(0, 65, 64), (0, 128, 1), (0, 1 << 60, 1), (1, 0, 65), (2, 0, 1), (1024, 0, 0)]
+)
+def test_a_piece_that_does_not_fit_is_refused_and_writes_nothing(part: int, offset: int, size: int) -> None:
+    update = incoming(128, 64)
+    before = [bytes(slab.memory) for slab in update.slabs]
+    with pytest.raises(ProtocolError, match="does not fit"):
+        update.write(part, offset, b"\xaa" * size, None)
+    assert update.coverage.covered == 0
+    assert [bytes(slab.memory) for slab in update.slabs] == before
+
+
+def test_a_piece_with_a_wrong_checksum_is_refused_and_can_come_again() -> None:
+    update = incoming(64)
+    data = b"x" * 64
+    with pytest.raises(ProtocolError, match="checksum"):
+        update.write_chunk(Chunk(EPOCH, 5, 0, 0, zlib.crc32(data) ^ 1), data)
+    assert not update.complete
+    assert update.write_chunk(Chunk(EPOCH, 5, 0, 0, zlib.crc32(data)), memoryview(data))
+    assert update.complete
+
+
+def test_a_part_with_a_descriptor_takes_no_pieces_and_is_waited_for() -> None:
+    update = incoming(64, 64, described=(1,))
+    assert update.total == 64
+    with pytest.raises(ProtocolError):
+        update.write(1, 0, b"x", None)
+    update.write(0, 0, b"x" * 64, None)
+    assert not update.streaming
+    assert not update.complete
+    update.fetching.discard(1)
+    assert update.complete
+
+
+def test_an_update_without_bytes_is_complete_at_once() -> None:
+    assert incoming(0).complete
+
+
+def test_only_an_update_that_lacks_pieces_can_stall() -> None:
+    update = incoming(64)
+    assert not update.stalled(0.9, 1.0)
+    assert update.stalled(1.0, 1.0)
+    update.write(0, 0, b"x" * 64, None)
+    assert not update.stalled(100.0, 1.0)
+
+
+def test_values_are_limited_before_any_slab_is_taken() -> None:
+    pool = SlabPool()
+    update = Update(EPOCH, 1, False, (Part("m", 1, DIGEST, 64),))
+    with pytest.raises(ProtocolError):
+        Incoming(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0)
+    assert (pool.slabs, pool.peak) == (0, 0)
+
+
+def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SlabPool()
+    acquire = pool.acquire
+    layouts = [layout_of(64), layout_of(128)]
+
+    def scarce(layout: Layout) -> Any:
+        if layout is layouts[1]:
+            raise MemoryError
+        return acquire(layout)
+
+    monkeypatch.setattr(pool, "acquire", scarce)
+    parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
+    with pytest.raises(MemoryError):
+        Incoming(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0)
+    assert pool._in_use == 0
+
+
+def test_values_are_kept_with_their_slab() -> None:
+    update = incoming(64, 64, values=[b"one", b"two"])
+    assert [slab.values for slab in update.take()] == [b"one", b"two"]
+
+
+# -- parts that wait for the gate --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """What a binding prepared, for one part."""
+
+    def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
+        self.name, self.log, self.error = name, log, error
+
+    def resolve(self) -> None:
+        self.log.append(f"resolve {self.name}")
+        if self.error is not None:
+            raise self.error
+
+    def apply(self) -> None:
+        self.log.append(f"apply {self.name}")
+
+
+def staging(*prepared: Any) -> Staging:
+    pool = SlabPool()
+    parts = {f"m{i}": StagedPart(i + 1, pool.acquire(layout_of(64)), p) for i, p in enumerate(prepared)}
+    return Staging(EPOCH, 3, parts)
+
+
+def references(staged: Staging) -> list[int]:
+    return [part.slab.references for part in staged.parts.values()]
+
+
+def test_every_part_is_resolved_before_any_is_applied() -> None:
+    log: list[str] = []
+    staged = staging(Recorder("a", log), None, Recorder("b", log))
+    assert staged.versions == {"m0": 1, "m1": 2, "m2": 3}
+    staged.run()
+    assert log == ["resolve a", "resolve b", "apply a", "apply b"]
+
+
+def test_nothing_is_applied_if_one_part_does_not_resolve() -> None:
+    log: list[str] = []
+    staged = staging(Recorder("a", log), Recorder("b", log, SchemaMismatch("no")))
+    with pytest.raises(SchemaMismatch):
+        staged.run()
+    assert log == ["resolve a", "resolve b"]
+
+
+def test_what_was_abandoned_does_not_run_and_has_released_its_slabs() -> None:
+    log: list[str] = []
+    staged = staging(Recorder("a", log))
+    staged.abandon()
+    staged.abandon()
+    assert references(staged) == [0]
+    staged.run()
+    assert log == []
+
+
+def test_what_has_begun_cannot_be_abandoned() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Recorder):
+        def apply(self) -> None:
+            entered.set()
+            assert go.wait(10)
+            super().apply()
+
+    log: list[str] = []
+    staged = staging(Slow("a", log))
+    thread = threading.Thread(target=staged.run)
+    thread.start()
+    try:
+        assert entered.wait(10)
+        staged.abandon()
+        assert not staged.abandoned
+        assert references(staged) == [1]
+    finally:
+        go.set()
+        thread.join()
+    assert log == ["resolve a", "apply a"]
+    staged.release()
+    assert references(staged) == [0]

@@ -1,0 +1,658 @@
+"""The subscriber alone: the test plays the trainer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from asyncsync import wire
+from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
+from asyncsync.settings import Settings
+from asyncsync.staging import KEPT_LAYOUTS
+from asyncsync.subscriber import FRUITLESS_RESTARTS, Subscriber
+from helpers.machines import EPOCH, SMALL, Station, layout, nonce
+
+F32, F64 = torch.float32, torch.float64
+NEWER = (EPOCH[0] + 1, 2)
+OLDER = (EPOCH[0] - 1, 9)
+RETRY = SMALL.retry_interval
+
+
+@pytest.fixture
+def station() -> Station:
+    """One float32 model; the trainer has welcomed it."""
+    station = Station()
+    station.join()
+    return station
+
+
+@pytest.fixture
+def pair() -> Station:
+    """Two models."""
+    station = Station(["policy", "critic"])
+    station.join()
+    return station
+
+
+# -- connecting -----------------------------------------------------------------------------------------------------
+
+
+def test_hello_says_who_this_is_and_what_it_has() -> None:
+    station = Station()
+    (hello,) = station.take()
+    assert hello == wire.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0})
+    station.welcome()
+    station.update(1, {"policy": (4, 40)})
+    station.apply()
+    station.take()
+    station.subscriber.connected(station.now)
+    (hello,) = station.take()
+    assert hello == wire.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, {"policy": 4, "": 4})
+
+
+def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:
+    station = Station()
+    times = []
+    while len(times) < 10:
+        station.now = station.subscriber.next_tick(station.now)
+        station.subscriber.tick(station.now)
+        times += [station.now] * len(station.take(wire.Hello))
+    pauses = [b - a for a, b in pairwise(times)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == RETRY
+    station.welcome()
+    station.take()
+    station.pass_time(600)
+    assert not station.take()
+
+
+def test_nothing_is_repeated_without_a_connection() -> None:
+    station = Station()
+    station.subscriber.disconnected()
+    station.take()
+    station.pass_time(600)
+    assert not station.take()
+
+
+def test_ready_names_the_layouts_that_fit() -> None:
+    station = Station()
+    station.take()
+    station.welcome()
+    assert station.take() == [wire.Ready(EPOCH, {"policy": layout().digest})]
+    assert station.subscriber.served == {"policy": layout().digest}
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_ready_and_accepted_later() -> None:
+    station = Station()
+    station.take()
+    station.welcome(F64)
+    refused, ready = station.take()
+    assert isinstance(refused, wire.Refused)
+    assert (refused.model_id, refused.digest) == ("policy", layout(F64).digest)
+    assert "torch.float64" in refused.message
+    assert ready == wire.Ready(EPOCH, {})
+    assert isinstance(station.subscriber.refused["policy"], SchemaMismatch)
+    station.welcome(F32)
+    assert station.subscriber.refused == {}
+
+
+def test_a_model_of_somebody_else_does_not_matter() -> None:
+    station = Station()
+    station.take()
+    station.welcome(models={"policy": layout(), "other": layout(F64)})
+    assert station.take() == [wire.Ready(EPOCH, {"policy": layout().digest})]
+
+
+def test_settled_means_that_there_is_nothing_left_to_apply() -> None:
+    station = Station()
+    assert not station.subscriber.settled("policy")
+    station.welcome(models={"other": None})
+    assert not station.subscriber.settled("policy")
+    station.welcome(models={"policy": None})
+    assert station.subscriber.settled("policy")
+    station.welcome()
+    assert not station.subscriber.settled("policy")
+    station.update(1, {"policy": (1, 10)})
+    assert not station.subscriber.settled("policy")
+    station.apply()
+    assert station.subscriber.settled("policy")
+
+
+def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
+    station = Station()
+    station.take()
+    station.welcome(models={"": layout()})
+    assert station.take() == [wire.Ready(EPOCH, {"": layout().digest})]
+    assert station.subscriber.settled("policy") is False
+    station.update(1, {"": (3, 30)})
+    station.apply()
+    assert station.content() == {30}
+    assert station.subscriber.version("policy") == 3
+    assert station.take(wire.Applied) == [wire.Applied(EPOCH, {"": 3})]
+
+
+def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    station.take()
+    station.subscriber.register("critic", station.bindings["policy"], station.now)
+    (hello,) = station.take()
+    assert hello.have == {"policy": 0, "critic": 0}  # type: ignore[attr-defined]
+    station.chunk(1, 0, 40, 10)
+    station.pass_time(0.01)
+    assert not station.take(wire.Fetch)
+    assert station.subscriber.pool.slabs <= 1
+
+
+# -- updates --------------------------------------------------------------------------------------------------------
+
+
+def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
+    station.update(1, {"policy": (5, 50)})
+    assert station.take() == [wire.Staged(EPOCH, 1)]
+    assert station.content() == {0}
+    assert station.subscriber.version("policy") == 0
+    station.apply()
+    assert station.take() == [wire.Applied(EPOCH, {"policy": 5})]
+    assert station.content() == {50}
+    assert station.subscriber.version("policy") == 5
+    held = station.subscriber.held("policy")
+    assert held is not None
+    assert held[:2] == (EPOCH, 5)
+
+
+def test_an_update_is_staged_when_its_last_chunk_is_here_in_whatever_order(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    for offset in (80, 0, 40, 0, 80):
+        station.chunk(1, offset, 40, 10)
+        assert station.subscriber.staged is None
+    station.chunk(1, 120, 8, 10)
+    station.apply()
+    assert station.content() == {10}
+    assert station.subscriber.bytes_received == 128
+
+
+def test_never_more_than_the_window_is_in_flight(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    (fetch,) = station.take(wire.Fetch)
+    assert fetch == wire.Fetch(EPOCH, 1, 0, 0, 80)
+    station.chunk(1, 40, 40, 10)  # the first chunk is lost
+    assert not station.take()
+    station.chunk(1, 0, 40, 10)
+    assert station.take() == [wire.Fetch(EPOCH, 1, 0, 80, 128)]
+
+
+def test_a_gap_is_asked_for_again_from_where_it_begins(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    station.chunk(1, 40, 40, 10)
+    station.take()
+    station.pass_time(RETRY - 0.01)
+    assert not station.take()
+    station.pass_time(0.01)
+    assert station.take() == [wire.Fetch(EPOCH, 1, 1, 0, 80)]
+    station.chunk(1, 0, 40, 10)
+    assert station.take() == [wire.Fetch(EPOCH, 1, 1, 80, 128)]
+
+
+def test_a_transfer_that_gets_on_is_never_given_up(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    for offset in range(0, 128, 8):
+        station.pass_time(RETRY)
+        station.chunk(1, offset, 8, 10)
+    assert station.subscriber.staged is not None
+
+
+def test_a_transfer_that_does_not_get_on_is_given_up_and_pong_says_so(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    station.receive(wire.Ping(EPOCH, 1))
+    assert station.take(wire.Pong) == [wire.Pong(EPOCH, 1, {}, {}, 1)]
+    station.pass_time(RETRY * FRUITLESS_RESTARTS)
+    assert len(station.take(wire.Fetch)) == FRUITLESS_RESTARTS
+    station.pass_time(RETRY)
+    station.receive(wire.Ping(EPOCH, 2))
+    assert station.take() == [wire.Pong(EPOCH, 2, {}, {}, 0)]
+    assert station.subscriber.pool.slabs <= 1
+
+
+def test_an_old_update_and_a_repeated_one_are_ignored(station: Station) -> None:
+    station.update(5, {"policy": (5, 50)})
+    station.apply()
+    station.take()
+    station.update(5, {"policy": (5, 50)})
+    station.update(4, {"policy": (4, 40)})
+    assert station.subscriber.staged is None
+    assert not station.take()
+
+
+def test_a_version_never_goes_back(station: Station) -> None:
+    station.update(1, {"policy": (5, 50)})
+    station.apply()
+    station.take()
+    station.update(2, {"policy": (4, 40)})
+    assert station.subscriber.staged is None
+    assert station.take() == [wire.Staged(EPOCH, 2), wire.Applied(EPOCH, {"policy": 5})]
+
+
+def test_chunks_of_another_update_are_ignored(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    station.update(2, {"policy": (2, 20)}, eager=False)
+    station.chunk(1, 0, 40, 10)
+    for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
+        station.chunk(2, offset, size, 20)
+    station.apply()
+    assert station.content() == {20}
+
+
+def test_a_newer_update_replaces_the_one_that_arrives(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    station.chunk(1, 0, 40, 10)
+    station.update(2, {"policy": (2, 20)})
+    station.apply()
+    assert station.content() == {20}
+    assert station.subscriber.pool.slabs <= 2
+
+
+def test_a_newer_update_replaces_the_one_that_waits_for_the_gate(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    first = station.subscriber.staged
+    assert first is not None
+    station.update(2, {"policy": (2, 20)})
+    assert first.abandoned
+    first.run()
+    assert station.content() == {0}
+    station.apply()
+    assert station.content() == {20}
+
+
+def test_an_update_that_the_gate_has_begun_with_is_finished_before_the_next(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    first = station.subscriber.staged
+    assert first is not None
+    first.run()
+    station.update(2, {"policy": (2, 20)})
+    assert not first.abandoned
+    station.subscriber.applied(first, station.now)
+    assert station.subscriber.version("policy") == 1
+    station.apply()
+    assert station.subscriber.version("policy") == 2
+    assert station.subscriber.pool.slabs <= 2
+
+
+def test_the_models_of_an_update_switch_together(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    assert [pair.content(m) for m in ("policy", "critic")] == [{0}, {0}]
+    pair.apply()
+    assert [pair.content(m) for m in ("policy", "critic")] == [{10}, {11}]
+
+
+def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    pair.update(2, {"policy": (2, 20)})
+    pair.apply()
+    assert [pair.content(m) for m in ("policy", "critic")] == [{20}, {11}]
+    assert pair.take(wire.Applied) == [wire.Applied(EPOCH, {"policy": 2, "critic": 1})]
+
+
+def test_all_or_nothing_when_one_model_has_changed_meanwhile(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    staging = pair.subscriber.staged
+    assert staging is not None
+    pair.models["critic"]["a"] = torch.zeros(3)
+    with pytest.raises(SchemaMismatch) as caught:
+        staging.run()
+    pair.subscriber.failed(staging, caught.value, pair.now)
+    assert pair.content("policy") == {0}
+    (failed,) = pair.take(wire.Failed)
+    assert isinstance(failed, wire.Failed)
+    assert (failed.mismatch, failed.versions) == (True, {"policy": 1, "critic": 1})
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_newer_is_applied(station: Station) -> None:
+    station.bindings["policy"].broken = OSError("the disk is full")
+    station.update(1, {"policy": (1, 10)})
+    (failed,) = station.take()
+    assert isinstance(failed, wire.Failed)
+    assert (failed.serial, failed.versions, failed.mismatch) == (1, {"policy": 1}, False)
+    assert failed.type_name == "builtins.OSError"
+    assert "the disk is full" in failed.traceback
+    assert station.subscriber.error["policy"][0] == 1
+    assert station.subscriber.pool.slabs <= 1
+    station.receive(wire.Ping(EPOCH, 1))  # the message may have been lost
+    assert station.take() == [failed, wire.Pong(EPOCH, 1, {}, {}, 0)]
+    station.bindings["policy"].broken = None
+    station.update(2, {"policy": (2, 20)})
+    station.apply()
+    station.take()
+    station.receive(wire.Ping(EPOCH, 2))
+    assert station.take() == [wire.Pong(EPOCH, 2, {"policy": 2}, {}, 0)]
+    assert station.subscriber.error == {}
+
+
+def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
+    station = Station()
+    station.welcome(models={"": layout()})
+    station.bindings["policy"].broken = OSError("no")
+    station.update(1, {"": (1, 10)})
+    (failed,) = station.take(wire.Failed)
+    assert failed.versions == {"": 1}  # type: ignore[attr-defined]
+    station.bindings["policy"].broken = None
+    station.update(2, {"": (2, 20)})
+    station.apply()
+    station.receive(wire.Ping(EPOCH, 1))
+    assert not station.take(wire.Failed)
+
+
+def test_a_part_that_cannot_be_converted_lets_go_of_the_others(pair: Station) -> None:
+    pair.bindings["critic"].broken = OSError("no")
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    assert pair.subscriber.staged is None
+    assert pair.subscriber.pool.slabs <= 1
+
+
+def test_a_failed_update_leaves_an_older_one_waiting(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.bindings["policy"].broken = OSError("no")
+    station.update(2, {"policy": (2, 20)})
+    station.apply()
+    assert station.content() == {10}
+
+
+# -- transports that fetch by a descriptor --------------------------------------------------------------------------
+
+
+def test_a_descriptor_is_fetched_into_the_slab(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, descriptor=b"over there")
+    (fetch,) = station.subscriber.fetches
+    station.subscriber.fetches.clear()
+    serial, index, part, slab = fetch
+    assert part.descriptor == b"over there"
+    assert not station.take()
+    slab.buffer.copy_(torch.full((32,), 10.0).view(torch.uint8))
+    station.subscriber.fetched(serial, index, slab, None, station.now)
+    station.apply()
+    assert station.content() == {10}
+
+
+def test_a_fetch_that_fails_is_told(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, descriptor=b"over there")
+    serial, index, _, slab = station.subscriber.fetches.popleft()
+    station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
+    (failed,) = station.take(wire.Failed)
+    assert failed.message == "it is gone"  # type: ignore[attr-defined]
+    assert station.subscriber.pool.slabs <= 1
+
+
+def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_one(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, descriptor=b"old")
+    old = station.subscriber.fetches.popleft()
+    station.subscriber.connected(station.now)
+    station.welcome(epoch=NEWER)
+    station.update(1, {"policy": (1, 20)}, epoch=NEWER, descriptor=b"new")
+    assert station.subscriber.fetches[0][0] == old[0]  # serial numbers begin again
+    station.subscriber.fetched(old[0], old[1], old[3], None, station.now)
+    assert station.subscriber.staged is None
+
+
+def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, descriptor=b"old")
+    serial, index, _, slab = station.subscriber.fetches.popleft()
+    station.update(2, {"policy": (2, 20)})
+    station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
+    assert not station.take(wire.Failed)
+    station.apply()
+    assert station.content() == {20}
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) -> None:
+    station.update(9, {"policy": (7, 70)})
+    station.apply()
+    station.update(10, {"policy": (8, 80)})
+    staged = station.subscriber.staged
+    assert staged is not None
+    station.subscriber.connected(station.now)
+    station.welcome(epoch=NEWER)
+    assert staged.abandoned
+    assert station.subscriber.staged is None
+    assert station.subscriber.version("policy") == 0
+    assert station.content() == {70}  # the model keeps what it has
+    station.update(1, {"policy": (1, 10)}, epoch=NEWER)
+    station.apply()
+    assert station.content() == {10}
+    held = station.subscriber.held("policy")
+    assert held is not None
+    assert held[:2] == (NEWER, 1)
+
+
+def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(station: Station) -> None:
+    station.update(1, {"policy": (7, 70)})
+    begun = station.subscriber.staged
+    assert begun is not None
+    begun.run()
+    station.subscriber.connected(station.now)
+    station.welcome(epoch=NEWER)
+    station.take()
+    station.subscriber.applied(begun, station.now)
+    assert not station.take()
+    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.pool.slabs == 1
+
+
+@pytest.mark.parametrize("epoch", [OLDER, NEWER])
+def test_messages_of_another_epoch_are_refused(station: Station, epoch: wire.Epoch) -> None:
+    for instruction in (wire.Ping(epoch, 1), wire.Pong(epoch, 0, {"policy": 9}, {}, 0)):
+        with pytest.raises(ProtocolError, match="another epoch"):
+            station.receive(instruction)
+    with pytest.raises(ProtocolError, match="another epoch"):
+        station.update(1, {"policy": (9, 90)}, epoch=epoch)
+    assert station.subscriber.staged is None
+    assert station.subscriber.epoch == EPOCH
+    assert station.subscriber.targets == {}
+
+
+def test_a_message_of_a_newer_trainer_is_answered_with_one_hello(station: Station) -> None:
+    for _ in range(3):
+        with pytest.raises(ProtocolError):
+            station.receive(wire.Ping(NEWER, 1))
+    (hello,) = station.take()
+    assert isinstance(hello, wire.Hello)
+    station.welcome(epoch=NEWER)
+    assert station.subscriber.epoch == NEWER
+
+
+def test_a_welcome_from_an_older_trainer_is_refused(station: Station) -> None:
+    with pytest.raises(ProtocolError, match="older trainer"):
+        station.welcome(epoch=OLDER)
+    assert station.subscriber.epoch == EPOCH
+
+
+def test_a_welcome_to_somebody_else_or_to_an_earlier_hello_is_refused(station: Station) -> None:
+    station.subscriber.connected(station.now)
+    for wrong in ({"incarnation": 8}, {"attempt": 1}):
+        with pytest.raises(ProtocolError, match="another HELLO"):
+            station.welcome(epoch=NEWER, **wrong)  # type: ignore[arg-type]
+    assert station.subscriber.epoch == EPOCH
+    assert not station.subscriber.welcomed
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("closed", ClosedError), ("superseded", Fenced), ("refused", NotConnected)]
+)
+def test_bye_ends_it_and_leaves_what_was_applied(station: Station, reason: str, error: type[Exception]) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    station.take()
+    station.receive(wire.Bye(EPOCH, nonce(7), reason, "so long"))
+    assert isinstance(station.subscriber.ended, error)
+    assert "so long" in str(station.subscriber.ended)
+    assert station.subscriber.held("policy") is not None
+    station.update(2, {"policy": (2, 20)})
+    station.receive(wire.Ping(EPOCH, 1))
+    station.pass_time(600)
+    assert station.subscriber.staged is None
+    assert not station.take()
+
+
+def test_an_update_that_was_staged_before_bye_may_still_be_applied(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.receive(wire.Bye(EPOCH, nonce(7), "closed", ""))
+    station.apply()
+    assert station.content() == {10}
+
+
+@pytest.mark.parametrize("bye", [wire.Bye(EPOCH, nonce(8), "closed", ""), wire.Bye(OLDER, nonce(7), "closed", "")])
+def test_a_bye_to_somebody_else_or_of_an_older_trainer_does_not_count(station: Station, bye: wire.Bye) -> None:
+    with pytest.raises(ProtocolError):
+        station.receive(bye)
+    assert station.subscriber.ended is None
+
+
+def test_without_bye_it_keeps_waiting_for_a_new_trainer(station: Station) -> None:
+    station.subscriber.disconnected()
+    station.pass_time(3600)
+    assert station.subscriber.ended is None
+    station.subscriber.connected(station.now)
+    station.welcome(epoch=NEWER)
+    assert station.subscriber.epoch == NEWER
+
+
+def test_leaving_says_bye(station: Station) -> None:
+    station.subscriber.bye("done")
+    assert station.take() == [wire.Bye(EPOCH, nonce(7), "closed", "done")]
+
+
+def test_closing_lets_go_of_all_slabs(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    station.update(2, {"policy": (2, 20)})
+    station.update(3, {"policy": (3, 30)}, eager=False)
+    staged = station.subscriber.staged
+    assert staged is not None
+    held = station.subscriber.held("policy")
+    assert held is not None
+    station.subscriber.close()
+    assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
+    assert station.subscriber.pool.slabs == 0
+
+
+# -- questions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_answered_with_the_targets(station: Station) -> None:
+    station.update(1, {"policy": (4, 40)})
+    assert station.subscriber.targets == {"policy": 4}
+    station.take()
+    request = station.subscriber.request(station.now)
+    assert station.take() == [wire.Ping(EPOCH, request)]
+    assert not station.subscriber.answered(request)
+    station.receive(wire.Pong(EPOCH, request, {"policy": 6}, {}, 0))
+    assert station.subscriber.answered(request)
+    assert station.subscriber.targets == {"policy": 6}
+    station.receive(wire.Pong(EPOCH, request - 1, {"policy": 5}, {}, 0))
+    assert station.subscriber.targets == {"policy": 6}
+
+
+def test_pong_tells_what_is_applied_what_waits_and_what_arrives(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    station.update(2, {"policy": (2, 20)})
+    station.update(3, {"policy": (3, 30)}, eager=False)
+    station.take()
+    station.receive(wire.Ping(EPOCH, 8))
+    assert station.take() == [wire.Pong(EPOCH, 8, {"policy": 1}, {"policy": 2}, 3)]
+
+
+def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:
+    station = Station(cast=True)
+    dtypes = (torch.float64, torch.int32, torch.int64, torch.int16)
+    station.welcome(F32)
+    for dtype in dtypes[: KEPT_LAYOUTS - 1]:
+        station.welcome(dtype)
+    station.welcome(F32)  # asked about again
+    station.welcome(dtypes[KEPT_LAYOUTS - 1])
+    station.update(1, {"policy": (1, 10)})
+    assert station.subscriber.staged is not None
+
+
+# -- messages that no correct trainer sends -------------------------------------------------------------------------
+
+
+def state(subscriber: Subscriber) -> object:
+    return (
+        subscriber.epoch,
+        subscriber.welcomed,
+        subscriber.ended,
+        dict(subscriber.targets),
+        subscriber.staged,
+        subscriber._incoming,
+        subscriber._serial,
+        subscriber.last_seen,
+    )
+
+
+def unknown(**changes: object) -> wire.Part:
+    fields = {"model_id": "policy", "version": 1, "digest": layout().digest, "nbytes": 128, **changes}
+    return wire.Part(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "payload"),
+    [
+        (wire.Ready(EPOCH, {}), []),
+        (wire.Applied(EPOCH, {"policy": 9}), []),
+        (wire.Pong(EPOCH, 1, {"policy": 9}, {}, 0), []),
+        (wire.Update(EPOCH, 3, False, (unknown(digest=bytes(16)),)), [b""]),
+        (wire.Update(EPOCH, 3, False, (unknown(model_id="critic"),)), [b""]),
+        (wire.Update(EPOCH, 3, False, (unknown(nbytes=64),)), [b""]),
+        (wire.Update(EPOCH, 3, True, (unknown(crc=1),)), [b"", bytes(128)]),
+        (wire.Update(EPOCH, 3, False, (unknown(),)), [bytes((1 << 20) + 1)]),
+        (wire.Chunk(EPOCH, 2, 0, 100), [bytes(40)]),
+        (wire.Chunk(EPOCH, 2, 1, 0), [bytes(40)]),
+        (wire.Chunk(EPOCH, 2, 0, 0, 1), [bytes(40)]),
+    ],
+)
+def test_a_wrong_message_changes_nothing(station: Station, instruction: wire.Instruction, payload: list[bytes]) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    station.update(2, {"policy": (2, 20)}, eager=False)
+    station.take()
+    before, slabs = state(station.subscriber), station.subscriber.pool.slabs
+    station.now = 1.0
+    with pytest.raises((ProtocolError, LimitExceeded)):
+        station.receive(instruction, payload)
+    assert state(station.subscriber) == before
+    assert station.subscriber.pool.slabs <= slabs + 1  # a spare one
+    assert not station.take()
+    for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
+        station.chunk(2, offset, size, 20)
+    station.apply()
+    assert station.content() == {20}
+
+
+def test_more_memory_than_there_is_fails_the_update_only(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquire(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(station.subscriber.pool, "acquire", acquire)
+        station.update(1, {"policy": (1, 10)})
+    (failed,) = station.take()
+    assert isinstance(failed, wire.Failed)
+    assert failed.type_name == "builtins.MemoryError"
+    station.update(2, {"policy": (2, 20)})
+    assert station.subscriber.staged is not None
+
+
+def test_values_of_a_setting_are_those_that_are_documented() -> None:
+    settings = Settings()
+    assert settings.window_bytes >= 2 * settings.chunk_bytes  # credit comes before the last chunk has gone
+    assert settings.slow_after > settings.ping_interval

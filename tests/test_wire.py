@@ -1,0 +1,415 @@
+"""Instructions: what one side encodes the other decodes, and nothing else gets through."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import fields, replace
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncsync import wire
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.wire import (
+    INSTRUCTIONS,
+    Applied,
+    Bye,
+    Chunk,
+    Failed,
+    Fetch,
+    Hello,
+    Instruction,
+    Part,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Staged,
+    Update,
+    Welcome,
+    decode,
+    encode,
+)
+
+# -- any instruction ---------------------------------------------------------------------------------------------------
+
+u31 = st.integers(0, (1 << 31) - 1)
+u32 = st.integers(0, (1 << 32) - 1)
+u64 = st.integers(0, (1 << 64) - 1)
+positive = st.integers(1, (1 << 64) - 1)
+epochs = st.tuples(st.integers(0, (1 << 63) - 1), u64)
+digests = st.binary(min_size=16, max_size=16)
+unicode = st.characters(codec="utf-8")
+names = st.text(unicode, max_size=20)
+texts = st.text(unicode, max_size=60)
+versions = st.dictionaries(names, u64, max_size=4)
+crcs = st.none() | u32
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
+    eager = draw(st.booleans())
+    parts, payload = [], []
+    for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
+        descriptor = draw(st.none() | st.binary(max_size=40))
+        nbytes = draw(st.integers(0, 100) if eager else st.integers(0, 1 << 42))
+        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor))
+        payload.append(bytes(parts[-1].streamed) if eager else b"")
+    values = [draw(st.binary(max_size=10)) for _ in parts]
+    return Update(draw(epochs), draw(positive), eager, tuple(parts)), values + (payload if eager else [])
+
+
+@st.composite
+def welcomes(draw: st.DrawFn) -> tuple[Welcome, list[bytes]]:
+    models = draw(st.dictionaries(names, digests | st.just(b""), max_size=4))
+    fixed = (draw(epochs), draw(digests), draw(u64), draw(u31), draw(names), draw(u64))
+    return Welcome(*fixed, models), [b"layout" for digest in models.values() if digest]
+
+
+def alone(instructions: st.SearchStrategy[Instruction]) -> st.SearchStrategy[tuple[Instruction, list[bytes]]]:
+    return instructions.map(lambda instruction: (instruction, []))
+
+
+ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
+    Hello: alone(st.builds(Hello, u31, digests, u64, u31, names, u64, st.none() | epochs, versions)),
+    Welcome: welcomes(),
+    Ready: alone(st.builds(Ready, epochs, st.dictionaries(names, digests, max_size=4))),
+    Refused: alone(st.builds(Refused, epochs, names, digests, texts)),
+    Update: updates(),
+    Fetch: alone(st.builds(Fetch, epochs, positive, u64, u64, u64)),
+    Chunk: st.tuples(
+        st.builds(Chunk, epochs, positive, st.integers(0, 1024), u64, crcs),
+        st.lists(st.binary(min_size=1, max_size=99), min_size=1, max_size=1),
+    ),
+    Staged: alone(st.builds(Staged, epochs, positive)),
+    Applied: alone(st.builds(Applied, epochs, versions)),
+    Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts)),
+    Ping: alone(st.builds(Ping, epochs, u64)),
+    Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64)),
+    Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
+}
+EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
+    Hello: (Hello(3, bytes(16), 1, 4711, "boot", 99, (1, 2), {"policy": 7}), []),
+    Welcome: (Welcome((1, 2), bytes(16), 1, 4711, "boot", 99, {"policy": b"d" * 16, "late": b""}), [b"layout"]),
+    Ready: (Ready((1, 2), {"policy": b"d" * 16}), []),
+    Refused: (Refused((1, 2), "policy", b"d" * 16, "no"), []),
+    Update: (Update((1, 2), 5, True, (Part("policy", 7, b"d" * 16, 4, 9), Part("v", 7, b"e" * 16, 8, None, b"slot"))),
+             [b"", b"", b"data", b""]),
+    Fetch: (Fetch((1, 2), 5, 0, 0, 1 << 20), []),
+    Chunk: (Chunk((1, 2), 5, 0, 64, 12), [b"bytes"]),
+    Staged: (Staged((1, 2), 5), []),
+    Applied: (Applied((1, 2), {"policy": 7}), []),
+    Failed: (Failed((1, 2), 5, {"policy": 7}, True, "builtins.ValueError", "bad", "Traceback"), []),
+    Ping: (Ping((1, 2), 3), []),
+    Pong: (Pong((1, 2), 3, {"policy": 7}, {"policy": 8}, 5), []),
+    Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
+}  # fmt: skip
+
+
+def test_every_instruction_is_tried_here() -> None:
+    assert set(ANY) == set(EXAMPLES) == set(INSTRUCTIONS)
+    assert sorted(cls.kind for cls in INSTRUCTIONS) == list(range(1, 14))
+
+
+@pytest.mark.parametrize("kind", ANY, ids=lambda cls: cls.__name__)
+def test_an_instruction_comes_back_as_it_was(kind: type[Instruction]) -> None:
+    @settings(max_examples=50)
+    @given(ANY[kind])
+    def check(message: tuple[Instruction, list[bytes]]) -> None:
+        instruction, payload = message
+        got, frames = decode([encode(instruction), *payload])
+        assert got == instruction
+        assert list(frames) == payload
+        # ZeroMQ hands out memoryviews.
+        views = [memoryview(frame) for frame in [encode(instruction), *payload]]
+        assert decode(views)[0] == instruction
+
+    check()
+
+
+# -- nothing but ProtocolError -----------------------------------------------------------------------------------------
+
+
+def refused(*frames: Any) -> ProtocolError:
+    with pytest.raises(ProtocolError) as caught:
+        decode(frames)
+    assert len(str(caught.value)) < 1000
+    return caught.value
+
+
+@given(st.lists(st.binary(max_size=100), max_size=4))
+def test_arbitrary_frames_are_a_protocol_error(frames: list[bytes]) -> None:
+    try:
+        decode(frames)
+    except ProtocolError:
+        pass
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | u64 | st.integers(-(1 << 63), 0) | st.floats() | st.text(unicode) | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.text(unicode, max_size=3) | st.integers(0, 9) | st.binary(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=15,
+)
+
+
+@given(anything)
+def test_an_arbitrary_value_is_a_protocol_error(value: Any) -> None:
+    try:
+        decode([msgpack.packb(value)])
+    except ProtocolError:
+        pass
+
+
+@given(st.integers(1, 13), st.lists(anything, max_size=9), st.lists(st.binary(max_size=9), max_size=4))
+def test_arbitrary_fields_are_a_protocol_error(kind: int, values: list[Any], payload: list[bytes]) -> None:
+    try:
+        instruction, _ = decode([msgpack.packb([wire.PROTOCOL, kind, *values]), *payload])
+    except ProtocolError:
+        return
+    assert instruction.kind == kind
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(INSTRUCTIONS).flatmap(lambda cls: ANY[cls]), st.data())
+def test_a_mutated_message_is_a_protocol_error_or_another_message(
+    message: tuple[Instruction, list[bytes]], data: st.DataObject
+) -> None:
+    header = bytearray(encode(message[0]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    del header[data.draw(st.integers(0, len(header)) | st.just(len(header))) :]
+    try:
+        instruction, _ = decode([bytes(header), *message[1]])
+    except ProtocolError:
+        return
+    assert decode([encode(instruction), *message[1]])[0] == instruction
+
+
+@pytest.mark.parametrize("kind", INSTRUCTIONS, ids=lambda cls: cls.__name__)
+def test_a_truncated_or_prolonged_message_is_refused(kind: type[Instruction]) -> None:
+    instruction, payload = EXAMPLES[kind]
+    header = encode(instruction)
+    for length in range(len(header)):
+        refused(header[:length], *payload)
+    refused(header + b"\x00", *payload)
+    refused(header, *payload, b"one more")
+    if payload:
+        refused(header, *payload[:-1])
+
+
+@pytest.mark.parametrize("kind", INSTRUCTIONS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "wrong", [True, -1, 1 << 64, 1.5, "text" * 200_000, b"xx", {"a": {}}, {1: 1}, [[]], [1, 2, 3], [1, True]], ids=type
+)
+def test_a_field_of_a_wrong_type_or_range_is_refused(kind: type[Instruction], wrong: Any) -> None:
+    instruction, payload = EXAMPLES[kind]
+    values = msgpack.unpackb(encode(instruction))
+    for i, field in enumerate(fields(kind), 2):  # type: ignore[arg-type]
+        right = values[i]
+        if type(right) is type(wrong) and not isinstance(right, (dict, list, str)) and wrong != -1 and wrong != b"xx":
+            continue  # a boolean for a boolean
+        try:
+            header = msgpack.packb([*values[:i], wrong, *values[i + 1 :]])
+        except OverflowError:
+            header = msgpack.packb([*values[:i], -1, *values[i + 1 :]])
+        assert refused(header, *payload), f"{field.name} = {wrong!r:.50}"
+
+
+def with_field(instruction: Instruction, **changes: Any) -> bytes:
+    return encode(replace(instruction, **changes))  # type: ignore[type-var]
+
+
+def test_the_first_number_of_an_epoch_leaves_room_for_a_higher_one() -> None:
+    assert decode([encode(Ping(((1 << 63) - 1, (1 << 64) - 1), 0))])[0] == Ping(((1 << 63) - 1, (1 << 64) - 1), 0)
+    refused(encode(Ping((1 << 63, 0), 0)))
+    refused(encode(Ping((-1, 0), 0)))
+    refused(encode(Ping((1, 2, 3), 0)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "changes"),
+    [
+        (EXAMPLES[Hello][0], {"worker": 1 << 31}),
+        (EXAMPLES[Hello][0], {"nonce": b"short"}),
+        (EXAMPLES[Hello][0], {"boot": "x" * 65}),
+        (EXAMPLES[Hello][0], {"have": {"m": True}}),
+        (EXAMPLES[Hello][0], {"have": {"x" * 513: 1}}),
+        (EXAMPLES[Hello][0], {"have": {str(i): 1 for i in range(1025)}}),
+        (EXAMPLES[Staged][0], {"serial": 0}),
+        (EXAMPLES[Failed][0], {"message": "x" * (wire.MAX_TEXT + 1)}),
+        (EXAMPLES[Failed][0], {"mismatch": 1}),
+        (EXAMPLES[Ready][0], {"digests": {"m": b""}}),
+        (EXAMPLES[Bye][0], {"reason": "x" * 33}),
+        (EXAMPLES[Fetch][0], {"upto": -1}),
+    ],
+)
+def test_a_field_out_of_bounds_is_refused(instruction: Instruction, changes: dict[str, Any]) -> None:
+    refused(with_field(instruction, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 0},
+        {"nbytes": -1},
+        {"nbytes": (1 << 42) + 1},
+        {"crc": 1 << 32},
+        {"digest": b""},
+        {"model_id": 3},
+        {"descriptor": "text"},
+        {"descriptor": b"x" * (wire.MAX_DESCRIPTOR + 1)},
+    ],
+)
+def test_a_part_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    part = replace(Part("m", 1, bytes(16), 0), **changes)
+    refused(encode(Update((1, 2), 1, False, (part,))), b"")
+
+
+def test_a_message_needs_a_known_protocol_and_kind() -> None:
+    refused()
+    refused(b"")
+    for raw in (
+        [],
+        [1],
+        [2, 11, [1, 2], 3],
+        [1, 0],
+        [1, 14],
+        [1, "11"],
+        [True, 11, [1, 2], 3],
+        [1, True, [1, 2], 3],
+        {},
+        7,
+    ):
+        refused(msgpack.packb(raw))
+    assert "use one version" in str(refused(msgpack.packb([2, 11, [1, 2], 3])))
+
+
+def test_a_key_that_comes_twice_is_refused() -> None:
+    once = b"\x94\x01\x09\x92\x01\x02\x81\xa1a\x01"
+    assert decode([once])[0] == Applied((1, 2), {"a": 1})
+    refused(b"\x94\x01\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02")
+
+
+def test_a_header_may_need_more_than_the_small_limits() -> None:
+    many = {f"model{i}": i for i in range(1000)}
+    assert decode([encode(Applied((1, 2), many))])[0] == Applied((1, 2), many)
+    short = {chr(0x21 + i): 0 for i in range(90)}
+    assert decode([encode(Applied((1, 2), short))])[0] == Applied((1, 2), short)
+    parts = tuple(Part(f"m{i}", 1, bytes(16), 0) for i in range(1024))
+    assert decode([encode(Update((1, 2), 1, False, parts)), *[b""] * 1024])[0] == Update((1, 2), 1, False, parts)
+
+
+def test_the_longest_failure_fits_into_a_header_in_any_script() -> None:
+    long = "\U0001f600" * wire.MAX_TEXT
+    failed = Failed((1, 2), 1, {"policy": 1}, False, "X", long, long)
+    assert decode([encode(failed)])[0] == failed
+
+
+def test_text_that_is_no_unicode_is_mended_not_raised() -> None:
+    failed = replace(EXAMPLES[Failed][0], message="no file \udcff")  # type: ignore[type-var]
+    assert decode([encode(failed)])[0] == replace(failed, message="no file ?")
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_frames_and_bytes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    ping = encode(EXAMPLES[Ping][0])
+    assert isinstance(refused(*[ping] * (wire.MAX_FRAMES + 1)), LimitExceeded)
+    assert isinstance(refused(bytes(wire.MAX_HEADER + 1)), LimitExceeded)
+    monkeypatch.setattr(wire, "MAX_FRAME", 100)
+    welcome, _ = EXAMPLES[Welcome]
+    assert isinstance(refused(encode(welcome), bytes(101)), LimitExceeded)
+
+
+BOMBS: dict[str, bytes] = {
+    "nested arrays": b"\x91" * 500 + b"\xc0",
+    "more nested arrays": b"\x91" * 100_000 + b"\xc0",
+    "nested arrays in an instruction": b"\x93\x01\x0b" + b"\x91" * 480 + b"\xc0",
+    "nested maps": b"\x81\xa1a" * 150 + b"\xc0",
+    "more nested maps": b"\x81\xa1a" * 100_000 + b"\xc0",
+    "lying arrays, one in another": b"\xdc\x00\x20" * 170,
+    "lying maps, one in another": b"\xde\x01\x00" * 170,
+    "more lying arrays": b"\xdc\xff\xff" * 100_000,
+    "empty maps": b"\xdd\x00\x0c\x00\x00" + b"\x80" * 0xC0000,
+    "huge array": b"\xdd\xff\xff\xff\xff",
+    "huge map": b"\xdf\xff\xff\xff\xff",
+    "huge text": b"\xdb\xff\xff\xff\xff",
+    "huge bytes": b"\xc6\xff\xff\xff\xff",
+    "huge array in a large header": b"\x94\x01\x09\xdd\x7f\xff\xff\xff" + b"\x00" * 2000,
+    "ext": b"\x93\x01\x0b\xd4\x01\x00",
+    "timestamp": b"\x93\x01\x0b\xd6\xff\x00\x00\x00\x00",
+    "large ext": b"\x93\x01\x0b\xc8\x08\x00\x05" + bytes(2048),
+    "reserved": b"\xc1",
+    "large reserved": b"\x94\x01\x09\xc1" + bytes(2000),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_before_it_takes_memory(bomb: str) -> None:
+    refused(BOMBS[bomb])  # the first time imports codecs and the like
+    tracemalloc.start()
+    try:
+        refused(BOMBS[bomb])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_deep_message_is_refused_wherever_the_caller_stands() -> None:
+    """Describing it must not run into the recursion limit."""
+
+    def descend(levels: int) -> None:
+        if levels:
+            descend(levels - 1)
+        else:
+            refused(b"\x91" * 500 + b"\xc0")
+
+    descend(700)
+
+
+# -- the payload -------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_has_one_payload_frame_that_is_not_empty() -> None:
+    header = encode(EXAMPLES[Chunk][0])
+    refused(header)
+    refused(header, b"")
+    refused(header, b"a", b"b")
+    refused(header, bytes(wire.MAX_CHUNK + 1))
+    assert decode([header, bytes(wire.MAX_CHUNK)])
+
+
+def test_an_update_brings_values_for_every_part_and_eager_bytes_of_the_right_length() -> None:
+    parts = (Part("a", 1, bytes(16), 4), Part("b", 1, bytes(16), 0), Part("c", 1, bytes(16), 8, None, b"slot"))
+    eager, lazy = encode(Update((1, 2), 1, True, parts)), encode(Update((1, 2), 1, False, parts))
+    assert decode([eager, b"", b"v", b"", b"data", b"", b""])
+    assert decode([lazy, b"", b"v", b""])
+    refused(eager, b"", b"v", b"")
+    refused(lazy, b"", b"v", b"", b"data", b"", b"")
+    for payload in ([b"dat", b"", b""], [b"data!", b"", b""], [b"data", b"x", b""], [b"data", b"", b"12345678"]):
+        refused(eager, b"", b"v", b"", *payload)
+
+
+def test_an_update_has_one_part_per_model_and_at_least_one() -> None:
+    part = Part("a", 1, bytes(16), 0)
+    refused(encode(Update((1, 2), 1, False, (part, part))), b"", b"")
+    refused(encode(Update((1, 2), 1, False, ())))
+
+
+def test_a_welcome_brings_a_layout_for_every_digest() -> None:
+    welcome = encode(EXAMPLES[Welcome][0])
+    assert decode([welcome, b"layout"])
+    refused(welcome)
+    refused(welcome, b"layout", b"another")
+
+
+def test_a_part_with_a_descriptor_streams_nothing() -> None:
+    assert Part("a", 1, bytes(16), 4).streamed == 4
+    assert Part("a", 1, bytes(16), 4, None, b"").streamed == 0

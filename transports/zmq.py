@@ -1,0 +1,168 @@
+"""ZeroMQ: sockets on an event loop, and the transport whose bytes are chunks on the bus.
+
+:class:`LoopSocket` is a plain ``zmq.Socket`` whose file descriptor the loop watches: there is no ``recv`` that a cancellation
+could lose a message from, and no helper task. The descriptor is edge-triggered, so it is drained until nothing is left, and
+looked at again after each send. :class:`ZMQTransport` has nothing to do for the bytes itself: the publisher sends chunks
+on the worker's credit, and the subscriber writes them where they belong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from asyncsync.transports.base import TransportBackend
+from asyncsync.wire import MAX_FRAME
+
+__all__ = ["LoopSocket", "ZMQTransport", "dealer", "router"]
+
+# Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
+DRAIN_SECONDS = 0.004
+HIGH_WATER_MARK = 1000
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 60_000
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class ZMQTransport(TransportBackend):
+    """The bus's own transport: no descriptor, the bytes come as chunks on the same socket."""
+
+    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
+        """Never asked: without a descriptor, the subscriber writes the chunks itself.
+
+        Raises:
+            ValueError: always; a descriptor belongs to another transport.
+        """
+        raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
+    socket.maxmsgsize = MAX_FRAME
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A trainer's socket: a send to an unknown peer is an error, not a silent drop."""
+    socket = context.socket(zmq.ROUTER)
+    _configure(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes (its BYE)."""
+    socket = context.socket(zmq.DEALER)
+    _configure(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
+
+
+class LoopSocket:
+    """A ZeroMQ socket served by callbacks of the running loop.
+
+    Args:
+        socket: bound or connected by the caller; closed by :meth:`close`.
+        receive: called with the frames of each message.
+        crash: called with an exception that escapes from ``receive``.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], receive: Callable[[list[Any]], None], crash: Callable[[BaseException], None]
+    ) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._crash = crash
+        self._loop = asyncio.get_running_loop()
+        self._descriptor: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._scheduled: asyncio.Handle | None = None
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._scheduled is None and not self._closed and not self._loop.is_closed():
+            self._scheduled = self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        stop = time.perf_counter() + DRAIN_SECONDS
+        while not self._closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                self._crash(error)
+                return
+            try:
+                self._receive(frames)
+            except Exception as error:
+                self._crash(error)
+                return
+            del frames
+            if time.perf_counter() > stop:
+                self._schedule()
+                return
+
+    def send(self, frames: Sequence[Any]) -> int:
+        """Send without waiting; large frames are not copied.
+
+        Returns:
+            0, or ``zmq.EAGAIN`` (the queue is full, or nobody is connected), or ``zmq.EHOSTUNREACH`` (no such peer).
+        """
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return zmq.EAGAIN
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return zmq.EHOSTUNREACH
+        finally:
+            # Sending consumes the edge that would have told of an incoming message.
+            if not self._closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                self._schedule()
+        return 0
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Stop watching and close; what is queued may still leave for ``linger_ms``. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=linger_ms)
+
+
+def monitor(
+    socket: zmq.Socket[bytes],
+    connected: Callable[[], None],
+    disconnected: Callable[[], None],
+    crash: Callable[[BaseException], None],
+) -> LoopSocket:
+    """Watch a dealer's connection; must be called before ``socket.connect``."""
+    from zmq.utils.monitor import parse_monitor_message
+
+    def receive(frames: list[Any]) -> None:
+        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            disconnected()
+
+    watcher = socket.get_monitor_socket(_MONITORED)
+    watcher.linger = 0
+    return LoopSocket(watcher, receive, crash)
