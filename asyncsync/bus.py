@@ -95,7 +95,9 @@ class Bus:
     ) -> None:
         endpoint = draw_endpoint() if endpoint is None else endpoint
         self.endpoint = check_endpoint(endpoint, allow_plaintext=allow_plaintext)
-        self.connect_endpoint = check_endpoint(endpoint if connect is None else connect, allow_plaintext=allow_plaintext)
+        self.connect_endpoint = check_endpoint(
+            endpoint if connect is None else connect, allow_plaintext=allow_plaintext
+        )
         if num_workers is not None:
             _check_count("num_workers", num_workers)
         _check_count("min_workers", min_workers)
@@ -215,8 +217,8 @@ class Bus:
             raise ValueError(f"this bus is worker {self._worker} already; it cannot be worker {worker} too")
         if self._late and self._share(worker) is not self:
             raise ValueError(
-                f"another copy of this bus is worker {worker} in this process already; pass worker_idx to init_on_receiver(), "
-                "so that schemes pickled apart find each other"
+                f"another copy of this bus is worker {worker} in this process already; "
+                "pass worker_idx to init_on_receiver(), so that schemes pickled apart find each other"
             )
         self._worker = worker
         if self._link is None:

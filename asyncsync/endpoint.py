@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import weakref
 from pathlib import Path
@@ -126,6 +127,10 @@ class Claim:
         path = self._path
         if self._private:
             sweep(path.parent.parent)
+            with contextlib.suppress(FileNotFoundError):
+                found = os.lstat(path.parent)
+                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                    raise PermissionError(f"{path.parent} is not a directory of this user")
         if self._private and not path.parent.exists():
             # Made under another name and locked first, so that nobody's sweep ever sees it without its owner's lock.
             hidden = path.parent.with_name(f".{path.parent.name}")

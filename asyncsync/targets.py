@@ -179,12 +179,9 @@ class Targets:
         model = self.models.get(model_id)
         if model is None:
             return None
-        common, own = model.common.current, None
-        if worker in model.own:
-            own = model.own[worker].current
-        if common is None or own is None:
-            return common or own
-        return own if own.version > common.version else common
+        # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
+        own = model.own[worker].current if worker in model.own else None
+        return own or model.common.current
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones."""

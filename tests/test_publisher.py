@@ -428,6 +428,17 @@ def test_a_lost_applied_is_repaired_by_pong(desk: Desk) -> None:
     assert desk.publisher.progress(version, [0]).acked == {0: version}
 
 
+def test_an_applied_that_comes_late_does_not_count_back(desk: Desk) -> None:
+    desk.publish()
+    update, _ = desk.take(wire.Update)
+    desk.finish(0, update)
+    version = desk.publish()
+    (update,) = desk.take(wire.Update, b"0")
+    desk.finish(0, update)
+    desk.applied(0, policy=version - 1)
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+
+
 def test_a_staging_that_the_worker_has_dropped_is_sent_again(desk: Desk) -> None:
     desk.publish()
     update, _ = desk.take(wire.Update)
@@ -472,6 +483,18 @@ def test_silence_makes_a_worker_slow_and_a_word_live_again(desk: Desk) -> None:
     assert [desk.publisher.peers[w].state for w in (0, 1)] == ["slow", "live"]
     desk.pong(0)
     assert desk.publisher.peers[0].state == "live"
+
+
+def test_the_timer_is_set_for_what_is_due_next(desk: Desk) -> None:
+    due = desk.publisher.next_tick(0.0)
+    assert due == Settings().ping_interval
+    desk.publisher.tick(due)
+    assert desk.publisher.next_tick(due) == SLOW  # nobody answers
+    desk.publisher.tick(SLOW)
+    assert desk.publisher.next_tick(SLOW) == due + RETRY
+    desk.now = SLOW
+    desk.hello(0, epoch=EPOCH)
+    assert desk.publisher.next_tick(SLOW) == due + Settings().ping_interval
 
 
 def test_silence_alone_never_loses_a_worker(desk: Desk) -> None:
@@ -583,10 +606,23 @@ def test_worker_ids_wait_for_these_workers_only() -> None:
     desk = Desk(2)
     desk.join(0)
     desk.publish(workers=[0])
-    assert len(desk.take(wire.Update)) == 1
+    (update,) = desk.take(wire.Update)
+    desk.finish(0, update)
     desk.publish()
     desk.pass_time(1000)
     assert not desk.take(wire.Update)  # not everybody was there once
+
+
+def test_after_everybody_was_there_nobody_who_is_absent_is_waited_for() -> None:
+    desk = Desk(2)
+    desk.join(0, 1)
+    desk.publish()
+    (update, _) = desk.take(wire.Update)
+    desk.finish(0, update)
+    desk.publisher.lost(1, nonce(1), "killed", desk.now)
+    desk.publish(dtype=F64)
+    desk.ready(0, F64)
+    assert desk.take(wire.Update)
 
 
 def test_a_new_layout_is_withheld_until_all_have_answered(desk: Desk) -> None:
@@ -792,6 +828,7 @@ def test_a_late_failure_does_not_undo_what_was_applied(desk: Desk) -> None:
     desk.finish(0, update)
     desk.failed(0, update)
     assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert "failed to apply" not in desk.publisher.why_absent(0, ["policy"])
 
 
 def test_a_worker_that_reconnects_after_a_failure_is_given_another_try(desk: Desk) -> None:

@@ -165,7 +165,8 @@ def test_constructor_refuses(arguments: dict[str, Any], error: type[Exception], 
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"endpoint": "ipc:///tmp/x"}, {"connect": "ipc:///tmp/x"}, {"min_workers": 2}, {"allow_plaintext": True}]
+    "arguments",
+    [{"endpoint": "ipc:///tmp/x"}, {"connect": "ipc:///tmp/x"}, {"min_workers": 2}, {"allow_plaintext": True}],
 )
 def test_a_shared_bus_is_configured_in_one_place(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="belong to the Bus"):
@@ -234,7 +235,9 @@ async def test_init_on_sender_refuses_and_changes_nothing(arguments: dict[str, A
         ({"unknown": 1}, TypeError, "unknown"),
     ],
 )
-async def test_init_on_receiver_refuses_and_changes_nothing(arguments: dict[str, Any], error: Any, message: str) -> None:
+async def test_init_on_receiver_refuses_and_changes_nothing(
+    arguments: dict[str, Any], error: Any, message: str
+) -> None:
     scheme = ZMQWeightSyncScheme(num_workers=2)
     with pytest.raises(error, match=message):
         scheme.init_on_receiver(**{"model_id": "policy", "model": Model(), "worker_idx": 0, **arguments})
@@ -329,7 +332,10 @@ async def test_two_receivers_with_one_index_end_with_the_newer_one_alone() -> No
         waiting = asyncio.create_task(older.receive())
         async with receiver_of(everybody.sender, 0, model := Model()) as newer:
             await newer.connect(timeout=5)
-            with Clock(0.5), pytest.raises(Fenced, match="newer incarnation of worker 0 has connected; this one must stop"):
+            with (
+                Clock(0.5),
+                pytest.raises(Fenced, match="newer incarnation of worker 0 has connected; this one must stop"),
+            ):
                 await waiting
             with pytest.raises(Fenced):
                 await older.fetch()
@@ -398,7 +404,7 @@ async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(tmp_path: Path) -> No
     async with crew(1, scheme=ZMQWeightSyncScheme(endpoint=endpoint)) as everybody:
         other = ZMQWeightSyncScheme(endpoint=endpoint)
         other.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-        with Clock(0.5), pytest.raises(NotConnected, match="in use by another live.*choose another endpoint"):
+        with Clock(0.5), pytest.raises(NotConnected, match=r"in use by another live.*choose another endpoint"):
             await other.connect()
         await other.shutdown()
         await everybody.sender.send_async(fill(everybody.source, 3))
@@ -431,9 +437,13 @@ asyncio.run(main())
 """
 
 
+def started(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_died(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/bus"
-    other = subprocess.Popen([sys.executable, "-c", HOLD_ENDPOINT, endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = started(HOLD_ENDPOINT, endpoint)
     assert other.stdin is not None
     assert other.stdout is not None
     with other:
@@ -463,7 +473,10 @@ async def test_a_host_name_that_cannot_be_bound_is_not_said_to_be_in_use(unused_
     scheme = ZMQWeightSyncScheme(endpoint=f"tcp://example.invalid:{unused_tcp_port}", allow_plaintext=True)
     async with scheme:
         scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-        with Clock(0.5), pytest.raises(NotConnected, match="cannot bind tcp://example.invalid.*numeric address") as caught:
+        with (
+            Clock(0.5),
+            pytest.raises(NotConnected, match=r"cannot bind tcp://example.invalid.*numeric address") as caught,
+        ):
             await scheme.connect(timeout=5)
         assert "another sender" not in str(caught.value)
 
@@ -648,7 +661,11 @@ def test_use_from_another_event_loop_is_an_error() -> None:
 
     async def main() -> None:
         async with crew(1) as (sender, (receiver,), _):
-            for name, action in {**ACTIONS, "connect": lambda s: s.connect(), "shutdown": lambda s: s.shutdown()}.items():
+            for name, action in {
+                **ACTIONS,
+                "connect": lambda s: s.connect(),
+                "shutdown": lambda s: s.shutdown(),
+            }.items():
                 scheme = receiver if name in ("receive", "fetch") else sender
                 await asyncio.to_thread(asyncio.run, elsewhere(action, scheme))
             assert not sender.closed

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Worker:
 
     def __init__(self, schemes: dict[str, Any], index: int, **models: Any) -> None:
         self.schemes = schemes
-        self.models = {name: models.get(name, None) or Model() for name in schemes}
+        self.models = {name: models.get(name) or Model() for name in schemes}
         for name, scheme in schemes.items():
             scheme.init_on_receiver(name, model=self.models[name], worker_idx=index)
         self.bus: Bus = next(iter(schemes.values())).bus
@@ -93,15 +94,16 @@ async def test_r199_no_hold_ever_sees_models_of_two_updates() -> None:
 
         readers = [asyncio.create_task(asyncio.to_thread(look)) for _ in range(2)]
         try:
-            for value in range(1, 60):
+            for value in count(1):
                 for source in sources.values():
                     fill(source, value)
                 await bus.send_async(dict(sources), timeout=10)
+                if value >= 60 and seen and len(set.union(*seen)) > 10:
+                    break
         finally:
             stop.set()
             await asyncio.gather(*readers)
         assert all(len(values) == 1 for values in seen), [v for v in seen if len(v) > 1][:3]
-        assert len(set.union(*seen)) > 5, "the readers looked while updates came"
 
 
 async def test_r216_separately_pickled_schemes_of_one_bus_find_each_other() -> None:
@@ -170,19 +172,21 @@ async def test_r194_no_forward_ever_sees_two_versions(endpoint: str, unused_tcp_
 
         rollers = [asyncio.create_task(asyncio.to_thread(roll_out)) for _ in range(2)]
         try:
-            for value in range(1, 80):
-                await everybody.sender.publish(fill(everybody.source, value))
+            for value in count(1):
+                version = await everybody.sender.publish(fill(everybody.source, value))
                 seen.append(model())
                 await asyncio.sleep(0)
                 seen.append(model())
-            await everybody.sender.wait_version(everybody.sender.version, timeout=10)
+                if value % 10 == 0:
+                    await everybody.sender.wait_version(version, timeout=10)
+                    if value >= 80 and len(set.union(*seen)) > 10:
+                        break
         finally:
             stop.set()
             await asyncio.gather(*rollers)
         torn = [values for values in seen if len(values) != 1]
         assert not torn, torn[:3]
-        assert len(set.union(*seen)) > 5, "forwards ran while updates came"
-        assert read(model) == {79}
+        assert read(model) == {value}
 
 
 async def test_r025_a_pending_update_never_blocks_the_workers_loop() -> None:

@@ -68,9 +68,7 @@ BAD: dict[str, list[bytes]] = {
     "an unknown peer's FETCH": [wire.encode(wire.Fetch(EPOCH, 1, 0, 0, 1 << 30))],
     "an unknown peer's BYE": [wire.encode(wire.Bye(EPOCH, b"n" * 16, "closed", ""))],
     "what only a trainer sends": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
-    "versions from the future": [wire.encode(wire.Hello(0, b"n" * 16, 1, 0, "", 0, EPOCH, {"policy": 1 << 60}))],
 }
-HARMLESS = {"versions from the future"}  # of an older epoch: they do not count
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -83,8 +81,6 @@ async def test_r202_a_bad_message_to_the_sender_is_counted_and_changes_nothing(
     async with sender, receiver_of(sender, 3, model := Model()) as receiver:
         await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
         async with stranger(sender.bus.endpoint) as socket:
-            if name in HARMLESS:
-                pytest.skip("an older epoch's claims do not count")
             for _ in range(3):
                 await socket.send_multipart(BAD[name])
             await until(lambda: sum(sender.bus.dropped.values()) == 3)
@@ -151,8 +147,9 @@ def from_trainer(hello: wire.Hello) -> dict[str, list[bytes]]:
 @pytest.mark.parametrize("name", from_trainer(HELLO))
 async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(name: str) -> None:
     async with false_trainer() as (socket, scheme, model, route, hello):
+        message = from_trainer(hello)[name]
         for _ in range(3):
-            await socket.send_multipart([route, *from_trainer(hello)[name]])
+            await socket.send_multipart([route, *message])
         await until(lambda: sum(scheme.bus.dropped.values()) == 3)
         assert len(scheme.bus.dropped) == 1
         assert read(model) == {-1}
@@ -200,14 +197,22 @@ def test_r202_nothing_in_the_package_unpickles() -> None:
 
 # -- where a sender may bind
 
-BEYOND = ["0.0.0.0:5555", "*:5555", "[::]:5555", "10.0.0.3:5555", "[2001:db8::1]:5555", "trainer.example.org:5555", "eth0:5555"]
+BEYOND = [
+    "0.0.0.0:5555",
+    "*:5555",
+    "[::]:5555",
+    "10.0.0.3:5555",
+    "[2001:db8::1]:5555",
+    "trainer.example.org:5555",
+    "eth0:5555",
+]
 
 
 @pytest.mark.parametrize("address", BEYOND)
 @pytest.mark.parametrize("argument", ["endpoint", "connect"])
 @pytest.mark.parametrize("cls", [Bus, ZMQWeightSyncScheme])
 def test_r203_an_address_beyond_this_host_needs_allow_plaintext(cls: Any, argument: str, address: str) -> None:
-    with pytest.raises(ValueError, match="reachable from other hosts.*allow_plaintext=True"):
+    with pytest.raises(ValueError, match=r"reachable from other hosts.*allow_plaintext=True"):
         cls(**{argument: f"tcp://{address}"})
     allowed = cls(**{argument: f"tcp://{address}"}, allow_plaintext=True)
     bus = allowed if isinstance(allowed, Bus) else allowed.bus
@@ -220,7 +225,9 @@ def test_r203_loopback_and_ipc_need_nothing(address: str) -> None:
     assert Bus("ipc:///tmp/somewhere").endpoint == "ipc:///tmp/somewhere"
 
 
-@pytest.mark.parametrize("address", ["::ffff:10.0.0.1", "127.0.0.1.example.org", "localhost.example.org", "2130706433", "0"])
+@pytest.mark.parametrize(
+    "address", ["::ffff:10.0.0.1", "127.0.0.1.example.org", "localhost.example.org", "2130706433", "0"]
+)
 def test_r203_what_only_looks_like_loopback_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="reachable from other hosts"):
         Bus(f"tcp://{address}:5555")
@@ -242,11 +249,11 @@ async def test_r203_plaintext_beyond_loopback_is_logged_once_and_checked(
 async def test_r203_the_default_address_is_private_to_this_user() -> None:
     async with crew(1) as everybody:
         path = Path(everybody.sender.bus.endpoint.removeprefix("ipc://"))
-        assert path.is_socket()
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert path.parent.stat().st_uid == os.getuid()
+        assert stat.S_ISSOCK(os.stat(path).st_mode)
+        directory = os.stat(path.parent)
+        assert (stat.S_IMODE(directory.st_mode), directory.st_uid) == (0o700, os.getuid())
         assert len(os.fsencode(path)) <= 107
-    assert not path.parent.exists()
+    assert path.parent.name not in os.listdir(path.parent.parent)
 
 
 async def test_r203_a_private_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
@@ -259,6 +266,6 @@ async def test_r203_a_private_directory_of_somebody_else_is_not_used(tmp_path: P
             scheme.init_on_sender(model_id="policy", num_workers=1)
             with pytest.raises(NotConnected):
                 await scheme.connect(timeout=0.2)
-            assert list(tmp_path.iterdir()) == []
+            assert os.listdir(tmp_path) == []
     finally:
         directory.unlink()

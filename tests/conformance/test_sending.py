@@ -194,7 +194,7 @@ async def test_r078_none_blocks_and_zero_polls() -> None:
 @pytest.mark.both_loops
 async def test_r193_every_update_has_a_version_that_both_sides_can_wait_for() -> None:
     async with crew(2) as everybody:
-        sender, (first, second), models = everybody
+        sender, (first, second), _ = everybody
         assert (sender.version, first.version) == (1, 1), "connect's initial weights are version 1"
         waiting = asyncio.create_task(second.wait_version(3, timeout=5))
         published = await sender.publish(fill(everybody.source, 1))
@@ -318,7 +318,7 @@ async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(wid
 
 async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version() -> None:
     async with crew(2) as everybody:
-        sender, (free, busy), models = everybody
+        sender, (_, busy), _ = everybody
         with held(busy):
             for value in range(1, 11):
                 version = await sender.publish(fill(everybody.source, value))
@@ -348,7 +348,12 @@ async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(
                 await until(lambda: sender.status()[2].state == "slow")
                 status = sender.status()
                 assert list(status) == [0, 1, 2, 3]
-                assert [(s.version, s.target, s.lag) for s in status.values()] == [(2, 2, 0), (1, 2, 1), (0, 2, 2), (1, 2, 1)]
+                assert [(s.version, s.target, s.lag) for s in status.values()] == [
+                    (2, 2, 0),
+                    (1, 2, 1),
+                    (0, 2, 2),
+                    (1, 2, 1),
+                ]
                 assert [s.state for s in status.values()] == ["live", "live", "slow", "lost"]
                 assert "it has left" in status[3].reason
                 assert status[0].last_seen is not None

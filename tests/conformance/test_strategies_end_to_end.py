@@ -68,7 +68,9 @@ async def test_r207_a_strategy_may_rename() -> None:
 
 @pytest.mark.both_loops
 async def test_r207_a_strategy_may_cast_on_the_wire() -> None:
-    async with crew(1, scheme=ZMQWeightSyncScheme(BFloat16()), source=Model(1.5, 1 << 16), models=[Model(width=1 << 16)]) as e:
+    async with crew(
+        1, scheme=ZMQWeightSyncScheme(BFloat16()), source=Model(1.5, 1 << 16), models=[Model(width=1 << 16)]
+    ) as e:
         assert e.models[0].first.dtype == torch.float32
         assert e.read == [{1.5}]
         await e.sender.send_async(fill(e.source, 1.0009765625))
@@ -122,7 +124,10 @@ async def test_r207_each_side_may_have_a_half_of_its_own() -> None:
 
 async def test_r207_tied_and_nested_weights_of_a_tensordict_and_a_dict_arrive() -> None:
     source = TensorDict({"a": torch.ones(2, 3), "b": {"c": torch.ones(3)}})
-    models = [TensorDict({"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}}), {"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}}]
+    models = [
+        TensorDict({"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}}),
+        {"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}},
+    ]
     async with crew(2, sender={"weights": source}, models=models) as everybody:
         source["b", "c"].fill_(5)
         await everybody.sender.send_async()

@@ -1,8 +1,8 @@
 """A call that is cancelled at any of its awaits loses no update, leaks nothing, and leaves the scheme usable.
 
-:class:`Struck` drives a coroutine step by step and cancels its task at the k-th suspension; the tests repeat each call for
-k = 0, 1, 2, … until one runs to its end unhurt. The cancellation strikes in three ways: at once; in the very tick in which
-what is awaited arrives (where a careless implementation loses it); and as an expiring ``asyncio.timeout``.
+:class:`Struck` drives a coroutine step by step and cancels its task at the k-th suspension; the tests repeat each call
+for k = 0, 1, 2, … until one runs to its end unhurt. The cancellation strikes in three ways: at once; in the very tick
+in which what is awaited arrives (where a careless implementation loses it); and as an expiring ``asyncio.timeout``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import pytest
 
 from asyncsync import ClosedError, TransportBackend, ZMQWeightSyncScheme
 from asyncsync.slab import Slab
-from helpers.processes import Schemes, eventually, value_of
+from helpers.processes import LARGE, Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]
 
 SMALL = 1000  # travels in the UPDATE, packed on the loop
-LARGE = 5 << 18  # 5 MiB: chunks; packed and copied by the work thread
 GARBAGE = -99.0
 STRIKES = ["at_once", "in_the_same_tick", "timeout"]
 
@@ -76,16 +75,19 @@ class Struck:
             self.begun.set()
             try:
                 yield awaited
-            except BaseException as error:  # noqa: BLE001 - on its way into the coroutine
+            except BaseException as error:
                 step = lambda error=error: self.coroutine.throw(error)  # noqa: E731
             else:
                 step = lambda: self.coroutine.send(None)  # noqa: E731
 
 
 async def struck_everywhere(
-    make: Callable[[], Coroutine[Any, Any, Any]], how: str, *, meanwhile: Callable[[int], asyncio.Task[Any]] | None = None
+    make: Callable[[], Coroutine[Any, Any, Any]],
+    how: str,
+    *,
+    meanwhile: Callable[[int], asyncio.Task[Any]] | None = None,
 ) -> AsyncIterator[tuple[int, bool, Any]]:
-    """Run ``make()`` struck at its suspension 0, 1, 2, … and, last, unhurt; yields k, whether struck, and the result."""
+    """Run ``make()`` struck at its suspension 0, 1, 2, … and, last, unhurt; yields k, whether struck, the result."""
     k = 0
     while True:
         call = Struck(make(), k, how)
@@ -211,13 +213,15 @@ async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all
             await asyncio.sleep(0)
         return await other
 
-    ks = published = 0
-    for make in (lambda: sender.publish(sender.model.fill(own)), behind_another):
-        own = float(10 + ks)
+    async def alone() -> int:
+        return await sender.publish(sender.model.fill(own))
+
+    published = 0
+    own = 10.0
+    for make in (alone, behind_another):
         before = sender.version
-        async for k, _, _ in struck_everywhere(make, how):
+        async for _ in struck_everywhere(make, how):
             sender.model.fill(GARBAGE)  # it has raised, so nobody reads the source any more
-            ks = max(k, ks)
             assert sender.version in (before, before + 1)
             if sender.version > before:
                 published += 1
@@ -235,10 +239,14 @@ async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all
 @both_sizes
 async def test_r192_send_async_cancelled_at_any_await_loses_no_update(schemes: Schemes, numel: int, how: str) -> None:
     sender, receivers = await schemes.connected(numel, workers=2)
+
+    async def send() -> int:
+        return await sender.send_async(sender.model.fill(own))
+
     own = 2.0
     before = sender.version
     ks = 0
-    async for k, hit, _ in struck_everywhere(lambda: sender.send_async(sender.model.fill(own)), how):
+    async for k, hit, _ in struck_everywhere(send, how):
         sender.model.fill(GARBAGE)
         ks = k
         assert sender.version in (before, before + 1)
@@ -420,12 +428,15 @@ async def test_r192_a_failing_task_group_takes_its_calls_along_and_the_scheme_go
         await eventually(lambda: sender.status()[0].bytes_sent > 5 << 20)
         raise LookupError("an env step")
 
-    with receivers[1].hold(), pytest.raises(ExceptionGroup) as caught:
+    async def together() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(sender.send_async(sender.model.fill(2)))
             group.create_task(receivers[1].receive())
             group.create_task(receivers[1].fetch())
             group.create_task(fail())
+
+    with receivers[1].hold(), pytest.raises(ExceptionGroup) as caught:
+        await together()
     assert caught.group_contains(LookupError)
     assert len(caught.value.exceptions) == 1
     for receiver in receivers:

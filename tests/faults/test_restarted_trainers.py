@@ -59,10 +59,11 @@ async def test_r197_workers_wait_for_a_killed_trainer_and_follow_the_restarted_o
     assert here.status()[0].state == "live"
     assert value_of(await here.fetch()) == 11
     await second.shutdown()
-    with pytest.raises(ClosedError):
-        while True:
+    while not here.closed:
+        with contextlib.suppress(ClosedError):
             await here.receive()
-    assert here.closed
+    with pytest.raises(ClosedError):
+        await here.receive()
 
 
 async def test_r197_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
@@ -71,7 +72,9 @@ async def test_r197_a_worker_that_died_while_the_trainer_was_away_may_be_replace
     plan = schemes.sender(1000, endpoint=endpoint, num_workers=2)
     first, survivor, victim = start(Trainer), start(Worker), start(Worker)
     await asyncio.gather(
-        first.connect(fresh(plan), 1000, 1), survivor.connect(fresh(plan), 0, 1000), victim.connect(fresh(plan), 1, 1000)
+        first.connect(fresh(plan), 1000, 1),
+        survivor.connect(fresh(plan), 0, 1000),
+        victim.connect(fresh(plan), 1, 1000),
     )
     await first.kill()
     await victim.kill()
@@ -270,7 +273,9 @@ async def test_r197_the_connections_are_cut_again_and_again_and_nothing_is_lost(
     for value in range(2, 12):
         sending = asyncio.create_task(sender.send_async(sender.model.fill(value), timeout=30))
         target = sender.status()[0].bytes_sent + (value % 4 << 20)
-        await eventually(lambda sending=sending, target=target: sending.done() or sender.status()[0].bytes_sent >= target)
+        await eventually(
+            lambda sending=sending, target=target: sending.done() or sender.status()[0].bytes_sent >= target
+        )
         forwarder.switch(port)
         await sending
         for receiver in receivers:

@@ -1,4 +1,4 @@
-"""No forward and no ``hold()`` block ever sees two versions: every parameter holds the version's number, and each read compares.
+"""No forward and no ``hold()`` block ever sees two versions: every parameter holds its number, and each read compares.
 
 The workers read on their loop and in threads while the trainer publishes as fast as it can.
 """

@@ -107,7 +107,7 @@ async def crew(
         source: the sender's model; None: a :class:`Model` full of zeros.
         models: the receivers'; None: :class:`Model` each.
         model_id: the model's name.
-        sender: further arguments of ``init_on_sender``; with none of model, weights, context and params_map, ``model=source``.
+        sender: further arguments of ``init_on_sender``; ``model=source`` unless they name another source.
         receiver: further arguments of ``init_on_receiver``.
     """
     chief = ZMQWeightSyncScheme() if scheme is None else scheme

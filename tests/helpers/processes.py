@@ -8,8 +8,8 @@ Usage::
         worker.signal(signal.SIGKILL)
         await worker.ended
 
-A call is sent at once and returns a future, so that several can be under way. The processes are forked off a server process
-that has imported torch and nothing else that matters: no socket, thread or event loop is inherited.
+A call is sent at once and returns a future, so that several can be under way. The processes are forked off a server
+process that has imported torch and nothing else that matters: no socket, thread or event loop is inherited.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from asyncsync.gate import Gate
 from asyncsync.publisher import Settings
 
 __all__ = [
+    "LARGE",
     "Filled",
     "Remote",
     "Schemes",
@@ -45,17 +46,18 @@ __all__ = [
     "value_of",
 ]
 
+LARGE = 5 << 18  # float32 elements, 5 MiB: chunks; packed and copied by the work thread
 STOP_PATIENCE = 10.0  # seconds for a process to end by itself
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "tensordict", "zmq", "uvloop", "asyncsync"])
 
 
-# -- weights that show a torn read ----------------------------------------------------------------------------------------
+# -- weights that show a torn read -------------------------------------------------------------------------------------
 
 
 class Filled(nn.Module):
-    """Every element of every parameter holds one number; the forward returns the smallest and the largest that it has read."""
+    """Every element of every parameter holds one number; the forward returns the least and the greatest it has read."""
 
     def __init__(self, numel: int, value: float = 0.0, parts: int = 8) -> None:
         super().__init__()
@@ -68,11 +70,13 @@ class Filled(nn.Module):
         return self
 
     def forward(self) -> tuple[float, float]:
-        ends: list[float] = []
-        for part in self.parts:
-            ends += [float(end) for end in part.detach().aminmax()]
-            time.sleep(0)  # an invitation to every other thread
-        return min(ends), max(ends)
+        ends: list[torch.Tensor] = []
+        with torch.no_grad():
+            for part in self.parts:
+                ends += part.aminmax()
+                time.sleep(0)  # an invitation to every other thread
+            numbers = torch.stack(ends).tolist()
+        return min(numbers), max(numbers)
 
     @property
     def value(self) -> float:
@@ -87,7 +91,7 @@ def value_of(weights: Any) -> float:
     return ends[0]
 
 
-# -- the test's side ------------------------------------------------------------------------------------------------------
+# -- the test's side ---------------------------------------------------------------------------------------------------
 
 
 class Schemes:
@@ -242,7 +246,7 @@ async def processes() -> AsyncIterator[Callable[..., Remote]]:
         await asyncio.gather(*(remote._stop() for remote in started))
 
 
-# -- the process's side ---------------------------------------------------------------------------------------------------
+# -- the process's side ------------------------------------------------------------------------------------------------
 
 
 def _main(connection: Connection, kind: type, uvloop: bool) -> None:
@@ -281,7 +285,7 @@ async def _serve(connection: Connection, kind: type) -> None:
         try:
             while connection.poll():
                 number, name, args, kwargs = connection.recv()
-                if name == "stop":
+                if name in ("stop", "leave"):
                     kwargs = {"finish": lambda: over.done() or over.set_result(None)}
                 task = loop.create_task(answer(number, getattr(served, name), args, kwargs))
                 tasks.add(task)
@@ -325,6 +329,10 @@ class _Party:
     async def shutdown(self) -> None:
         if self.scheme is not None:
             await self.scheme.shutdown()
+
+    async def leave(self, finish: Callable[[], Any]) -> None:
+        """End the program as it is, with everything open."""
+        asyncio.get_running_loop().call_soon(finish)
 
     async def stop(self, finish: Callable[[], Any]) -> None:
         try:
@@ -419,7 +427,7 @@ class Worker(_Party):
         return self.scheme.bus._link.subscriber.pool.slabs  # type: ignore[union-attr]
 
     async def halt_in(self, point: str, nth: int = 1) -> None:
-        """Emit the name of a point and stop this process there (SIGSTOP), in the ``nth`` chunk or half way through an apply."""
+        """Emit a point's name and stop this process there (SIGSTOP): in the ``nth`` chunk, or half way in an apply."""
 
         def halt() -> None:
             self.emit(point)
@@ -449,7 +457,7 @@ class Worker(_Party):
             binding.copy_tensors = copy_half
 
     async def forwards(self, count: int) -> tuple[int, int]:
-        """Half on the loop and in ``hold()`` blocks there, half in threads; returns how many were torn, and values seen."""
+        """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
         torn = 0
         seen: set[float] = set()
 

@@ -18,36 +18,32 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import torch
 
 from asyncsync import wire
-from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.layout import FlatWeights, Layout
-from asyncsync.publisher import Publisher
-from asyncsync.settings import Identity, Settings
-from asyncsync.slab import Slab, SlabPool, pack
-from asyncsync.staging import Staging
-from asyncsync.strategy import WeightStrategy
-from asyncsync.subscriber import Subscriber
-from asyncsync.targets import Publication
+from asyncsync.layout import FlatWeights
+from asyncsync.slab import Slab, pack
+from helpers.oracle import Oracle
+from helpers.simulated import (
+    DTYPES,
+    SHAPES,
+    Connection,
+    Message,
+    Record,
+    Trainer,
+    Worker,
+    World,
+    draw_world,
+    layout_of,
+)
 
-__all__ = ["OPERATIONS", "Simulation", "World", "draw_operations", "draw_world"]
-
-# Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
-DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
-SHAPES = {("a",): (15,), ("b",): (2, 5)}
-LAYOUTS = [
-    Layout.of(FlatWeights({path: torch.empty(shape, dtype=dtype) for path, shape in SHAPES.items()}))
-    for dtype in DTYPES
-]
+__all__ = ["ALWAYS", "OPERATIONS", "Simulation", "World", "draw_operations", "draw_world"]
 
 STEPS = (0.1, 0.3, 1.0, 2.0, 5.0, 11.0)
 ENOUGH = 90.0  # virtual seconds: several rounds of everything that is repeated
-BOOT = "one host"
 
 # What a run may do, and how often.
 OPERATIONS = {
@@ -81,195 +77,17 @@ OPERATIONS = {
     "assemble": 1,
     "restart_trainer": 1,
 }
-_NAMES, _WEIGHTS = list(OPERATIONS), list(OPERATIONS.values())
-
-
-@dataclass(frozen=True)
-class World:
-    """What does not change during a run.
-
-    Args:
-        workers: how many, 1 to 4.
-        elastic: the trainer does not know how many.
-        models: of the trainer; ``("",)``: it gives its only model no name, while the workers call theirs "policy".
-        stubborn: workers that accept one layout only.
-        eager, descriptors: how bytes travel (neither: as chunks).
-        local: the workers share the trainer's host, so their death is noticed at once.
-    """
-
-    workers: int = 2
-    elastic: bool = False
-    models: tuple[str, ...] = ("policy",)
-    stubborn: frozenset[int] = frozenset()
-    eager: bool = False
-    checksum: bool = False
-    descriptors: bool = False
-    local: bool = True
-
-    @property
-    def settings(self) -> Settings:
-        return Settings(eager_bytes=4096 if self.eager else 0, chunk_bytes=40, window_bytes=120, checksum=self.checksum)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The models as the workers call them."""
-        return ("policy",) if self.models == ("",) else self.models
-
-
-def draw_world(source: random.Random) -> World:
-    count = source.randint(1, 4)
-    return World(
-        workers=count,
-        elastic=source.random() < 0.4,
-        models=source.choice([("policy",), ("",), ("policy", "critic"), ("policy", "critic")]),
-        stubborn=frozenset(w for w in range(count) if source.random() < 0.4),
-        eager=source.random() < 0.3,
-        checksum=source.random() < 0.5,
-        descriptors=source.random() < 0.2,
-        local=source.random() < 0.7,
-    )
+ALWAYS = {"flow", "publish", "tick"}
 
 
 def draw_operations(source: random.Random, count: int) -> list[tuple[str, int, int]]:
-    names = source.choices(_NAMES, _WEIGHTS, k=count)
+    """Some of the kinds only, others in each run: what is rare in all runs becomes frequent in some."""
+    weights = [w if n in ALWAYS or source.random() < 0.5 else 0 for n, w in OPERATIONS.items()]
+    names = source.choices(list(OPERATIONS), weights, k=count)
     return [(name, source.randrange(64), source.randrange(64)) for name in names]
 
 
-@dataclass(eq=False)
-class Record:
-    """One publication: ``numbers[model][worker]``, or ``[None]`` where everybody gets the same."""
-
-    version: int
-    trainer: Trainer
-    time: float
-    numbers: dict[str, dict[int | None, int]]
-    dtypes: dict[int, torch.dtype]
-    objectors: list[Worker] = field(default_factory=list)
-    replaces: list[Record] = field(default_factory=list)
-    rejected: bool = False
-
-    def number_for(self, worker: int, model: str) -> int | None:
-        own = self.numbers.get(model, {})
-        return own.get(worker, own.get(None))
-
-    def asks_like(self, other: Record) -> bool:
-        def asked(record: Record) -> tuple[set[object], set[object]]:
-            pairs = {(m, record.dtypes[n]) for m, own in record.numbers.items() for n in own.values()}
-            return set(pairs), {w for own in record.numbers.values() for w in own}
-
-        return asked(self) == asked(other)
-
-    def reject(self) -> None:
-        self.rejected = True
-        for older in self.replaces:
-            older.reject()
-
-    def fits(self, worker: Worker) -> bool:
-        """Whether this worker accepts the layouts of everything in here that is for it."""
-        mine = [n for m in self.numbers if (n := self.number_for(worker.index, m)) is not None]
-        return not worker.stubborn or all(self.dtypes[n] is DTYPES[0] for n in mine)
-
-    def __repr__(self) -> str:
-        return f"version {self.version} of trainer {self.trainer.number}: {self.numbers}"
-
-
-class Trainer:
-    """A trainer process."""
-
-    def __init__(self, number: int, start: int, world: World) -> None:
-        self.number = number
-        self.alive = True
-        self.pool = SlabPool()
-        self.records: list[Record] = []
-        self.shared: dict[bytes, Slab] = {}
-        self.publisher = Publisher(
-            (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
-        )
-        for model in world.models:
-            self.publisher.serve(model, 0.0)
-        # Only the publisher knows whether a refusal came in time; what follows from it is checked.
-        self._reject = self.publisher.targets.reject
-        self.publisher.targets.reject = self.rejected  # type: ignore[method-assign]
-
-    def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
-        assert refusals
-        self.records[publication.version - 1].reject()
-        self._reject(publication, refusals)
-
-    @property
-    def usable(self) -> bool:
-        return self.alive and self.publisher.fenced is None and not self.publisher.closed
-
-
-class FlakyBinding(Binding):
-    """Whose conversion fails when told to."""
-
-    fails = 0
-
-    def prepare(self, slab: Slab) -> Prepared | None:
-        if self.fails:
-            self.fails -= 1
-            raise RuntimeError("a strategy's convert has failed")
-        return super().prepare(slab)
-
-
-class Worker:
-    """A worker process: one incarnation of a worker_idx."""
-
-    def __init__(self, index: int, number: int, world: World, now: float) -> None:
-        self.index = index
-        self.number = number
-        self.stubborn = index in world.stubborn
-        self.alive = True
-        self.held = False
-        self.connection: Connection | None = None
-        identity = Identity(100 + number, BOOT if world.local else "another host", 1)
-        self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings)
-        self.models: dict[str, dict[str, torch.Tensor]] = {}
-        self.bindings: dict[str, FlakyBinding] = {}
-        self.contents: dict[str, int] = {}
-        self.late: set[str] = set()
-        self.epochs: dict[str, tuple[tuple[int, int], int]] = {}
-        self.running: Staging | None = None
-        self.fetches: list[tuple[int, int, wire.Part, Slab]] = []
-        self.failures = 0
-
-    def register(self, model: str, now: float) -> None:
-        self.models[model] = {path[0]: torch.zeros(shape) for path, shape in SHAPES.items()}
-        self.bindings[model] = FlakyBinding(self.models[model], WeightStrategy(), cast=not self.stubborn)
-        self.contents[model] = 0
-        self.subscriber.register(model, self.bindings[model], now)
-
-    def look(self, model: str) -> int:
-        """The number that this model holds."""
-        found = {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}
-        assert len(found) == 1, f"{self} holds torn weights of {model!r}: {sorted(found)}"
-        return int(found.pop())
-
-    @property
-    def active(self) -> bool:
-        return self.alive and self.subscriber.ended is None
-
-    def __repr__(self) -> str:
-        return f"worker {self.index} (incarnation {self.number})"
-
-
-@dataclass(eq=False)
-class Connection:
-    route: bytes
-    worker: Worker
-    trainer: Trainer
-    open: bool = True
-
-
-@dataclass(eq=False)
-class Message:
-    connection: Connection
-    upward: bool
-    frames: list[bytes]
-
-
-class Simulation:
+class Simulation(Oracle):
     def __init__(self, world: World) -> None:
         self.world = world
         self.now = 100.0
@@ -519,13 +337,13 @@ class Simulation:
         assert not progress.failed, progress.failed
         assert set(progress.acked) == set(range(self.world.workers)), progress
 
-    def _until(self, done: object, what: str) -> None:
+    def _until(self, done: Callable[[], str | None], what: str) -> None:
         deadline = self.now + ENOUGH
         while True:
             self._repair()
             self._drain()
             self.check()
-            problem = done()  # type: ignore[operator]
+            problem = done()
             if problem is None:
                 return
             assert self.now < deadline, f"not converged within {ENOUGH:g} s to {what}: {problem}"
@@ -616,105 +434,6 @@ class Simulation:
         for version in range(1, publisher.version + 1):
             waiting = publisher.progress(version, publisher.targeted(version)).waiting
             assert not waiting, f"version {version} waits for {waiting}"
-
-    # -- what must always hold --------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        for trainer in self.trainers:
-            if trainer.alive:
-                self._check_trainer(trainer)
-        for worker in self.workers:
-            if worker.alive:
-                self._check_worker(worker)
-
-    def _check_trainer(self, trainer: Trainer) -> None:
-        publisher = trainer.publisher
-        holders = Counter(_targets_of(publisher))
-        targets = len(holders)
-        for peer in publisher.peers.values():
-            if peer.transfer is not None:
-                holders.update(slab for _, slab in peer.transfer.parts.values())
-                assert not peer.lost
-        for slab, count in holders.items():
-            assert slab.references == count, f"{slab.references} references to a slab that {count} hold"
-        assert len(holders) <= trainer.pool.slabs <= len(holders) + 1, "a slab is neither in use nor the spare one"
-        # Distinct live targets, versions that are being fetched, and the spare.
-        fetching = sum(len(p.transfer.parts) for p in publisher.peers.values() if p.transfer is not None)
-        assert trainer.pool.slabs <= targets + fetching + 1
-        for publication in publisher.targets.pending.values():
-            assert publication.awaiting, "a publication that awaits nobody is still pending"
-
-    def _check_worker(self, worker: Worker) -> None:
-        subscriber = worker.subscriber
-        holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber._held.values())
-        stagings = {id(s): s for s in (subscriber.staged, worker.running) if s is not None and not s.abandoned}
-        for staging in stagings.values():
-            holders.update(part.slab for part in staging.parts.values())
-        if subscriber._incoming is not None:
-            holders.update(subscriber._incoming.slabs)
-            ahead = subscriber._incoming.ahead
-            assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
-        holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
-        for slab, count in holders.items():
-            assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
-        assert len(holders) <= subscriber.pool.slabs <= len(holders) + 1, f"{worker} leaks slabs"
-        if subscriber.staged is not None:
-            assert subscriber.staged.epoch == subscriber.epoch, f"{worker} is about to apply weights of another trainer"
-            for model, part in subscriber.staged.parts.items():
-                assert part.version >= subscriber.version(model), (
-                    f"{worker} is about to apply an older version of {model!r}"
-                )
-
-    def _observe(self, worker: Worker) -> None:
-        """After something was applied: is it what it must be?"""
-        changed = []
-        for model in worker.models:
-            number = worker.look(model)
-            if number != worker.contents[model]:
-                changed.append(model)
-                worker.contents[model] = number
-        for model in changed:
-            number = worker.contents[model]
-            topic = "" if self.world.models == ("",) else model
-            record = self.records.get(number)
-            assert record is not None, f"{worker} holds {number}, which nobody has published"
-            owner = record.number_for(worker.index, topic)
-            assert owner == number, f"{worker} holds the weights of another worker or model in {model!r}: {record}"
-            assert not record.rejected, f"{worker} holds a publication that was rejected: {record}"
-            mark = (record.trainer.publisher.epoch, record.version)
-            before = worker.epochs.get(model)
-            assert before is None or mark > before, f"{worker} went back from {before} to {mark} of {model!r}"
-            worker.epochs[model] = mark
-            publisher = record.trainer.publisher
-            for objector in record.objectors:
-                if self._overtaken(record, objector.index):
-                    continue
-                peer = publisher.peers.get(objector.index)
-                steady = (
-                    peer is not None and peer.nonce == objector.subscriber.nonce and not peer.lost and not peer.slow
-                )
-                early = self.now < record.time + self.world.settings.layout_patience
-                assert not (steady and early), (
-                    f"{worker} has {record}, which {objector} cannot take and has not been asked about"
-                )
-        for model in changed:
-            self._check_together(worker, self.records[worker.contents[model]])
-
-    def _check_together(self, worker: Worker, record: Record) -> None:
-        """The models of one publication switch together, except where a newer publication has overtaken it."""
-        for model in worker.models.keys() - worker.late:
-            if record.number_for(worker.index, model) is None:
-                continue
-            other = self.records.get(worker.contents[model])
-            if other is not None and other.trainer is record.trainer and other.version >= record.version:
-                continue
-            newer = self._overtaken(record, worker.index, [model])
-            assert newer, f"{worker} switched to {record} without {model!r}, which is still {other}"
-
-    def _overtaken(self, record: Record, worker: int, models: Iterable[str] | None = None) -> bool:
-        """Whether something newer is meant for this worker."""
-        later = [r for r in record.trainer.records if r.version > record.version and not r.rejected]
-        return any(r.number_for(worker, m) is not None for r in later for m in models or record.numbers)
 
     # -- the machinery ----------------------------------------------------------------------------------------------
 
@@ -872,7 +591,7 @@ class Simulation:
             for model, number in news.items():
                 now = publisher.targets.target(worker.index, model)
                 # A layout that this worker should have anyway concerns it alone.
-                used = now is not None and now.slab.layout.digest == _layout(dtypes[number]).digest
+                used = now is not None and now.slab.layout.digest == layout_of(dtypes[number]).digest
                 if worker.stubborn and dtypes[number] is not DTYPES[0] and not used:
                     record.objectors.append(worker)
         pending = [trainer.records[version - 1] for version in publisher.targets.pending]
@@ -887,7 +606,7 @@ class Simulation:
 
     def _slab(self, trainer: Trainer, number: int, dtype: torch.dtype) -> Slab:
         flat = FlatWeights({path: torch.full(shape, number, dtype=dtype) for path, shape in SHAPES.items()})
-        slab = trainer.pool.acquire(_layout(dtype))
+        slab = trainer.pool.acquire(layout_of(dtype))
         pack(slab, flat)
         if self.world.descriptors:
             slab.descriptor = descriptor = b"%d" % number
@@ -909,14 +628,3 @@ class Simulation:
 
     def _dtype(self, b: int) -> torch.dtype:
         return DTYPES[b % len(DTYPES)] if b % 3 == 0 else DTYPES[0]
-
-
-def _layout(dtype: torch.dtype) -> Layout:
-    return LAYOUTS[DTYPES.index(dtype)]
-
-
-def _targets_of(publisher: Publisher) -> Iterator[Slab]:
-    for slot in publisher.targets.slots():
-        for target in (slot.current, *slot.pending):
-            if target is not None:
-                yield target.slab

@@ -1,0 +1,124 @@
+"""What must hold after every step of a simulation; a violation is an AssertionError."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from asyncsync.publisher import Publisher
+from asyncsync.slab import Slab
+from helpers.simulated import Record, Trainer, Worker, World
+
+__all__ = ["Oracle"]
+
+
+class Oracle:
+    world: World
+    now: float
+    trainers: list[Trainer]
+    workers: list[Worker]
+    records: dict[int, Record]
+
+    def check(self) -> None:
+        for trainer in self.trainers:
+            if trainer.alive:
+                self._check_trainer(trainer)
+        for worker in self.workers:
+            if worker.alive:
+                self._check_worker(worker)
+
+    def _check_trainer(self, trainer: Trainer) -> None:
+        publisher = trainer.publisher
+        holders = Counter(_targets_of(publisher))
+        targets = len(holders)
+        for peer in publisher.peers.values():
+            if peer.transfer is not None:
+                holders.update(slab for _, slab in peer.transfer.parts.values())
+                assert not peer.lost
+        for slab, count in holders.items():
+            assert slab.references == count, f"{slab.references} references to a slab that {count} hold"
+        assert len(holders) <= trainer.pool.slabs <= len(holders) + 1, "a slab is neither in use nor the spare one"
+        # Distinct live targets, versions that are being fetched, and the spare.
+        fetching = sum(len(p.transfer.parts) for p in publisher.peers.values() if p.transfer is not None)
+        assert trainer.pool.slabs <= targets + fetching + 1
+        for publication in publisher.targets.pending.values():
+            assert publication.awaiting, "a publication that awaits nobody is still pending"
+
+    def _check_worker(self, worker: Worker) -> None:
+        subscriber = worker.subscriber
+        holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber._held.values())
+        stagings = {id(s): s for s in (subscriber.staged, worker.running) if s is not None and not s.abandoned}
+        for staging in stagings.values():
+            holders.update(part.slab for part in staging.parts.values())
+        if subscriber._incoming is not None:
+            holders.update(subscriber._incoming.slabs)
+            ahead = subscriber._incoming.ahead
+            assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
+        holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
+        for slab, count in holders.items():
+            assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
+        assert len(holders) <= subscriber.pool.slabs <= len(holders) + 1, f"{worker} leaks slabs"
+        if subscriber.staged is not None:
+            assert subscriber.staged.epoch == subscriber.epoch, f"{worker} is about to apply weights of another trainer"
+            for model, part in subscriber.staged.parts.items():
+                assert part.version >= subscriber.version(model), (
+                    f"{worker} is about to apply an older version of {model!r}"
+                )
+
+    def _observe(self, worker: Worker) -> None:
+        """After something was applied: is it what it must be?"""
+        changed = []
+        for model in worker.models:
+            number = worker.look(model)
+            if number != worker.contents[model]:
+                changed.append(model)
+                worker.contents[model] = number
+        for model in changed:
+            number = worker.contents[model]
+            topic = "" if self.world.models == ("",) else model
+            record = self.records.get(number)
+            assert record is not None, f"{worker} holds {number}, which nobody has published"
+            owner = record.number_for(worker.index, topic)
+            assert owner == number, f"{worker} holds the weights of another worker or model in {model!r}: {record}"
+            assert not record.rejected, f"{worker} holds a publication that was rejected: {record}"
+            mark = (record.trainer.publisher.epoch, record.version)
+            before = worker.epochs.get(model)
+            assert before is None or mark > before, f"{worker} went back from {before} to {mark} of {model!r}"
+            worker.epochs[model] = mark
+            publisher = record.trainer.publisher
+            for objector in record.objectors:
+                if self._overtaken(record, objector.index):
+                    continue
+                peer = publisher.peers.get(objector.index)
+                steady = (
+                    peer is not None and peer.nonce == objector.subscriber.nonce and not peer.lost and not peer.slow
+                )
+                early = self.now < record.time + self.world.settings.layout_patience
+                assert not (steady and early), (
+                    f"{worker} has {record}, which {objector} cannot take and has not been asked about"
+                )
+        for model in changed:
+            self._check_together(worker, self.records[worker.contents[model]])
+
+    def _check_together(self, worker: Worker, record: Record) -> None:
+        """The models of one publication switch together, except where a newer publication has overtaken it."""
+        for model in worker.models.keys() - worker.late:
+            if record.number_for(worker.index, model) is None:
+                continue
+            other = self.records.get(worker.contents[model])
+            if other is not None and other.trainer is record.trainer and other.version >= record.version:
+                continue
+            newer = self._overtaken(record, worker.index, [model])
+            assert newer, f"{worker} switched to {record} without {model!r}, which is still {other}"
+
+    def _overtaken(self, record: Record, worker: int, models: Iterable[str] | None = None) -> bool:
+        """Whether something newer is meant for this worker."""
+        later = [r for r in record.trainer.records if r.version > record.version and not r.rejected]
+        return any(r.number_for(worker, m) is not None for r in later for m in models or record.numbers)
+
+
+def _targets_of(publisher: Publisher) -> Iterator[Slab]:
+    for slot in publisher.targets.slots():
+        for target in (slot.current, *slot.pending):
+            if target is not None:
+                yield target.slab

@@ -1,0 +1,216 @@
+"""What a simulation is made of: the world, what is published, trainer and worker processes, connections, messages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncsync import wire
+from asyncsync.binding import Binding, Prepared
+from asyncsync.errors import SchemaMismatch
+from asyncsync.layout import FlatWeights, Layout
+from asyncsync.publisher import Publisher
+from asyncsync.settings import Identity, Settings
+from asyncsync.slab import Slab, SlabPool
+from asyncsync.staging import Staging
+from asyncsync.strategy import WeightStrategy
+from asyncsync.subscriber import Subscriber
+from asyncsync.targets import Publication
+
+__all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Worker", "World", "draw_world", "layout_of"]
+
+# Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
+SHAPES = {("a",): (15,), ("b",): (2, 5)}
+LAYOUTS = [
+    Layout.of(FlatWeights({path: torch.empty(shape, dtype=dtype) for path, shape in SHAPES.items()}))
+    for dtype in DTYPES
+]
+
+BOOT = "one host"
+
+
+@dataclass(frozen=True)
+class World:
+    """What does not change during a run.
+
+    Args:
+        workers: how many, 1 to 4.
+        elastic: the trainer does not know how many.
+        models: of the trainer; ``("",)``: it gives its only model no name, while the workers call theirs "policy".
+        stubborn: workers that accept one layout only.
+        eager, descriptors: how bytes travel (neither: as chunks).
+        local: the workers share the trainer's host, so their death is noticed at once.
+    """
+
+    workers: int = 2
+    elastic: bool = False
+    models: tuple[str, ...] = ("policy",)
+    stubborn: frozenset[int] = frozenset()
+    eager: bool = False
+    checksum: bool = False
+    descriptors: bool = False
+    local: bool = True
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(eager_bytes=4096 if self.eager else 0, chunk_bytes=40, window_bytes=120, checksum=self.checksum)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models as the workers call them."""
+        return ("policy",) if self.models == ("",) else self.models
+
+
+def draw_world(source: random.Random) -> World:
+    count = source.randint(1, 4)
+    return World(
+        workers=count,
+        elastic=source.random() < 0.4,
+        models=source.choice([("policy",), ("",), ("policy", "critic"), ("policy", "critic")]),
+        stubborn=frozenset(w for w in range(count) if source.random() < 0.4),
+        eager=source.random() < 0.3,
+        checksum=source.random() < 0.5,
+        descriptors=source.random() < 0.2,
+        local=source.random() < 0.7,
+    )
+
+
+def layout_of(dtype: torch.dtype) -> Layout:
+    return LAYOUTS[DTYPES.index(dtype)]
+
+
+@dataclass(eq=False)
+class Record:
+    """One publication: ``numbers[model][worker]``, or ``[None]`` where everybody gets the same."""
+
+    version: int
+    trainer: Trainer
+    time: float
+    numbers: dict[str, dict[int | None, int]]
+    dtypes: dict[int, torch.dtype]
+    objectors: list[Worker] = field(default_factory=list)
+    replaces: list[Record] = field(default_factory=list)
+    rejected: bool = False
+
+    def number_for(self, worker: int, model: str) -> int | None:
+        own = self.numbers.get(model, {})
+        return own.get(worker, own.get(None))
+
+    def asks_like(self, other: Record) -> bool:
+        def asked(record: Record) -> tuple[set[object], set[object]]:
+            pairs = {(m, record.dtypes[n]) for m, own in record.numbers.items() for n in own.values()}
+            return set(pairs), {w for own in record.numbers.values() for w in own}
+
+        return asked(self) == asked(other)
+
+    def reject(self) -> None:
+        self.rejected = True
+        for older in self.replaces:
+            older.reject()
+
+    def fits(self, worker: Worker) -> bool:
+        """Whether this worker accepts the layouts of everything in here that is for it."""
+        mine = [n for m in self.numbers if (n := self.number_for(worker.index, m)) is not None]
+        return not worker.stubborn or all(self.dtypes[n] is DTYPES[0] for n in mine)
+
+    def __repr__(self) -> str:
+        return f"version {self.version} of trainer {self.trainer.number}: {self.numbers}"
+
+
+class Trainer:
+    """A trainer process."""
+
+    def __init__(self, number: int, start: int, world: World) -> None:
+        self.number = number
+        self.alive = True
+        self.pool = SlabPool()
+        self.records: list[Record] = []
+        self.shared: dict[bytes, Slab] = {}
+        self.publisher = Publisher(
+            (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
+        )
+        for model in world.models:
+            self.publisher.serve(model, 0.0)
+        # Only the publisher knows whether a refusal came in time; what follows from it is checked.
+        self._reject = self.publisher.targets.reject
+        self.publisher.targets.reject = self.rejected  # type: ignore[method-assign]
+
+    def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
+        assert refusals
+        self.records[publication.version - 1].reject()
+        self._reject(publication, refusals)
+
+    @property
+    def usable(self) -> bool:
+        return self.alive and self.publisher.fenced is None and not self.publisher.closed
+
+
+class FlakyBinding(Binding):
+    """Whose conversion fails when told to."""
+
+    fails = 0
+
+    def prepare(self, slab: Slab) -> Prepared | None:
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("a strategy's convert has failed")
+        return super().prepare(slab)
+
+
+class Worker:
+    """A worker process: one incarnation of a worker_idx."""
+
+    def __init__(self, index: int, number: int, world: World, now: float) -> None:
+        self.index = index
+        self.number = number
+        self.stubborn = index in world.stubborn
+        self.alive = True
+        self.held = False
+        self.connection: Connection | None = None
+        identity = Identity(100 + number, BOOT if world.local else "another host", 1)
+        self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings)
+        self.models: dict[str, dict[str, torch.Tensor]] = {}
+        self.bindings: dict[str, FlakyBinding] = {}
+        self.contents: dict[str, int] = {}
+        self.late: set[str] = set()
+        self.epochs: dict[str, tuple[tuple[int, int], int]] = {}
+        self.running: Staging | None = None
+        self.fetches: list[tuple[int, int, wire.Part, Slab]] = []
+        self.failures = 0
+
+    def register(self, model: str, now: float) -> None:
+        self.models[model] = {path[0]: torch.zeros(shape) for path, shape in SHAPES.items()}
+        self.bindings[model] = FlakyBinding(self.models[model], WeightStrategy(), cast=not self.stubborn)
+        self.contents[model] = 0
+        self.subscriber.register(model, self.bindings[model], now)
+
+    def look(self, model: str) -> int:
+        """The number that this model holds."""
+        found = {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}
+        assert len(found) == 1, f"{self} holds torn weights of {model!r}: {sorted(found)}"
+        return int(found.pop())
+
+    @property
+    def active(self) -> bool:
+        return self.alive and self.subscriber.ended is None
+
+    def __repr__(self) -> str:
+        return f"worker {self.index} (incarnation {self.number})"
+
+
+@dataclass(eq=False)
+class Connection:
+    route: bytes
+    worker: Worker
+    trainer: Trainer
+    open: bool = True
+
+
+@dataclass(eq=False)
+class Message:
+    connection: Connection
+    upward: bool
+    frames: list[bytes]
