@@ -21,6 +21,7 @@ try:
 except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
     __version__ = "0+unknown"
 
+from asyncsync.aio import WeightSyncScheme  # noqa: E402
 from asyncsync.bus import Bus, WorkerStatus  # noqa: E402 - the path above comes first
 from asyncsync.errors import (  # noqa: E402
     AckTimeout,
@@ -35,7 +36,6 @@ from asyncsync.errors import (  # noqa: E402
     SchemaMismatch,
     WeightSyncError,
 )
-from asyncsync.aio import WeightSyncScheme  # noqa: E402
 from asyncsync.schemes.none import NoWeightSyncScheme  # noqa: E402
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme  # noqa: E402
 from asyncsync.strategy import WeightStrategy  # noqa: E402

@@ -34,8 +34,8 @@ class WeightSyncScheme(SchemeCore):
     ) -> None:
         """The rendezvous; either side may call first.
 
-        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are ready if
-        there are none yet; a receiver when it has applied them. Calling it again is harmless.
+        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are
+        ready if there are none yet; a receiver when it has applied them. Calling it again is harmless.
 
         Args:
             worker_idx: receiver: which worker this is, if init did not say.
@@ -52,11 +52,13 @@ class WeightSyncScheme(SchemeCore):
     async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
-        The source must not change until this returns, and may change from then on. Latest wins: a worker that is behind skips
-        versions. Cancelled, it raises once nothing reads the source any more; the version is published or discarded whole.
+        The source must not change until this returns, and may change from then on. Latest wins: a worker that is
+        behind skips versions. Cancelled, it raises once nothing reads the source any more; the version is published or
+        discarded whole.
 
         Args:
-            weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx: weights}``.
+            weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
+                weights}``.
             worker_ids: whom it is for; None: everybody, later ones too.
 
         Raises:
@@ -131,7 +133,8 @@ class WeightSyncScheme(SchemeCore):
         return self._bus.hold()
 
     async def shutdown(self, timeout: float = 5.0) -> None:
-        """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its schemes."""
+        """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
+        schemes."""
         await self._shutdown(timeout)
 
     async def __aenter__(self) -> Self:

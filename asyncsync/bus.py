@@ -50,7 +50,8 @@ class WorkerStatus:
         target: the version that it should have; 0: none yet.
         lag: how many versions it is behind its target.
         last_seen: seconds since its last message; None: never heard of.
-        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or never came).
+        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or
+        never came).
         bytes_sent: payload bytes sent to it (on a receiver: received).
         reason: why it is lost; empty otherwise.
     """
@@ -144,7 +145,8 @@ class Bus:
             self._reset()
         if self._role not in (None, role):
             raise RuntimeError(
-                f"this bus is a {self._role} in this process; a {role} needs a scheme of its own (pickle it, or construct another)"
+                f"this bus is a {self._role} in this process; a {role} needs a scheme of its own "
+                "(pickle it, or construct another)"
             )
 
     def _join(self, scheme: SchemeCore, role: str, topic: str, num_workers: int | None = None) -> None:
@@ -166,7 +168,8 @@ class Bus:
         fixed = self._link is not None or (self.num_workers is not None and not private)
         if fixed and self.num_workers != num_workers:
             raise ValueError(
-                f"the schemes of one bus share its workers: num_workers is {self.num_workers} already, not {num_workers}"
+                "the schemes of one bus share its workers: "
+                f"num_workers is {self.num_workers} already, not {num_workers}"
             )
         self.num_workers = num_workers
 
@@ -283,7 +286,8 @@ class Bus:
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this worker has.
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
+        worker has.
 
         Args:
             version: as returned by ``publish``.
@@ -403,8 +407,7 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
     """
     if worker_ids is None:
         return None
-    single = isinstance(worker_ids, int) or not isinstance(worker_ids, Iterable)
-    chosen: list[Any] = [worker_ids] if single else list(worker_ids)
+    chosen: list[Any] = list(worker_ids) if isinstance(worker_ids, Iterable) else [worker_ids]
     if not all(isinstance(w, int) and not isinstance(w, bool) for w in chosen):
         raise TypeError(f"worker_ids must be None, an int or a list of ints, not {worker_ids!r}")
     if not chosen:

@@ -1,4 +1,5 @@
-"""Where a context keeps its models: ``get_model(model_id)``, or an attribute path such as ``env.transform[0].module``."""
+"""Where a context keeps its models: ``get_model(model_id)``, or an attribute path such as
+``env.transform[0].module``."""
 
 from __future__ import annotations
 

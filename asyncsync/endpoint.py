@@ -1,10 +1,9 @@
 """Endpoints: where the trainer binds and the workers connect, and who may own an ipc path.
 
-By default a bus draws a short ipc path in a private directory (mode 0700), which exists from the sender's ``connect`` to its
-``shutdown``. A second bind on a live ipc path would silently steal it, so every ipc path is guarded by a lock file;
-the kernel frees the lock when its holder dies, so a restarted trainer gets it, and stale private directories can be told from
-live ones and swept.
-"""
+By default a bus draws a short ipc path in a private directory (mode 0700), which exists from the sender's ``connect``
+to its ``shutdown``. A second bind on a live ipc path would silently steal it, so every ipc path is guarded by a lock
+file; the kernel frees the lock when its holder dies, so a restarted trainer gets it, and stale private directories can
+be told from live ones and swept."""
 
 from __future__ import annotations
 
@@ -70,7 +69,8 @@ def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
         raise ValueError(f"{endpoint!r}: name a port between 1 and 65535; workers must know it before the sender binds")
     if not allow_plaintext and not _is_loopback(host):
         raise ValueError(
-            f"{endpoint!r} is reachable from other hosts, and the bus is not encrypted: anybody there could read or feed it. "
+            f"{endpoint!r} is reachable from other hosts, and the bus is not encrypted: "
+            "anybody there could read or feed it. "
             "Use an ipc:// path or tcp://127.0.0.1:PORT, or pass allow_plaintext=True on a network that you trust"
         )
     return endpoint

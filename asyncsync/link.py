@@ -1,9 +1,8 @@
 """Link: what both ends of a bus share — a ZeroMQ context on the running loop, timers, and conditions to wait for.
 
-A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state machine,
-sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a socket, so
-cancelling a caller cannot lose a message.
-"""
+A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state
+machine, sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a
+socket, so cancelling a caller cannot lose a message."""
 
 from __future__ import annotations
 

@@ -260,7 +260,8 @@ class ReceiverLink(Link):
             self.settle()
             if not await self.wait(done, timeout):
                 raise NotConnected(
-                    f"worker {subscriber.worker} is not connected after {timeout:g} s: {self._why(model_id)}. connect() may be called again"
+                    f"worker {subscriber.worker} is not connected after {timeout:g} s: "
+                    f"{self._why(model_id)}. connect() may be called again"
                 )
         finally:
             self.wanted.remove(model_id)
@@ -346,7 +347,8 @@ class ReceiverLink(Link):
                     break
                 if remaining <= 0:
                     raise AckTimeout(
-                        f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
+                        f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
+                        f"{self._why(model_id)}"
                     )
                 subscriber.request(self.loop.time())
         finally:

@@ -1,10 +1,11 @@
 """Scheme: one model's weights on a bus. The core of every scheme, whichever API is put over it.
 
 A scheme orchestrates; it creates transports (bytes) and has a strategy (format). :class:`SchemeCore` holds lifecycle,
-configuration, model and context resolution, and private coroutines; :class:`asyncsync.WeightSyncScheme` is the coroutine-native
-API over it. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
+configuration, model and context resolution, and private coroutines; :class:`asyncsync.WeightSyncScheme` is the
+coroutine-native API over it. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
 
-Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` is the rendezvous.
+Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` is the
+rendezvous.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.binding import Binding
-from asyncsync.bus import Bus, WorkerStatus
+from asyncsync.bus import Bus
 from asyncsync.context import resolve_model
 from asyncsync.errors import ClosedError
 from asyncsync.gate import Gate
-from asyncsync.layout import FlatWeights, flatten, nest
-from asyncsync.receiver import Mark
-from asyncsync.slab import Slab, copy_flat
+from asyncsync.layout import FlatWeights, flatten
+from asyncsync.slab import Slab
+from asyncsync.state import SchemeState, as_tensordict, by_worker
 from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.transports.base import TransportBackend
 from asyncsync.wire import MAX_NAME
@@ -34,7 +35,7 @@ from asyncsync.wire import MAX_NAME
 __all__ = ["SchemeCore"]
 
 
-class SchemeCore(ABC):
+class SchemeCore(SchemeState, ABC):
     """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
 
     def __init__(
@@ -48,8 +49,8 @@ class SchemeCore(ABC):
         min_workers: int = 1,
         allow_plaintext: bool = False,
     ) -> None:
-        self.strategy = resolve_strategy(strategy)
-        self._own_bus = bus is None
+        resolved = resolve_strategy(strategy)
+        own_bus = bus is None
         if bus is None:
             bus = Bus(
                 endpoint,
@@ -60,44 +61,19 @@ class SchemeCore(ABC):
             )
         elif endpoint or connect or min_workers != 1 or allow_plaintext:
             raise ValueError(
-                "endpoint, connect, min_workers and allow_plaintext belong to the Bus; pass them to Bus(...), not together with bus="
+                "endpoint, connect, min_workers and allow_plaintext belong to the Bus; "
+                "pass them to Bus(...), not together with bus="
             )
         elif num_workers is not None:
             bus._set_workers(num_workers, private=False)
-        self._bus = bus
-        self._model_id: str | None = None
-        self._devices: list[torch.device] | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._role: str | None = None
-        self._pid = 0
-        self._context: Any = None
-        self._model: Any = None
-        self._weights: Any = None
-        self._device_map_fn: Callable[[int, Any], Any] | None = None
-        self._worker_idx: int | None = None
-        self._binding: Binding | None = None
-        self._manual = self._hooked = False
-        self._shared: TransportBackend | None = None
-        self._registered = False
-        self._returned: Mark | None = None
-        self._closed = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Configuration only: no sockets, tasks, models or weights. What a subclass adds travels with it.
-        kept = {k: v for k, v in self.__dict__.items() if k not in _LOCAL}
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset()
-        self.__dict__.update(state)
+        super().__init__(resolved, bus, own_bus=own_bus)
 
     # -- hooks of a subclass ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def create_transport(self, **kwargs: Any) -> TransportBackend:
-        """The transport of this scheme; called by ``init_on_sender`` and ``init_on_receiver``, without communication."""
+        """The transport of this scheme; called by ``init_on_sender`` and ``init_on_receiver``, without
+        communication."""
 
     def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
         """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
@@ -128,7 +104,7 @@ class SchemeCore(ABC):
             )
         self.strategy.apply_weights(self._model, weights, inplace=inplace)
 
-    # -- phase 1: no communication --------------------------------------------------------------------------------------
+    # -- phase 1: no communication --------------------------------------------------------------------------------
 
     def init_on_sender(
         self,
@@ -166,7 +142,6 @@ class SchemeCore(ABC):
         if device_map_fn is not None and num_workers is None and self._bus.num_workers is None:
             raise ValueError("device_map_fn needs num_workers")
         if devices is not None:
-            devices = [torch.device(d) for d in devices]
             num_workers = _agree(num_workers, len(devices), "devices")
         if params_map is not None:
             num_workers = _agree(num_workers, len(params_map), "params_map")
@@ -175,6 +150,7 @@ class SchemeCore(ABC):
         if not self._own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
+        chosen = None if devices is None else [torch.device(d) for d in devices]
         self._check_fresh("sender")
         transport = self.create_transport()
         self._bus._join(self, "sender", model_id or "", num_workers)
@@ -182,7 +158,7 @@ class SchemeCore(ABC):
         self._role, self._pid = "sender", os.getpid()
         self._model_id, self._context = model_id, context
         self._model, self._weights = model, weights if params_map is None else dict(params_map)
-        self._devices, self._device_map_fn, self._shared = devices, device_map_fn, transport
+        self._devices, self._device_map_fn, self._shared = chosen, device_map_fn, transport
 
     def init_on_receiver(
         self,
@@ -202,14 +178,16 @@ class SchemeCore(ABC):
             model_id: name of the model.
             context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``.
             worker_idx: which worker this is, from 0; may come with ``connect`` instead.
-            model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns them.
+            model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns
+                them.
             apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only.
             inplace: copy into the model's own memory, or give its tensors new storage.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
 
         Raises:
-            ValueError: a bad argument, or a compiled or scripted module with neither ``gate="hold"`` nor ``apply="on_receive"``.
+            ValueError: a bad argument, or a compiled or scripted module with neither ``gate="hold"`` nor
+                ``apply="on_receive"``.
             RuntimeError: this scheme is connected already, or the sender.
         """
         if apply not in ("auto", "on_receive"):
@@ -273,10 +251,6 @@ class SchemeCore(ABC):
 
     # -- phase 2 ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _topic(self) -> str:
-        return self._model_id or ""
-
     def _register(self, worker_idx: int | None = None) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
         if self._role != "receiver":
@@ -290,7 +264,8 @@ class SchemeCore(ABC):
         self._worker_idx = self._worker_idx if worker_idx is None else worker_idx
         if self._worker_idx is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
-        assert self._binding is not None and self._shared is not None
+        assert self._binding is not None
+        assert self._shared is not None
         link = self._bus._open_receiver(self._worker_idx)
         if self._hooked:
             link.gate.attach(self._model)
@@ -340,7 +315,8 @@ class SchemeCore(ABC):
         if self._role is None or self._pid != os.getpid():
             if self._registered:
                 raise RuntimeError(
-                    "this scheme was connected before the fork; a forked child cannot use it: pass it on before connecting"
+                    "this scheme was connected before the fork; a forked child cannot use it: "
+                    "pass it on before connecting"
                 )
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus._check_open(self._role)
@@ -375,7 +351,7 @@ class SchemeCore(ABC):
         """A source that :meth:`_flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``."""
         if weights is None and self._model is None and isinstance(self._weights, dict):
             weights = self._weights
-        if _by_worker(weights):
+        if by_worker(weights):
             return {worker: await self._prepare_one(each) for worker, each in weights.items()}
         return await self._prepare_one(weights)
 
@@ -388,7 +364,7 @@ class SchemeCore(ABC):
         return flatten(prepared)
 
     def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
-        if isinstance(source, dict) and _by_worker(source):
+        if isinstance(source, dict) and by_worker(source):
             count = self._bus.num_workers
             wrong = [
                 w
@@ -400,7 +376,7 @@ class SchemeCore(ABC):
             return {worker: self._flat(each) for worker, each in source.items()}
         if self._device_map_fn is not None:
             chosen = range(self._bus.num_workers or 0) if workers is None else workers
-            weights = _as_tensordict(self._flat(source))
+            weights = as_tensordict(self._flat(source))
             return {worker: flatten(self._device_map_fn(worker, weights)) for worker in chosen}
         return self._flat(source)
 
@@ -461,109 +437,8 @@ class SchemeCore(ABC):
         if self._shared is not None:
             self._shared.close()
 
-    # -- properties ---------------------------------------------------------------------------------------------------
-
-    @property
-    def bus(self) -> Bus:
-        """The bus that this scheme is on."""
-        return self._bus
-
-    @property
-    def model_id(self) -> str | None:
-        """Name of the model; None when unset."""
-        return self._model_id
-
-    @property
-    def model(self) -> Any:
-        """The registered model; None when unset."""
-        return self._model
-
-    @property
-    def context(self) -> Any:
-        """The context object; None when unset."""
-        return self._context
-
-    @property
-    def worker_idx(self) -> int | None:
-        """Which worker this is; None when unset."""
-        return self._worker_idx
-
-    @property
-    def weights(self) -> TensorDict | None:
-        """A copy of the current weights. Sender: of the registered source, else of what was published last; receiver: of what was applied last."""
-        link = self._bus._link
-        if self._role == "receiver" and link is not None:
-            held = link.subscriber.held(self._topic)  # type: ignore[union-attr]
-            return None if held is None else held[2].copy().weights()
-        if self._role == "sender":
-            source = self._model if self._model is not None else self._weights
-            if source is not None and not _by_worker(source):
-                return _as_tensordict(copy_flat(flat_weights(self.strategy, source)))
-            if link is not None:
-                target = link.publisher.targets.newest(-1, self._topic)  # type: ignore[union-attr]
-                return None if target is None else target.slab.copy().weights()
-        return None
-
-    @property
-    def sender_transports(self) -> dict[int, TransportBackend]:
-        """``{worker_idx: transport}``; one object serves all. Empty on a receiver."""
-        if self._role != "sender" or self._shared is None:
-            return {}
-        link = self._bus._link
-        workers = (
-            range(self._bus.num_workers) if self._bus.num_workers else () if link is None else link.publisher.expected()
-        )  # type: ignore[union-attr]
-        return dict.fromkeys(workers, self._shared)
-
-    @property
-    def receiver_transport(self) -> TransportBackend | None:
-        """The receiver's transport; None on a sender."""
-        return self._shared if self._role == "receiver" else None
-
-    @property
-    def shared_transport(self) -> TransportBackend | None:
-        """The transport that serves all workers; None on a receiver."""
-        return self._shared if self._role == "sender" else None
-
-    @property
-    def version(self) -> int:
-        """Sender: the last version published on this bus. Receiver: the version that the model holds. 0: none."""
-        link = self._bus._link
-        if self._role == "receiver" and link is not None:
-            return int(link.subscriber.version(self._topic))  # type: ignore[union-attr]
-        return self._bus.version
-
-    @property
-    def closed(self) -> bool:
-        """True once this side was shut down, or the sender has said goodbye."""
-        return self._closed or self._bus.closed
-
-    def status(self) -> dict[int, WorkerStatus]:
-        """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its sender."""
-        return self._bus._status([self._topic])
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.strategy!r}, model_id={self._model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r})"
-
-
-_LOCAL = {
-    "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual", "_hooked", "_shared",
-    "_registered", "_returned", "_closed",
-}  # fmt: skip
-
 
 def _agree(given: int | None, counted: int, what: str) -> int:
     if given is not None and given != counted:
         raise ValueError(f"{what} has {counted} entries, but num_workers={given}")
     return counted
-
-
-def _by_worker(weights: Any) -> bool:
-    """Whether these are ``{worker_idx: weights}``."""
-    # A TensorDict is a Mapping too, but has no truth value.
-    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
-    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
-
-
-def _as_tensordict(flat: FlatWeights) -> TensorDict:
-    return nest(flat.tensors, flat.values)

@@ -166,7 +166,8 @@ class SenderLink(Link):
                 self.check()
                 now = self.loop.time()
                 for model_id in serve:
-                    # Announced by publish, together with its weights: a worker must not take it for a model without any.
+                    # Announced by publish, together with its weights: a worker must not take it for a model without
+                    # any.
                     self.publisher.targets.add_model(model_id)
                 version = self.publisher.publish(parts, workers, now)
             finally:

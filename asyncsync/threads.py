@@ -1,6 +1,7 @@
 """One daemon thread for large copies and blocking native calls, handed out as awaitables.
 
-A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native call is stuck.
+A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native
+call is stuck.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WorkThread:
             result, failure = None, None
             try:
                 result = function()
-            except BaseException as error:  # noqa: BLE001 - handed to the awaiting coroutine
+            except BaseException as error:  # handed to the awaiting coroutine
                 failure = error
             try:
                 loop.call_soon_threadsafe(settle, result, failure)

@@ -1,9 +1,9 @@
 """What a transport must do to carry slabs; nothing else of the library depends on how it does it.
 
-The bus gives the instruction and keeps the account; a transport moves the bytes of one slab. On the sender, :meth:`offer`
-makes a slab available and returns a descriptor that tells the worker's side where it is; on the receiver, :meth:`fetch`
-brings it in. A user's own transport subclasses :class:`TransportBackend`; its scheme returns it from ``create_transport``.
-"""
+The bus gives the instruction and keeps the account; a transport moves the bytes of one slab. On the sender,
+:meth:`offer` makes a slab available and returns a descriptor that tells the worker's side where it is; on the receiver,
+:meth:`fetch` brings it in. A user's own transport subclasses :class:`TransportBackend`; its scheme returns it from
+``create_transport``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class TransportBackend(ABC):
         """Sender: make a packed slab available to these workers (None: everybody).
 
         Returns:
-            A descriptor of at most 64 KiB that travels with the instruction, or None: the bytes go as chunks on the bus.
+            A descriptor of at most 64 KiB that travels with the instruction, or None: the bytes go as chunks on the
+            bus.
         """
         return None
 
-    def retire(self, descriptor: bytes) -> None:
+    def retire(self, descriptor: bytes) -> None:  # noqa: B027 - most transports have nothing to do
         """Sender: no worker will ask for this slab any more."""
 
     @abstractmethod
@@ -39,5 +40,5 @@ class TransportBackend(ABC):
             deadline: by the running loop's clock, in seconds.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release what this end holds; idempotent."""

@@ -1,10 +1,9 @@
 """ZeroMQ: sockets on an event loop, and the transport whose bytes are chunks on the bus.
 
-:class:`LoopSocket` is a plain ``zmq.Socket`` whose file descriptor the loop watches: there is no ``recv`` that a cancellation
-could lose a message from, and no helper task. The descriptor is edge-triggered, so it is drained until nothing is left, and
-looked at again after each send. :class:`ZMQTransport` has nothing to do for the bytes itself: the publisher sends chunks
-on the worker's credit, and the subscriber writes them where they belong.
-"""
+:class:`LoopSocket` is a plain ``zmq.Socket`` whose file descriptor the loop watches: there is no ``recv`` that a
+cancellation could lose a message from, and no helper task. The descriptor is edge-triggered, so it is drained until
+nothing is left, and looked at again after each send. :class:`ZMQTransport` has nothing to do for the bytes itself: the
+publisher sends chunks on the worker's credit, and the subscriber writes them where they belong."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes (its BYE)."""
+    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes
+    (its BYE)."""
     socket = context.socket(zmq.DEALER)
     _configure(socket)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)

@@ -8,8 +8,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from asyncsync.bus import DEFAULT_TIMEOUT, WorkerStatus
 from asyncsync.aio import WeightSyncScheme
+from asyncsync.bus import DEFAULT_TIMEOUT, WorkerStatus
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ = ["NoWeightSyncScheme"]

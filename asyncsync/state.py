@@ -1,0 +1,165 @@
+"""What a scheme knows: its configuration, its role in this process, and the documented read-only properties.
+
+Configuration travels with a pickled scheme; everything else belongs to one role in one process and stays behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from asyncsync.binding import Binding
+from asyncsync.bus import Bus, WorkerStatus
+from asyncsync.layout import FlatWeights, nest
+from asyncsync.receiver import Mark, ReceiverLink
+from asyncsync.sender import SenderLink
+from asyncsync.slab import copy_flat
+from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.transports.base import TransportBackend
+
+__all__ = ["SchemeState", "as_tensordict", "by_worker"]
+
+
+class SchemeState:
+    """The state of a scheme; see :class:`asyncsync.WeightSyncScheme` for the arguments behind it."""
+
+    def __init__(self, strategy: WeightStrategy, bus: Bus, *, own_bus: bool) -> None:
+        self.strategy = strategy
+        self._own_bus = own_bus
+        self._bus = bus
+        self._model_id: str | None = None
+        self._devices: list[torch.device] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._role: str | None = None
+        self._pid = 0
+        self._context: Any = None
+        self._model: Any = None
+        self._weights: Any = None
+        self._device_map_fn: Callable[[int, Any], Any] | None = None
+        self._worker_idx: int | None = None
+        self._binding: Binding | None = None
+        self._manual = self._hooked = False
+        self._shared: TransportBackend | None = None
+        self._registered = False
+        self._returned: Mark | None = None
+        self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Configuration only: no sockets, tasks, models or weights. What a subclass adds travels with it.
+        return {k: v for k, v in self.__dict__.items() if k not in _LOCAL}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._reset()
+        self.__dict__.update(state)
+
+    @property
+    def _topic(self) -> str:
+        return self._model_id or ""
+
+    @property
+    def bus(self) -> Bus:
+        """The bus that this scheme is on."""
+        return self._bus
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model; None when unset."""
+        return self._model_id
+
+    @property
+    def model(self) -> Any:
+        """The registered model; None when unset."""
+        return self._model
+
+    @property
+    def context(self) -> Any:
+        """The context object; None when unset."""
+        return self._context
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker this is; None when unset."""
+        return self._worker_idx
+
+    @property
+    def weights(self) -> TensorDict | None:
+        """A copy of the current weights; None when there are none.
+
+        Sender: of the registered source, else of what was published last. Receiver: of what was applied last.
+        """
+        link = self._bus._link
+        if isinstance(link, ReceiverLink):
+            held = link.subscriber.held(self._topic)
+            return None if held is None else held[2].copy().weights()
+        if self._role == "sender":
+            source = self._model if self._model is not None else self._weights
+            if source is not None and not by_worker(source):
+                return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
+            if isinstance(link, SenderLink):
+                target = link.publisher.targets.newest(-1, self._topic)
+                return None if target is None else target.slab.copy().weights()
+        return None
+
+    @property
+    def sender_transports(self) -> dict[int, TransportBackend]:
+        """``{worker_idx: transport}``; one object serves all. Empty on a receiver."""
+        if self._role != "sender" or self._shared is None:
+            return {}
+        link = self._bus._link
+        if isinstance(link, SenderLink):
+            return dict.fromkeys(link.publisher.expected(), self._shared)
+        return dict.fromkeys(range(self._bus.num_workers or 0), self._shared)
+
+    @property
+    def receiver_transport(self) -> TransportBackend | None:
+        """The receiver's transport; None on a sender."""
+        return self._shared if self._role == "receiver" else None
+
+    @property
+    def shared_transport(self) -> TransportBackend | None:
+        """The transport that serves all workers; None on a receiver."""
+        return self._shared if self._role == "sender" else None
+
+    @property
+    def version(self) -> int:
+        """Sender: the last version published on this bus. Receiver: the version that the model holds. 0: none."""
+        link = self._bus._link
+        if isinstance(link, ReceiverLink):
+            return link.subscriber.version(self._topic)
+        return self._bus.version
+
+    @property
+    def closed(self) -> bool:
+        """True once this side was shut down, or the sender has said goodbye."""
+        return self._closed or self._bus.closed
+
+    def status(self) -> dict[int, WorkerStatus]:
+        """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its
+        sender."""
+        return self._bus._status([self._topic])
+
+    def __repr__(self) -> str:
+        about = f"model_id={self._model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"
+        return f"{type(self).__name__}({self.strategy!r}, {about})"
+
+
+_LOCAL = {
+    "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
+    "_hooked", "_shared", "_registered", "_returned", "_closed",
+}  # fmt: skip
+
+
+def by_worker(weights: Any) -> bool:
+    """Whether these are ``{worker_idx: weights}``."""
+    # A TensorDict is a Mapping too, but has no truth value.
+    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
+    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+
+
+def as_tensordict(flat: FlatWeights) -> TensorDict:
+    return nest(flat.tensors, flat.values)
