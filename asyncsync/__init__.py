@@ -21,9 +21,9 @@ try:
 except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
     __version__ = "0+unknown"
 
-from asyncsync.aio import WeightSyncScheme  # noqa: E402
-from asyncsync.bus import Bus, WorkerStatus  # noqa: E402 - the path above comes first
-from asyncsync.errors import (  # noqa: E402
+from asyncsync.aio import WeightSyncScheme
+from asyncsync.bus import Bus
+from asyncsync.errors import (
     AckTimeout,
     ClosedError,
     Fenced,
@@ -36,11 +36,12 @@ from asyncsync.errors import (  # noqa: E402
     SchemaMismatch,
     WeightSyncError,
 )
-from asyncsync.schemes.none import NoWeightSyncScheme  # noqa: E402
-from asyncsync.schemes.zmq import ZMQWeightSyncScheme  # noqa: E402
-from asyncsync.strategy import WeightStrategy  # noqa: E402
-from asyncsync.transports.base import TransportBackend  # noqa: E402
-from asyncsync.transports.zmq import ZMQTransport  # noqa: E402
+from asyncsync.schemes.none import NoWeightSyncScheme
+from asyncsync.schemes.zmq import ZMQWeightSyncScheme
+from asyncsync.status import WorkerStatus
+from asyncsync.strategy import WeightStrategy
+from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += [
     "AckTimeout",

@@ -8,6 +8,7 @@ from typing import Any, Self
 from tensordict import TensorDict
 
 from asyncsync.bus import DEFAULT_TIMEOUT
+from asyncsync.link import check_timeout
 from asyncsync.scheme import SchemeCore
 
 __all__ = ["WeightSyncScheme"]
@@ -88,6 +89,7 @@ class WeightSyncScheme(SchemeCore):
             NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
+        check_timeout(timeout)
         self._check_open()
         self._bus._sender().check_quorum()
         version = await self._publish(weights, worker_ids)

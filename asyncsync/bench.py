@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from multiprocessing import get_context, parent_process
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,18 @@ def run(*, quick: bool = False, json_path: str | None = None, trials: int | None
         uvloop: run trainer and workers on uvloop.
 
     Returns:
-        The exit code, 0.
+        The exit code: 0; 1 if a worker has died.
     """
     torch.set_num_threads(1)  # here as in the workers: there are more processes than cores
     chosen = cases(quick, trials)
-    rows = measure(chosen, uvloop)
+    died: list[str] = []
+    try:
+        rows = measure(chosen, uvloop, died)
+    except KeyboardInterrupt:
+        if not died:
+            raise
+        print(f"asyncsync bench: {died[0]}; its traceback is above", file=sys.stderr)
+        return 1
     machine = {
         "cpus": os.cpu_count(),
         "platform": platform.platform(),
@@ -152,13 +160,18 @@ def run(*, quick: bool = False, json_path: str | None = None, trials: int | None
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 
-def measure(chosen: Sequence[Case], uvloop: bool) -> list[Row]:
-    """Run the cases, one after the other, with the same worker processes."""
+def measure(chosen: Sequence[Case], uvloop: bool, died: list[str]) -> list[Row]:
+    """Run the cases, one after the other, with the same worker processes.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, or a worker has died; then ``died`` says which.
+    """
     schemes = [ZMQWeightSyncScheme(num_workers=case.workers) for case in chosen]
     rows = []
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         workers = max(case.workers for case in chosen)
+        over = threading.Event()
         bare = [stack.enter_context(Bare(f"ipc://{directory}/{index}")) for index in range(workers)]
         for index in range(workers):
             mine = [(case, scheme) for case, scheme in zip(chosen, schemes, strict=True) if index < case.workers]
@@ -169,6 +182,8 @@ def measure(chosen: Sequence[Case], uvloop: bool) -> list[Row]:
                 process.start()
             stack.callback(process.join)
             stack.callback(process.terminate)
+            threading.Thread(target=_interrupt_if_it_dies, args=(process, over, died), daemon=True).start()
+        stack.callback(over.set)
         for number, (case, scheme) in enumerate(zip(chosen, schemes, strict=True), 1):
             if sys.stderr.isatty():
                 what = f"{case.name} to {case.workers} worker{'s'[: case.workers - 1]}"
@@ -305,6 +320,14 @@ def _loop_factory(uvloop: bool) -> Callable[[], Any] | None:
 
     new_loop: Callable[[], Any] = library.new_event_loop
     return new_loop
+
+
+def _interrupt_if_it_dies(process: SpawnProcess, over: threading.Event, died: list[str]) -> None:
+    # The main thread may be in a blocking call, or in its loop: a signal ends both.
+    connection.wait([process.sentinel])
+    if not over.is_set() and process.exitcode != 0:
+        died.append(f"{process.name} has ended with exit code {process.exitcode}")
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------

@@ -23,46 +23,23 @@ import secrets
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncsync.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.errors import ClosedError, NotConnected
 from asyncsync.gate import Gate
+from asyncsync.link import check_timeout
 from asyncsync.publisher import Settings
 from asyncsync.receiver import ReceiverLink
 from asyncsync.sender import SenderLink
+from asyncsync.status import WorkerStatus, receiver_status, sender_status
 
 if TYPE_CHECKING:
     from asyncsync.scheme import SchemeCore
 
-__all__ = ["Bus", "WorkerStatus"]
+__all__ = ["Bus"]
 
 DEFAULT_TIMEOUT = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """What is known of one worker.
-
-    Attributes:
-        version: the version that it has applied (of several models, the oldest); 0: none yet.
-        target: the version that it should have; 0: none yet.
-        lag: how many versions it is behind its target.
-        last_seen: seconds since its last message; None: never heard of.
-        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or
-        never came).
-        bytes_sent: payload bytes sent to it (on a receiver: received).
-        reason: why it is lost; empty otherwise.
-    """
-
-    version: int
-    target: int
-    lag: int
-    last_seen: float | None
-    state: str
-    bytes_sent: int = 0
-    reason: str = ""
 
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
@@ -245,6 +222,7 @@ class Bus:
             raise RuntimeError(
                 "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
             )
+        check_timeout(timeout)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         for scheme in list(self._schemes.values()):
@@ -304,6 +282,7 @@ class Bus:
     async def _wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None, timeout: float, models: list[str] | None
     ) -> None:
+        check_timeout(timeout)
         if self._role == "receiver":
             await self._receiver().wait_version(version, models or list(self._schemes), timeout)
         else:
@@ -324,6 +303,7 @@ class Bus:
             NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
             PartialSendError: who has not applied it, and why.
         """
+        check_timeout(timeout)
         self._sender().check_quorum()
         version = await self.publish(weights, worker_ids)
         await self._wait_version(version, worker_ids, timeout, list(weights))
@@ -362,9 +342,9 @@ class Bus:
 
     def _status(self, models: list[str]) -> dict[int, WorkerStatus]:
         if isinstance(self._link, SenderLink):
-            return _sender_status(self._link, models)
+            return sender_status(self._link, models)
         if isinstance(self._link, ReceiverLink):
-            return _receiver_status(self._link, models)
+            return receiver_status(self._link, models)
         return {}
 
     async def shutdown(self, timeout: float = 5.0) -> None:
@@ -418,45 +398,3 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
 def _check_count(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
-
-
-def _sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus]:
-    publisher = link.publisher
-    now = link.loop.time()
-    table = {}
-    for worker in sorted({*publisher.expected(), *publisher.peers}):
-        peer = publisher.peers.get(worker)
-        targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
-        if peer is None:
-            target = max(targets.values(), default=0)
-            table[worker] = WorkerStatus(0, target, target, None, "lost", 0, "it has not connected yet")
-            continue
-        targets = {m: v for m, v in targets.items() if m in peer.hello.have}
-        applied = {m: peer.applied.get(m, 0) for m in models if m in peer.hello.have}
-        behind = [m for m, v in targets.items() if applied[m] < v]
-        version = min((applied[m] for m in behind), default=max(applied.values(), default=0))
-        target = max(targets.values(), default=0)
-        lag = max((targets[m] - applied[m] for m in behind), default=0)
-        table[worker] = WorkerStatus(
-            version, target, lag, now - peer.last_seen, peer.state, peer.bytes_sent, peer.lost or ""
-        )
-    return table
-
-
-def _receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerStatus]:
-    subscriber = link.subscriber
-    seen = None if subscriber.last_seen is None else link.loop.time() - subscriber.last_seen
-    version = max((subscriber.version(m) for m in models), default=0)
-    target = max((subscriber.targets.get(m, 0) for m in models), default=0)
-    state, reason = "live", ""
-    if subscriber.ended is not None:
-        state, reason = "lost", str(subscriber.ended)
-    elif link.sender_lost or not subscriber.online:
-        state, reason = "lost", "the sender is gone; waiting for its successor"
-    elif seen is None or seen > subscriber.settings.slow_after:
-        state = "slow"
-    return {
-        subscriber.worker: WorkerStatus(
-            version, target, max(0, target - version), seen, state, subscriber.bytes_received, reason
-        )
-    }

@@ -97,6 +97,18 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def is_trustworthy(endpoint: str) -> bool:
+    """False for a private directory that is not this user's: somebody else has made it anew after its owner's crash."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    if not endpoint.startswith("ipc://") or not path.parent.name.startswith(PREFIX):
+        return True
+    try:
+        found = os.lstat(path.parent)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
 class Claim:
     """Exclusive ownership of an ipc path, until released or until this process dies.
 

@@ -22,7 +22,7 @@ from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSy
 from asyncsync.publisher import Identity
 from asyncsync.threads import WorkThread, finish
 
-__all__ = ["INLINE_BYTES", "Conditions", "Link", "ProcessWatch", "this_process"]
+__all__ = ["INLINE_BYTES", "Conditions", "Link", "ProcessWatch", "check_timeout", "this_process"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -40,6 +40,22 @@ def this_process() -> Identity:
     except OSError:  # not Linux: peers are watched by heartbeat only
         return Identity(os.getpid(), "", 0)
     return Identity(os.getpid(), boot, namespace)
+
+
+def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
+    """Refuse what is no time limit, before anything is begun.
+
+    Raises:
+        TypeError: not a number; None where a deadline is needed.
+        ValueError: negative, or not a number of seconds at all.
+    """
+    if timeout is None and or_none:
+        return
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
+        hint = "; only receive() waits without a limit" if timeout is None else ""
+        raise TypeError(f"timeout must be a number of seconds, not {timeout!r}{hint}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout must not be negative, it is {timeout!r}")
 
 
 class Conditions:

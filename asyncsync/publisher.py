@@ -187,6 +187,8 @@ class Publisher(Overview):
             for peer in self.peers.values():
                 peer.end_transfer()
             return False
+        if hello.epoch[0] >= wire.MAX_START:
+            raise ProtocolError(f"worker {hello.worker} claims an epoch that none can follow")
         self.epoch = (hello.epoch[0] + 1, self.epoch[1])
         for peer in self.peers.values():
             if not peer.lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import zmq
 
 from asyncsync.binding import Binding
+from asyncsync.endpoint import is_trustworthy
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.gate import Gate
 from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
@@ -23,6 +25,8 @@ from asyncsync.transports.zmq import LoopSocket, dealer, monitor
 from asyncsync.wire import decode, encode
 
 __all__ = ["Mark", "ReceiverLink"]
+
+logger = logging.getLogger("asyncsync")
 
 GATE_POLL = 0.05
 FETCH_DEADLINE = 60.0
@@ -87,7 +91,10 @@ class ReceiverLink(Link):
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _connected(self) -> None:
-        if self.subscriber.ended is None:
+        if not is_trustworthy(self.endpoint):
+            # Without our HELLO, whoever answers there does not know our nonce, and is not listened to.
+            logger.error("%s is not this user's any more; not talking to whoever answers there", self.endpoint)
+        elif self.subscriber.ended is None:
             self.subscriber.connected(self.loop.time())
             self.settle()
 

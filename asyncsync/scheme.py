@@ -26,6 +26,7 @@ from asyncsync.context import resolve_model
 from asyncsync.errors import ClosedError
 from asyncsync.gate import Gate
 from asyncsync.layout import FlatWeights, flatten
+from asyncsync.link import check_timeout
 from asyncsync.slab import Slab
 from asyncsync.state import SchemeState, as_tensordict, by_worker
 from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
@@ -273,6 +274,7 @@ class SchemeCore(SchemeState, ABC):
         self._registered = True
 
     async def _connect(self, weights: Any, worker_idx: int | None, timeout: float) -> None:
+        check_timeout(timeout)
         self._check_open()
         if self._role == "sender":
             if worker_idx is not None:
@@ -397,6 +399,7 @@ class SchemeCore(SchemeState, ABC):
         return await self._bus.publish({self._topic: weights}, worker_ids)
 
     async def _receive(self, timeout: float | None) -> TensorDict | None:
+        check_timeout(timeout, or_none=True)
         self._check_open()
         link = self._bus._receiver()
         before = self._returned
@@ -413,6 +416,7 @@ class SchemeCore(SchemeState, ABC):
         return weights
 
     async def _fetch(self, timeout: float) -> TensorDict:
+        check_timeout(timeout)
         self._check_open()
         link = self._bus._receiver()
         mark = await link.current(self._topic, timeout)

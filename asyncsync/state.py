@@ -12,11 +12,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.binding import Binding
-from asyncsync.bus import Bus, WorkerStatus
+from asyncsync.bus import Bus
 from asyncsync.layout import FlatWeights, nest
 from asyncsync.receiver import Mark, ReceiverLink
 from asyncsync.sender import SenderLink
 from asyncsync.slab import copy_flat
+from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.base import TransportBackend
 

@@ -287,6 +287,7 @@ class Subscriber:
             return
         if update.eager:
             incoming.fill(payload[count:])
+            self.bytes_received += incoming.total
         self._drop_incoming()
         self._serial = update.serial
         self._incoming = incoming

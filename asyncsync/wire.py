@@ -59,6 +59,7 @@ MAX_FRAME = 32 << 20
 MAX_CHUNK = 8 << 20
 MAX_FRAMES = 2050
 MAX_MODELS = 1024
+MAX_START = (1 << 63) - 1
 MAX_VALUES = 16 * MAX_MODELS  # a part takes seven
 MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
@@ -88,7 +89,7 @@ def _epoch(raw: Any) -> Epoch:
 
 _u64 = integer()
 # Half of what fits: a trainer that starts again takes one more than the highest that it hears of.
-_start = integer(0, (1 << 63) - 1)
+_start = integer(0, MAX_START)
 _versions = mapping(_u64, MAX_MODELS, MAX_NAME)
 _digest = binary(16)
 _crc = optional(integer(0, (1 << 32) - 1))

@@ -797,3 +797,76 @@ async def test_a_hold_that_is_never_left_times_the_update_out_with_the_reason() 
         await thread
         await receiver.wait_version(2, timeout=5)
         assert read(models[0]) == {7}, "late, not lost"
+
+
+# -- time limits
+
+
+LIMITED: dict[str, Callable[[Any, Any], Any]] = {
+    "connect": lambda s, t: s.connect(timeout=t),
+    "send_async": lambda s, t: s.send_async(timeout=t),
+    "wait_version": lambda s, t: s.wait_version(1, timeout=t),
+    "fetch": lambda s, t: s.fetch(timeout=t),
+    "bus.connect": lambda s, t: s.bus.connect(timeout=t),
+    "bus.send_async": lambda s, t: s.bus.send_async({"policy": None}, timeout=t),
+}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "message"),
+    [
+        (None, TypeError, "only receive\\(\\) waits without a limit"),
+        ("1", TypeError, "number of seconds, not '1'"),
+        (True, TypeError, "number of seconds"),
+        (-1, ValueError, "must not be negative"),
+        (float("nan"), ValueError, "must not be negative"),
+    ],
+)
+@pytest.mark.parametrize("name", LIMITED)
+async def test_every_wait_but_receive_has_a_deadline(name: str, timeout: Any, error: type, message: str) -> None:
+    async with crew(1) as (sender, receivers, _):
+        scheme = receivers[0] if name == "fetch" else sender
+        before = sender.version
+        with Clock(0.5), pytest.raises(error, match=message):
+            await LIMITED[name](scheme, timeout)
+        assert sender.version == before  # nothing was published
+        await sender.send_async(fill(Model(), 2.0))
+        assert read(receivers[0].model) == {2.0}
+
+
+async def test_receive_refuses_what_is_no_time_limit_and_accepts_none() -> None:
+    async with crew(1) as (sender, receivers, _):
+        with pytest.raises(ValueError, match="must not be negative"):
+            await receivers[0].receive(timeout=-0.5)
+        await sender.publish(fill(Model(), 3.0))
+        assert read(await receivers[0].receive(timeout=None)) == {3.0}
+
+
+async def test_the_status_of_a_receiver_that_was_shut_down_says_so() -> None:
+    async with crew(1) as (_, receivers, _):
+        (before,) = receivers[0].status().values()
+        assert before.state == "live"
+        assert before.bytes_sent > 0  # payload that rode in the instruction counts as well
+        await receivers[0].shutdown()
+        (after,) = receivers[0].status().values()
+        assert (after.state, after.reason) == ("lost", "this receiver was shut down")
+
+
+async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talked_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a trainer's crash and a sweep, its directory's name is free for any user of the host."""
+    sender = sender_of()
+    receiver = receiver_of(sender, 0, Model())
+    own = os.getuid()
+    connecting = asyncio.create_task(sender.connect(timeout=5))
+    await asyncio.sleep(0)
+    monkeypatch.setattr("asyncsync.endpoint.os.getuid", lambda: own + 1)
+    with pytest.raises(NotConnected, match="nobody answers"):
+        await receiver.connect(timeout=0.3)
+    assert "is not this user's any more" in caplog.text
+    monkeypatch.undo()
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    await receiver.shutdown()
+    await sender.shutdown()

@@ -131,8 +131,10 @@ class LoopSocket:
             return zmq.EHOSTUNREACH
         finally:
             # Sending consumes the edge that would have told of an incoming message.
-            if not self._closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
-                self._schedule()
+            if not self._closed:
+                events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
+                if events & zmq.POLLIN:
+                    self._schedule()
         return 0
 
     def close(self, linger_ms: int = 0) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from asyncsync.aio import WeightSyncScheme
-from asyncsync.bus import DEFAULT_TIMEOUT, WorkerStatus
+from asyncsync.bus import DEFAULT_TIMEOUT
+from asyncsync.status import WorkerStatus
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ = ["NoWeightSyncScheme"]

@@ -8,13 +8,14 @@ in which what is awaited arrives (where a careless implementation loses it); and
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
 from typing import Any
 
 import pytest
 
 from asyncsync import ClosedError, TransportBackend, ZMQWeightSyncScheme
-from asyncsync.slab import Slab
+from asyncsync.slab import Slab, pack
 from helpers.processes import LARGE, Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]
@@ -289,6 +290,33 @@ async def test_r192_connect_cancelled_at_any_await_may_be_called_again(
         await schemes.shutdown()
         k += 1
     assert k >= 2
+
+
+async def test_r192_a_receiver_that_connects_while_the_sender_packs_waits_for_the_initial_weights(
+    schemes: Schemes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = schemes.sender(LARGE, num_workers=1)
+    receiver = schemes.receiver(sender)
+    there = threading.Event()
+
+    def pack_slowly(*arguments: Any) -> None:
+        assert there.wait(20)
+        pack(*arguments)
+
+    monkeypatch.setattr("asyncsync.sender.pack", pack_slowly)
+    connecting = asyncio.create_task(sender.connect())
+    receiving = asyncio.create_task(receiver.connect())
+    await eventually(lambda: sender.bus._link and sender.bus._link.publisher.peers)
+    subscriber = receiver.bus._link.subscriber
+    offered = []
+    welcome = subscriber._on_welcome
+    monkeypatch.setattr(subscriber, "_on_welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
+    there.set()
+    await asyncio.gather(connecting, receiving)
+    # Told of a model without weights first, it would have taken itself for connected.
+    assert all(models.get("policy", b"digest") for models in offered), offered
+    assert receiver.model.value == 1
+    assert await receiver.receive(0) is None
 
 
 @every_strike

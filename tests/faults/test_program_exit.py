@@ -15,7 +15,7 @@ import pytest
 from asyncsync import NotConnected
 from helpers.processes import Remote, Schemes, Trainer, Worker
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)  # it imports torch four times
 
 PROMISED = 5.0  # seconds
 PROGRAM = """
@@ -37,8 +37,6 @@ async def main(how):
     print("open", flush=True)
     if how == "raise":
         raise LookupError("a bug of the user's")
-    if how == "exit":
-        sys.exit(3)
     if how == "stranded":
         asyncio.get_running_loop().stop()
         await asyncio.sleep(100)
@@ -75,12 +73,10 @@ async def run(how: str) -> tuple[float, int | None, str, str]:
             await process.wait()
 
 
-@pytest.mark.parametrize(
-    "expected", [{"nothing": 0, "busy": 0, "raise": 1}, {"nothing": 0, "stranded": 0, "exit": 3}], ids=", ".join
-)
 async def test_r210_a_program_that_ends_without_shutdown_ends_at_once(
-    expected: dict[str, int], schemes: Schemes, record_property: Callable[[str, object], None]
+    schemes: Schemes, record_property: Callable[[str, object], None]
 ) -> None:
+    expected = {"nothing": 0, "busy": 0, "stranded": 0, "raise": 1}
     results = dict(zip(expected, await asyncio.gather(*map(run, expected)), strict=True))
     idle = results["nothing"][0]  # what Python and torch take for themselves, on a machine as busy as this
     for how, (seconds, status, out, err) in results.items():

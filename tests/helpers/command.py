@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,13 +30,15 @@ def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 50) -> tuple[int, str, str]:
-    """Wait for the end: exit code, stdout, stderr."""
+    """Wait for the end: exit code, stdout, stderr. What has not ended then is killed, children and all."""
     try:
         out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        raise AssertionError(f"not ended within {timeout} s\n{out}\n{err}") from None
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise AssertionError(f"not ended within {timeout} s\n{out}\n{err}") from None
+        raise
     return process.returncode, out, err
 
 
