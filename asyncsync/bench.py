@@ -31,7 +31,7 @@ import torch
 import zmq
 
 from asyncsync import __version__
-from asyncsync.demo.crew import sigint_blocked
+from asyncsync.demo.crew import ending, sigint_blocked
 from asyncsync.errors import ClosedError
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 
@@ -131,7 +131,7 @@ def run(*, quick: bool = False, json_path: str | None = None, trials: int | None
     except KeyboardInterrupt:
         if not died:
             raise
-        print(f"asyncsync bench: {died[0]}; its traceback is above", file=sys.stderr)
+        print(f"asyncsync bench: {died[0]}", file=sys.stderr)
         return 1
     machine = {
         "cpus": os.cpu_count(),
@@ -325,8 +325,9 @@ def _loop_factory(uvloop: bool) -> Callable[[], Any] | None:
 def _interrupt_if_it_dies(process: SpawnProcess, over: threading.Event, died: list[str]) -> None:
     # The main thread may be in a blocking call, or in its loop: a signal ends both.
     connection.wait([process.sentinel])
+    process.join(1.0)
     if not over.is_set() and process.exitcode != 0:
-        died.append(f"{process.name} has ended with exit code {process.exitcode}")
+        died.append(f"{process.name} {ending(process.exitcode)}")
         os.kill(os.getpid(), signal.SIGINT)
 
 

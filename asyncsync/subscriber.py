@@ -117,10 +117,9 @@ class Subscriber:
                     held[2].release()
                 self._held[model_id] = (staging.epoch, part.version, part.slab.retain())
         staging.release()
-        if self._failure is not None:
-            told = self._failure.versions
-            if all(self.version(self._local(m)) >= v for m, v in told.items()):
-                self._failure = None
+        told = {} if self._failure is None else self._failure.versions
+        if all(self.version(self._local(m)) >= v for m, v in told.items()):
+            self._failure = None
         if staging.epoch == self.epoch:
             self._send(wire.Applied(staging.epoch, self._named(self._versions)))
 
@@ -217,15 +216,13 @@ class Subscriber:
         nameless = "" in welcome.models and "" not in self.models and len(self.models) == 1
         alias = next(iter(self.models)) if nameless else ""
         frames = iter(payload)
-        found = {}
-        for model_id, digest in welcome.models.items():
-            if digest:
-                found[alias if model_id == "" else model_id] = Layout.decode(next(frames), digest)
+        told = {m or alias: d for m, d in welcome.models.items()}
+        found = {m: Layout.decode(next(frames), digest) for m, digest in told.items() if digest}
         if welcome.epoch != self.epoch:
             self._adopt(welcome.epoch)
         self._nameless = nameless
         self.trainer = welcome
-        self.served = {alias if m == "" else m: d for m, d in welcome.models.items()}
+        self.served = told
         self.welcomed = True
         self._hello_delay = FIRST_HELLO_RETRY
         accepted = {}
@@ -388,8 +385,7 @@ class Subscriber:
             raise ProtocolError("a PONG to no PING")
         if pong.seq > self._answered:
             self._answered = pong.seq
-            for topic, version in pong.versions.items():
-                self.targets[self._local(topic)] = version
+            self.targets.update({self._local(m): v for m, v in pong.versions.items()})
 
     # -- time -------------------------------------------------------------------------------------------------------
 

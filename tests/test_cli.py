@@ -10,7 +10,7 @@ import pytest
 
 from asyncsync import __version__
 from asyncsync.cli import main
-from helpers.command import private_directories, run
+from helpers.command import children_of, finish, private_directories, run, start
 
 
 def ended(*arguments: str) -> int:
@@ -65,6 +65,7 @@ def test_wrong_arguments_end_with_2_and_say_why(
 
 WITHOUT = """
 import sys
+import time
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -108,3 +109,17 @@ def test_bench_measures_every_case_and_writes_json(tmp_path: Path) -> None:
         assert row["memcpy"] > 0
         assert row["bare"] > 0
         assert f"| {row['payload']} | {row['workers']} | {row['send']:.2f} |" in out
+
+
+def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
+    process = start("-m", "asyncsync", "bench", "--quick", cwd=tmp_path)
+    workers = []
+    while len(workers) < 2:
+        time.sleep(0.05)
+        workers = children_of(process)
+    workers[1].kill()
+    code, out, err = finish(process)
+    assert (code, out) == (1, "")
+    assert err == "asyncsync bench: worker 1 was killed by SIGKILL\n"
+    assert not any(worker.is_running() for worker in workers)
+    assert private_directories() == []

@@ -27,7 +27,7 @@ from asyncsync.demo.run import run
 from asyncsync.demo.trainer import Learner, train
 from asyncsync.demo.view import line, panel, show, sparkline, summary
 from asyncsync.demo.worker import ENVIRONMENTS, STEP, TIME, Steps
-from helpers.command import finish, private_directories, start
+from helpers.command import children_of, finish, private_directories, start
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -43,11 +43,6 @@ def until(process: subprocess.Popen[str], word: str) -> str:
         if word in text:
             return text
     raise AssertionError(f"the demo has ended without {word!r}: {finish(process)}")
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 # -- it learns -------------------------------------------------------------------------------------------------------
@@ -129,7 +124,7 @@ def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_ctrl_c_ends_it_within_seconds_and_cleanly(phase: str, arguments: list[str], tmp_path: Path) -> None:
     process = demo(tmp_path, "--target-return", "1000", *arguments)
     until(process, phase)
-    workers = workers_of(process)
+    workers = children_of(process)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
     code, out, err = finish(process, timeout=10)
@@ -144,7 +139,7 @@ def test_ctrl_c_ends_it_within_seconds_and_cleanly(phase: str, arguments: list[s
 def test_a_killed_worker_ends_it_and_is_named(tmp_path: Path) -> None:
     process = demo(tmp_path, "--target-return", "1000")
     until(process, "learning")
-    workers = workers_of(process)
+    workers = children_of(process)
     workers[1].kill()
     code, out, err = finish(process, timeout=15)
     assert code == 1
@@ -157,7 +152,7 @@ def test_a_killed_worker_ends_it_and_is_named(tmp_path: Path) -> None:
 def test_a_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
     process = demo(tmp_path, "--target-return", "1000", "--workers", "1")
     until(process, "learning")
-    workers = workers_of(process)
+    workers = children_of(process)
     assert len(workers) == 1
     process.kill()
     assert psutil.wait_procs(workers, timeout=10)[1] == []

@@ -83,7 +83,7 @@ class Crew:
                 self._batches.put_nowait((index, steps))
         if not self._closing:
             await asyncio.to_thread(process.join, PATIENCE)
-            raise WorkerDied(f"worker {index} (pid {process.pid}) {_ending(process.exitcode)}")
+            raise WorkerDied(f"worker {index} (pid {process.pid}) {ending(process.exitcode)}")
 
     async def _close(self, processes: list[SpawnProcess]) -> None:
         self._closing = True
@@ -124,7 +124,8 @@ async def start_workers(scheme: WeightSyncScheme, options: Options) -> AsyncIter
         raise failures.exceptions[0] from None  # the first of them; it ended the others
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
+    """What an exit code says, in words."""
     if code is None:
         return "has closed its pipe, but goes on"
     if code < 0:

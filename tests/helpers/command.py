@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
+
 import asyncsync
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
@@ -45,6 +47,19 @@ def finish(process: subprocess.Popen[str], timeout: float = 50) -> tuple[int, st
 def run(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
     """Start and finish."""
     return finish(start(*arguments, cwd=cwd))
+
+
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The worker processes that it has spawned so far, in that order."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    found = []
+    for child in sorted(children, key=lambda child: child.pid):
+        try:
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            pass
+    return found
 
 
 def private_directories() -> list[str]:
