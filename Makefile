@@ -78,7 +78,7 @@ $(VENV)/.created:
 $(VENV)/.run-deps: pyproject.toml constraints.txt | $(VENV)/.created
 	@$(begin)
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation '.[cli,uvloop]'
+	$(INSTALL) --no-build-isolation '.[cli,gym,uvloop]'
 	@$(end)
 
 $(VENV)/.dev-deps: $(VENV)/.run-deps

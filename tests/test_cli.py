@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -112,14 +113,14 @@ def test_bench_measures_every_case_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
-    process = start("-m", "asyncsync", "bench", "--quick", cwd=tmp_path)
-    workers = []
-    while len(workers) < 2:
-        time.sleep(0.05)
-        workers = children_of(process)
-    workers[1].kill()
-    code, out, err = finish(process)
-    assert (code, out) == (1, "")
-    assert err == "asyncsync bench: worker 1 was killed by SIGKILL\n"
-    assert not any(worker.is_running() for worker in workers)
-    assert private_directories() == []
+    with start("-m", "asyncsync", "bench", "--quick", cwd=tmp_path) as process:
+        workers = []
+        while len(workers) < 2:
+            time.sleep(0.05)
+            workers = children_of(process)
+        workers[1].kill()
+        code, out, err = finish(process)
+        assert (code, out) == (1, "")
+        assert err == "asyncsync bench: worker 1 was killed by SIGKILL\n"
+        assert not any(worker.is_running() for worker in workers)
+        assert private_directories() == []

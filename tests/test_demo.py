@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from helpers.command import children_of, finish, private_directories, start
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def demo(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+def demo(cwd: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
     return start("-m", "asyncsync", "demo", *arguments, cwd=cwd)
 
 
@@ -88,21 +89,23 @@ async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread
 
 
 def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--target-return", "40", "--max-seconds", "40", "--workers", "1", "--plot", "return.png")
-    code, out, err = finish(process)
-    assert (code, err) == (0, ""), err
-    lines = out[: out.index("\nsolved:")].splitlines()
-    assert "starting the workers" in lines[0]
-    assert "\x1b" not in out
-    versions = [int(re.search(r"version (\d+)", text)[1]) for text in lines]  # type: ignore[index]
-    assert versions == sorted(versions)
-    assert "lag" in lines[-1]
-    reached = re.search(r"solved: mean return ([\d.]+) over the last 100 episodes", out)
-    assert reached is not None
-    assert float(reached[1]) >= 40
-    assert re.search(r"weights +\d+ versions published", out)
-    assert re.search(r"worker 0 +live, version \d+, lag 0", out)
-    assert (tmp_path / "return.png").read_bytes().startswith(PNG)
+    with demo(
+        tmp_path, "--target-return", "40", "--max-seconds", "40", "--workers", "1", "--plot", "return.png"
+    ) as process:
+        code, out, err = finish(process)
+        assert (code, err) == (0, ""), err
+        lines = out[: out.index("\nsolved:")].splitlines()
+        assert "starting the workers" in lines[0]
+        assert "\x1b" not in out
+        versions = [int(re.search(r"version (\d+)", text)[1]) for text in lines]  # type: ignore[index]
+        assert versions == sorted(versions)
+        assert "lag" in lines[-1]
+        reached = re.search(r"solved: mean return ([\d.]+) over the last 100 episodes", out)
+        assert reached is not None
+        assert float(reached[1]) >= 40
+        assert re.search(r"weights +\d+ versions published", out)
+        assert re.search(r"worker 0 +live, version \d+, lag 0", out)
+        assert (tmp_path / "return.png").read_bytes().startswith(PNG)
 
 
 # -- it always ends ----------------------------------------------------------------------------------------------------
@@ -122,44 +125,44 @@ def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture
     ("phase", "arguments"), [("learning", []), ("starting", ["--uvloop"])], ids=["asyncio", "uvloop_while_starting"]
 )
 def test_ctrl_c_ends_it_within_seconds_and_cleanly(phase: str, arguments: list[str], tmp_path: Path) -> None:
-    process = demo(tmp_path, "--target-return", "1000", *arguments)
-    until(process, phase)
-    workers = children_of(process)
-    began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
-    code, out, err = finish(process, timeout=10)
-    assert time.monotonic() - began < 10
-    assert (code, err) == (130, "")
-    assert "interrupted: mean return" in out
-    assert len(workers) == 2 or phase == "starting"
-    assert not any(worker.is_running() for worker in workers)
-    assert private_directories() == []
+    with demo(tmp_path, "--target-return", "1000", *arguments) as process:
+        until(process, phase)
+        workers = children_of(process)
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+        code, out, err = finish(process, timeout=10)
+        assert time.monotonic() - began < 10
+        assert (code, err) == (130, "")
+        assert "interrupted: mean return" in out
+        assert len(workers) == 2 or phase == "starting"
+        assert not any(worker.is_running() for worker in workers)
+        assert private_directories() == []
 
 
 def test_a_killed_worker_ends_it_and_is_named(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--target-return", "1000")
-    until(process, "learning")
-    workers = children_of(process)
-    workers[1].kill()
-    code, out, err = finish(process, timeout=15)
-    assert code == 1
-    assert "failed: mean return" in out
-    assert err == f"\nasyncsync demo: worker 1 (pid {workers[1].pid}) was killed by SIGKILL\n"
-    assert not workers[0].is_running()
-    assert private_directories() == []
+    with demo(tmp_path, "--target-return", "1000") as process:
+        until(process, "learning")
+        workers = children_of(process)
+        workers[1].kill()
+        code, out, err = finish(process, timeout=15)
+        assert code == 1
+        assert "failed: mean return" in out
+        assert err == f"\nasyncsync demo: worker 1 (pid {workers[1].pid}) was killed by SIGKILL\n"
+        assert not workers[0].is_running()
+        assert private_directories() == []
 
 
 def test_a_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--target-return", "1000", "--workers", "1")
-    until(process, "learning")
-    workers = children_of(process)
-    assert len(workers) == 1
-    process.kill()
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
-    _, _, err = finish(process)
-    assert err == ""
-    (left,) = private_directories()  # nobody was left to remove it; the next sender does
-    shutil.rmtree(Path(tempfile.gettempdir()) / left)
+    with demo(tmp_path, "--target-return", "1000", "--workers", "1") as process:
+        until(process, "learning")
+        workers = children_of(process)
+        assert len(workers) == 1
+        process.kill()
+        assert psutil.wait_procs(workers, timeout=10)[1] == []
+        _, _, err = finish(process)
+        assert err == ""
+        (left,) = private_directories()  # nobody was left to remove it; the next sender does
+        shutil.rmtree(Path(tempfile.gettempdir()) / left)
 
 
 # -- it shows ----------------------------------------------------------------------------------------------------------

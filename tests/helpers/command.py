@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,10 +18,11 @@ import asyncsync
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 
-def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    """Python with these arguments, in a process group of its own as a shell would have it."""
+@contextlib.contextmanager
+def start(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Python with these arguments, in a process group of its own as a shell would have it; killed with the block."""
     package = Path(asyncsync.__file__).resolve().parent.parent  # the checkout, if it is not installed
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(package)},
@@ -29,24 +32,24 @@ def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 50) -> tuple[int, str, str]:
-    """Wait for the end: exit code, stdout, stderr. What has not ended then is killed, children and all."""
     try:
-        out, err = process.communicate(timeout=timeout)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise AssertionError(f"not ended within {timeout} s\n{out}\n{err}") from None
-        raise
+        yield process
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 45) -> tuple[int, str, str]:
+    """Wait for the end: exit code, stdout, stderr."""
+    out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
 
 def run(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
     """Start and finish."""
-    return finish(start(*arguments, cwd=cwd))
+    with start(*arguments, cwd=cwd) as process:
+        return finish(process)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
