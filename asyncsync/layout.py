@@ -47,6 +47,9 @@ __all__ = [
 Path = tuple[str, ...]
 
 ALIGNMENT = 64
+# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier: on
+# cores that are busy (with the workers, say) that takes a hundred times as long. Two cores copy no faster than one.
+LARGE_BYTES = 32 << 10
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20
 MAX_VALUE_BYTES = 1 << 20
@@ -312,7 +315,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of entries that lie side by side without padding and differ in their first dimension only."""
+        """Ranges of small entries that lie side by side without padding and differ in their first dimension only."""
         runs: list[tuple[int, int]] = []
         for i, entry in enumerate(self.entries):
             if runs:
@@ -324,7 +327,8 @@ class Layout:
                     and len(before.shape) == len(entry.shape) > 0
                     and before.shape[1:] == entry.shape[1:]
                     and before.offset + before.nbytes == entry.offset
-                    and entry.nbytes > 0 < before.nbytes
+                    and 0 < entry.nbytes < LARGE_BYTES
+                    and 0 < before.nbytes < LARGE_BYTES
                 ):
                     runs[-1] = (start, i + 1)
                     continue

@@ -23,10 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import nn
 
-from asyncsync.layout import ALIGNMENT, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+from asyncsync.layout import ALIGNMENT, LARGE_BYTES, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 __all__ = ["Slab", "SlabPool", "clone", "copy_flat", "copy_tensors", "cuda_events", "normal_tensors", "pack"]
 
@@ -92,7 +96,7 @@ class Slab:
     def copy(self) -> Slab:
         """An independent slab with the same content, of no pool."""
         twin = Slab(self.layout, _allocate(self.nbytes, pinned=False))
-        twin.buffer.copy_(self.buffer)
+        copy_tensors([twin.buffer], [self.buffer])
         twin.values = self.values
         return twin
 
@@ -263,9 +267,9 @@ class SlabPool:
 def clone(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the same device, of any dtype that can be sent."""
     with normal_tensors():
-        if tensor.dtype in RAW:
-            return tensor.detach().view(torch.uint8).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
-        return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        copy_tensors([new], [tensor.detach()])
+    return new
 
 
 def copy_flat(flat: FlatWeights) -> FlatWeights:
@@ -284,7 +288,37 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
     # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
     with torch.inference_mode():
-        torch._foreach_copy_(destinations, sources)
+        large = [i for i, d in enumerate(destinations) if d.nbytes >= LARGE_BYTES and _copy_bytes(d, sources[i])]
+        if large:
+            torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
+            done = set(large)
+            sources = [s for i, s in enumerate(sources) if i not in done]
+            destinations = [d for i, d in enumerate(destinations) if i not in done]
+        if destinations:
+            torch._foreach_copy_(destinations, sources)
+
+
+def _copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy on this thread alone; False if the two are not simply the same bytes."""
+    simple = (
+        destination.is_cpu
+        and source.is_cpu
+        and destination.dtype is source.dtype
+        and destination.shape == source.shape
+        and destination.is_contiguous()
+        and source.is_contiguous()
+        and destination.is_neg() is source.is_neg()
+        and destination.is_conj() is source.is_conj()
+        and type(destination) in _PLAIN
+        and type(source) in _PLAIN
+    )
+    if simple:
+        np.copyto(_as_bytes(destination), _as_bytes(source))  # releases the GIL
+    return simple
+
+
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def _copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,80 @@
+"""Large tensors are copied on one thread, as bytes where they are nothing else: the result is that of torch's copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncsync.layout import LARGE_BYTES, Layout, flatten
+from asyncsync.slab import SlabPool, clone, copy_tensors, pack
+
+COUNT = LARGE_BYTES  # elements: at least so many bytes in every dtype
+
+
+def whole(dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.randint(0, 256, (COUNT * dtype.itemsize,), dtype=torch.uint8)
+    return (raw % 2).bool()[:COUNT] if dtype is torch.bool else raw.view(dtype)
+
+
+SOURCES: dict[str, Any] = {
+    "float32 with any NaN": lambda: whole(torch.float32),
+    "bfloat16": lambda: whole(torch.bfloat16),
+    "float8": lambda: whole(torch.float8_e4m3fn),
+    "bool": lambda: whole(torch.bool),
+    "complex": lambda: torch.randn(COUNT, dtype=torch.complex64),
+    "conjugate view": lambda: torch.randn(COUNT, dtype=torch.complex64).conj(),
+    "negative view": lambda: torch.randn(COUNT, dtype=torch.complex64).conj().imag,
+    "transposed": lambda: torch.randn(64, COUNT // 16).t(),
+    "expanded": lambda: torch.randn(1, 7).expand(COUNT, 7),
+    "parameter": lambda: nn.Parameter(torch.randn(COUNT)),
+    "matrix": lambda: torch.randn(3, COUNT),
+}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_large_tensor_is_packed_and_cloned_bit_by_bit(name: str) -> None:
+    source = SOURCES[name]()
+    flat = flatten({"large": source, "small": torch.ones(3), "other": source.detach().clone()})
+    slab = SlabPool().acquire(Layout.of(flat))
+    pack(slab, flat)
+    for key in ("large", "other"):
+        assert bits(slab.tensors()[(key,)]) == bits(source)
+    assert slab.tensors()[("small",)].tolist() == [1, 1, 1]
+    assert bits(slab.copy().tensors()[("large",)]) == bits(source)
+    assert bits(clone(source)) == bits(source)
+
+
+def test_large_and_small_destinations_get_their_own_sources() -> None:
+    sources = [torch.full((size,), float(i)) for i, size in enumerate([COUNT, 3, COUNT, 5, COUNT + 1])]
+    destinations = [torch.empty_like(s) for s in sources]
+    copy_tensors(destinations, sources)
+    assert [set(d.tolist()) for d in destinations] == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
+
+
+def test_a_dtype_that_differs_is_converted() -> None:
+    destination = torch.empty(COUNT, dtype=torch.float64)
+    copy_tensors([destination], [torch.full((COUNT,), 7, dtype=torch.int32)])
+    assert set(destination.tolist()) == {7.0}
+
+
+def test_a_backward_that_needs_the_old_values_fails_instead_of_computing_wrong_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(COUNT))
+    loss = parameter.square().sum()
+    copy_tensors([parameter], [torch.zeros(COUNT)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_parameter_made_in_inference_mode_can_be_written() -> None:
+    with torch.inference_mode():
+        parameter = torch.ones(COUNT)
+    copy_tensors([parameter], [torch.full((COUNT,), 2.0)])
+    assert set(parameter.tolist()) == {2.0}
