@@ -166,6 +166,9 @@ def measure(chosen: Sequence[Case], uvloop: bool, died: list[str]) -> list[Row]:
     Raises:
         KeyboardInterrupt: Ctrl-C, or a worker has died; then ``died`` says which.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In a background job; but it is by SIGINT that a worker's death ends the measurement, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     schemes = [ZMQWeightSyncScheme(num_workers=case.workers) for case in chosen]
     rows = []
     with ExitStack() as stack:

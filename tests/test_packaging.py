@@ -155,7 +155,7 @@ for name in sys.argv[1:]:
     sys.modules[name] = None  # importing it raises ModuleNotFoundError, as if it were not installed
 
 # What the libraries do when they are imported is theirs: numpy's BLAS, for one, starts threads.
-import anyio, msgpack, multiprocessing, numpy, psutil, tensordict, torch, zmq, zmq.asyncio
+import msgpack, multiprocessing, numpy, psutil, tensordict, torch, zmq, zmq.asyncio
 
 def state():
     links = []
