@@ -27,6 +27,7 @@ SOURCES: dict[str, Any] = {
     "complex": lambda: torch.randn(COUNT, dtype=torch.complex64),
     "conjugate view": lambda: torch.randn(COUNT, dtype=torch.complex64).conj(),
     "negative view": lambda: torch.randn(COUNT, dtype=torch.complex64).conj().imag,
+    "negative view that is contiguous": lambda: torch._neg_view(torch.randn(COUNT)),
     "transposed": lambda: torch.randn(64, COUNT // 16).t(),
     "expanded": lambda: torch.randn(1, 7).expand(COUNT, 7),
     "parameter": lambda: nn.Parameter(torch.randn(COUNT)),
@@ -57,6 +58,20 @@ def test_large_and_small_destinations_get_their_own_sources() -> None:
     destinations = [torch.empty_like(s) for s in sources]
     copy_tensors(destinations, sources)
     assert [set(d.tolist()) for d in destinations] == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
+
+
+def test_torch_is_not_given_a_large_copy_of_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads would wait for each other on busy cores: a hundred times as long."""
+    given: list[int] = []
+    copy = torch._foreach_copy_
+
+    def spy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        given.extend(d.numel() for d in destinations)
+        copy(destinations, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", spy)
+    copy_tensors([torch.empty(COUNT), torch.empty(3)], [torch.ones(COUNT), torch.ones(3)])
+    assert given == [3]
 
 
 def test_a_dtype_that_differs_is_converted() -> None:
