@@ -21,8 +21,7 @@ try:
 except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
     __version__ = "0+unknown"
 
-from asyncsync.aio import WeightSyncScheme
-from asyncsync.bus import Bus
+from asyncsync.aio import Bus, WeightSyncScheme
 from asyncsync.errors import (
     AckTimeout,
     ClosedError,

@@ -2,16 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tensordict import TensorDict
 
-from asyncsync.bus import DEFAULT_TIMEOUT
-from asyncsync.link import check_timeout
+from asyncsync.bus import DEFAULT_TIMEOUT, BusCore
+from asyncsync.gate import Hold
 from asyncsync.scheme import SchemeCore
 
-__all__ = ["WeightSyncScheme"]
+if TYPE_CHECKING:
+    from asyncsync import blocking
+
+__all__ = ["Bus", "WeightSyncScheme"]
+
+
+class Bus(BusCore):
+    """One address for any number of models. Usage::
+
+        async with Bus() as bus:                                       # the trainer
+            policy_scheme = ZMQWeightSyncScheme(bus=bus, num_workers=2)
+            value_scheme = ZMQWeightSyncScheme(bus=bus)
+            policy_scheme.init_on_sender(model_id="policy", model=policy)
+            value_scheme.init_on_sender(model_id="value", model=value)
+            ...                                                        # start the workers, pass them the schemes
+            await bus.connect()
+            await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
+
+    The arguments are described at :class:`BusCore`.
+    """
+
+    async def connect(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
+
+        Args:
+            timeout: seconds for all of them together.
+
+        Raises:
+            RuntimeError: no scheme has been initialised on this bus.
+            NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
+        """
+        self._check_connect(timeout)
+        await self._connect(await self._initial(), timeout)
+
+    async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
+        """Snapshot several models and announce them as one update: each worker switches all of them, or none.
+
+        When this returns, the snapshot is complete and the sources may change; workers have not applied it yet.
+
+        Args:
+            weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
+            worker_ids: whom it is for; None: everybody.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: an unknown model_id or worker; nothing was published.
+            NotConnected, ClosedError, Fenced: this sender cannot publish.
+        """
+        return await self._publish(weights, worker_ids)
+
+    async def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
+        worker has.
+
+        Args:
+            version: as returned by ``publish``.
+            worker_ids: sender only; None: every worker whose target is at least this version.
+            timeout: seconds.
+
+        Raises:
+            PartialSendError: sender; names each worker that has not, and why.
+            AckTimeout: receiver.
+            ClosedError, Fenced: it will not come.
+        """
+        await self._wait_version(version, worker_ids, timeout, None)
+
+    async def send_async(
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> int:
+        """:meth:`publish`, then :meth:`wait_version`; returns the version.
+
+        Raises:
+            NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
+            PartialSendError: who has not applied it, and why.
+        """
+        return await self._send(weights, worker_ids, timeout)
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        """End all schemes of this bus; the other side learns of it. Idempotent.
+
+        Args:
+            timeout: seconds; whatever has not ended by then is cut off.
+        """
+        await self._shutdown(timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
 
 
 class WeightSyncScheme(SchemeCore):
@@ -29,6 +125,27 @@ class WeightSyncScheme(SchemeCore):
     Raises:
         ValueError: unknown strategy, or an address that is not safe or cannot work.
     """
+
+    _bus_class: ClassVar[type[BusCore]] = Bus
+
+    @property
+    def aio(self) -> Self:
+        """This scheme."""
+        return self
+
+    @property
+    def blocking(self) -> blocking.WeightSyncScheme:
+        """This scheme with the blocking API of :mod:`asyncsync.sync`; to be taken before connecting. The schemes of one
+        bus share the bus afterwards, too.
+
+        Raises:
+            RuntimeError: this scheme is connected.
+            TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
+        """
+        from asyncsync import sync
+
+        twin: blocking.WeightSyncScheme = self._as(sync)
+        return twin
 
     async def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
@@ -48,7 +165,21 @@ class WeightSyncScheme(SchemeCore):
             SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
             PartialSendError: sender: a worker cannot take the weights; no worker was changed.
         """
-        await self._connect(weights, worker_idx, timeout)
+        self._check_connect(weights, worker_idx, timeout)
+        if self._role == "sender":
+            await self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
+        else:
+            await self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+
+    async def _setup_connection_and_weights_on_sender_impl(
+        self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        await self._connect_sender(await self._initial(weights), timeout)
+
+    async def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        await self._connect_receiver(worker_idx, timeout)
 
     async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
@@ -66,7 +197,8 @@ class WeightSyncScheme(SchemeCore):
             ValueError, TypeError: weights or workers that cannot be; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
-        return await self._publish(weights, worker_ids)
+        self._check_open()
+        return await self._bus._publish({self._topic: weights}, worker_ids)
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -89,12 +221,8 @@ class WeightSyncScheme(SchemeCore):
             NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
-        check_timeout(timeout)
         self._check_open()
-        self._bus._sender().check_quorum()
-        version = await self._publish(weights, worker_ids)
-        await self._bus._wait_version(version, worker_ids, timeout, [self._topic])
-        return version
+        return await self._bus._send({self._topic: weights}, worker_ids, timeout)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Not here: this is the asyncio API.
@@ -129,7 +257,7 @@ class WeightSyncScheme(SchemeCore):
         """
         return await self._fetch(timeout)
 
-    def hold(self) -> Any:
+    def hold(self) -> Hold:
         """A block (``with`` or ``async with``) in which no update is applied."""
         self._check_open()
         return self._bus.hold()

@@ -1,18 +1,9 @@
 """Bus: what a trainer and its workers share — one address, one version counter, one gate per worker, several models.
 
-Usage::
-
-    async with Bus() as bus:                                       # the trainer
-        policy_scheme = ZMQWeightSyncScheme(bus=bus, num_workers=2)
-        value_scheme = ZMQWeightSyncScheme(bus=bus)
-        policy_scheme.init_on_sender(model_id="policy", model=policy)
-        value_scheme.init_on_sender(model_id="value", model=value)
-        ...                                                        # start the workers, pass them the schemes
-        await bus.connect()
-        await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
-
-A scheme without ``bus=`` has a bus of its own. A Bus (like a scheme) can be pickled: it carries its address and
-configuration, never sockets, tasks or weights; nothing is bound or connected before ``connect``.
+:class:`BusCore` holds configuration, the schemes that have joined, and private coroutines; :class:`asyncsync.Bus` and
+:class:`asyncsync.sync.Bus` put an API over it. A scheme without ``bus=`` has a bus of its own. A Bus (like a scheme)
+can be pickled: it carries its address and configuration, never sockets, tasks or weights; nothing is bound or connected
+before ``connect``.
 """
 
 from __future__ import annotations
@@ -21,33 +12,38 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncsync.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.errors import ClosedError, NotConnected
-from asyncsync.gate import Gate
+from asyncsync.gate import Gate, Hold
 from asyncsync.link import check_timeout
 from asyncsync.publisher import Settings
 from asyncsync.receiver import ReceiverLink
-from asyncsync.sender import SenderLink
+from asyncsync.sender import SenderLink, Source
 from asyncsync.status import WorkerStatus, receiver_status, sender_status
 
 if TYPE_CHECKING:
     from asyncsync.scheme import SchemeCore
 
-__all__ = ["Bus"]
+__all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
 DEFAULT_TIMEOUT = 60.0
 
+T = TypeVar("T")
+
+Extract = Callable[[], Source]
+"""Takes a source's values, ready to be packed."""
+ExtractAll = Callable[[], Mapping[str, Source]]
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
-_receiving: weakref.WeakValueDictionary[tuple[str, int, int], Bus] = weakref.WeakValueDictionary()
+_receiving: weakref.WeakValueDictionary[tuple[str, int, int], BusCore] = weakref.WeakValueDictionary()
 
 
-class Bus:
-    """One address for any number of models.
+class BusCore:
+    """One address for any number of models, without an API.
 
     Args:
         endpoint: where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
@@ -95,6 +91,7 @@ class Bus:
         self._worker: int | None = None
         self._late = False
         self._closed = False
+        self._converted: BusCore | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "_uid")
@@ -105,7 +102,7 @@ class Bus:
         self._reset()
 
     def __repr__(self) -> str:
-        return f"Bus({self.endpoint!r}, role={self._role}, models={sorted(self._schemes)})"
+        return f"{type(self).__name__}({self.endpoint!r}, role={self._role}, models={sorted(self._schemes)})"
 
     # -- schemes join -----------------------------------------------------------------------------------------------
 
@@ -150,19 +147,36 @@ class Bus:
             )
         self.num_workers = num_workers
 
-    def _for_receiver(self, worker: int | None) -> Bus:
+    def _for_receiver(self, worker: int | None) -> BusCore:
         """The bus that schemes pickled apart share in this worker."""
         if worker is None or self._role == "sender":
             self._late = True
             return self
         return self._share(worker)
 
-    def _share(self, worker: int) -> Bus:
+    def _share(self, worker: int) -> BusCore:
         key = (self._uid, worker, os.getpid())
         shared = _receiving.get(key)
         if shared is None or shared._closed:
             _receiving[key] = shared = self
+        if type(shared) is not type(self):
+            raise ValueError(
+                f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
+                "them (scheme.blocking, scheme.aio), or none"
+            )
         return shared
+
+    def _twin(self, kind: type[BusCore]) -> BusCore:
+        """A copy with the other API; the schemes of one bus that are converted share it."""
+        twin = self._converted
+        if twin is None or twin._closed or type(twin) is not kind:
+            twin = self._converted = kind.__new__(kind)
+            twin.__setstate__(self.__getstate__())
+        return twin
+
+    def _look(self, function: Callable[[], T]) -> T:
+        """Look at the link's state, where it does not change meanwhile."""
+        return function()
 
     # -- links ------------------------------------------------------------------------------------------------------
 
@@ -206,78 +220,58 @@ class Bus:
             self._link = ReceiverLink(self.connect_endpoint, worker, self._settings(), self._gate)
         return self._receiver()
 
-    # -- the public face --------------------------------------------------------------------------------------------
+    # -- coroutines on the link's loop --------------------------------------------------------------------------------
 
-    async def connect(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
+    async def _connect(self, initial: Mapping[str, Extract | None], timeout: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        for scheme in list(self._schemes.values()):
+            # A receiver says hello with all its models before it waits for the first of them.
+            scheme._register()
+        for topic, scheme in list(self._schemes.items()):
+            remaining = max(0.0, deadline - asyncio.get_running_loop().time())
+            if self._role == "sender":
+                await scheme._connect_sender(initial[topic], remaining)
+            else:
+                await scheme._connect_receiver(None, remaining)
 
-        Args:
-            timeout: seconds for all of them together.
+    async def _initial(self) -> dict[str, Extract | None]:
+        """What each scheme of a sender sends when it connects."""
+        if self._role != "sender":
+            return {}
+        return {topic: await scheme._initial(None) for topic, scheme in self._schemes.items()}
 
-        Raises:
-            RuntimeError: no scheme has been initialised on this bus.
-            NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
-        """
+    def _check_connect(self, timeout: float) -> None:
         if not self._schemes:
             raise RuntimeError(
                 "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
             )
         check_timeout(timeout)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        for scheme in list(self._schemes.values()):
-            # A receiver says hello with all its models before it waits for the first of them.
-            scheme._register()
-        for scheme in list(self._schemes.values()):
-            await scheme._connect(None, None, max(0.0, deadline - loop.time()))
 
-    async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
-        """Snapshot several models and announce them as one update: each worker switches all of them, or none.
-
-        When this returns, the snapshot is complete and the sources may change; workers have not applied it yet.
-
-        Args:
-            weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
-            worker_ids: whom it is for; None: everybody.
-
-        Returns:
-            The version.
-
-        Raises:
-            ValueError: an unknown model_id or worker; nothing was published.
-            NotConnected, ClosedError, Fenced: this sender cannot publish.
-        """
+    def _check_publish(
+        self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None
+    ) -> tuple[SenderLink, list[int] | None]:
+        """Refuse what cannot be published, before anything is done."""
         if unknown := sorted(set(weights) - set(self._schemes)):
             raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
         if not weights:
             raise ValueError("nothing to publish: name at least one model_id")
         link = self._sender()
-        workers = link.check_workers(as_workers(worker_ids))
+        return link, link.check_workers(as_workers(worker_ids))
+
+    async def _publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> int:
+        return await self._publish_sources(await self._extract(weights, worker_ids), weights, worker_ids)
+
+    async def _extract(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> ExtractAll:
+        """Check and prepare; what is returned takes the sources' values when it is called."""
+        _, workers = self._check_publish(weights, worker_ids)
         prepared = {topic: await self._schemes[topic]._prepare(given) for topic, given in weights.items()}
-        transports = {topic: self._schemes[topic]._transport() for topic in weights}
-        return await link.publish(
-            lambda: {topic: self._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()},
-            transports,
-            workers,
-        )
+        return lambda: {topic: self._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()}
 
-    async def wait_version(
-        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
-    ) -> None:
-        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has.
-
-        Args:
-            version: as returned by ``publish``.
-            worker_ids: sender only; None: every worker whose target is at least this version.
-            timeout: seconds.
-
-        Raises:
-            PartialSendError: sender; names each worker that has not, and why.
-            AckTimeout: receiver.
-            ClosedError, Fenced: it will not come.
-        """
-        await self._wait_version(version, worker_ids, timeout, None)
+    async def _publish_sources(
+        self, extract: ExtractAll, topics: Iterable[str], worker_ids: int | Iterable[int] | None
+    ) -> int:
+        transports = {topic: self._schemes[topic]._transport() for topic in topics}
+        return await self._sender().publish(extract, transports, as_workers(worker_ids))
 
     async def _wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None, timeout: float, models: list[str] | None
@@ -291,25 +285,37 @@ class Bus:
                 raise ValueError(f"version {version} has not been published; the newest is {link.publisher.version}")
             await link.wait_version(version, link.check_workers(as_workers(worker_ids)), models, timeout)
 
-    async def send_async(
-        self,
-        weights: Mapping[str, Any],
-        worker_ids: int | Iterable[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-    ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`; returns the version.
+    async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
+        self._check_send(timeout)
+        return await self._send_sources(await self._extract(weights, worker_ids), weights, worker_ids, timeout)
 
-        Raises:
-            NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
-            PartialSendError: who has not applied it, and why.
-        """
+    def _check_send(self, timeout: float) -> None:
         check_timeout(timeout)
         self._sender().check_quorum()
-        version = await self.publish(weights, worker_ids)
-        await self._wait_version(version, worker_ids, timeout, list(weights))
+
+    async def _send_sources(
+        self, extract: ExtractAll, topics: Iterable[str], worker_ids: int | Iterable[int] | None, timeout: float
+    ) -> int:
+        self._sender().check_quorum()
+        version = await self._publish_sources(extract, topics, worker_ids)
+        await self._wait_version(version, worker_ids, timeout, list(topics))
         return version
 
-    def hold(self) -> _Hold:
+    async def _shutdown(self, timeout: float) -> None:
+        if self._pid not in (0, os.getpid()):
+            return  # a forked child has nothing of its own to end
+        self._check_loop()
+        already, self._closed = self._closed, True
+        if self._gate is not None:
+            self._gate.detach()
+        if self._link is not None and not already:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._link.shutdown()
+
+    # -- what both APIs show ------------------------------------------------------------------------------------------
+
+    def hold(self) -> Hold:
         """A block (``with`` or ``async with``) in which no update is applied to any model of this receiver."""
         self._check_open("receiver")
         assert self._gate is not None
@@ -341,41 +347,16 @@ class Bus:
         return self._status(list(self._schemes))
 
     def _status(self, models: list[str]) -> dict[int, WorkerStatus]:
-        if isinstance(self._link, SenderLink):
-            return sender_status(self._link, models)
-        if isinstance(self._link, ReceiverLink):
-            return receiver_status(self._link, models)
+        link = self._link
+        if isinstance(link, SenderLink):
+            return self._look(lambda: sender_status(link, models))
+        if isinstance(link, ReceiverLink):
+            return self._look(lambda: receiver_status(link, models))
         return {}
-
-    async def shutdown(self, timeout: float = 5.0) -> None:
-        """End all schemes of this bus; the other side learns of it. Idempotent.
-
-        Args:
-            timeout: seconds; whatever has not ended by then is cut off.
-        """
-        if self._pid not in (0, os.getpid()):
-            return  # a forked child has nothing of its own to end
-        self._check_loop()
-        already, self._closed = self._closed, True
-        if self._gate is not None:
-            self._gate.detach()
-        if self._link is not None and not already:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._link.shutdown()
 
     def _check_loop(self) -> None:
         if self._link is not None and not self._closed and not self._link.loop.is_closed():
             self._link.check_loop()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.shutdown()
-
-
-_Hold = AbstractContextManager[None]
 
 
 def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:

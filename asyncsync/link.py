@@ -146,6 +146,11 @@ class Link(ABC):
         self.failure: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked child: the link is its parent's."""
+        return self.pid != os.getpid()
+
     # The state machine of each side:
 
     @abstractmethod
@@ -205,7 +210,7 @@ class Link(ABC):
             RuntimeError: used from another process or event loop.
             WeightSyncError: a callback has failed.
         """
-        if self.pid != os.getpid():
+        if self.is_inherited:
             raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
         if self.closed:
             raise ClosedError("this scheme or bus was shut down")

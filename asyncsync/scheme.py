@@ -13,22 +13,23 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.binding import Binding
-from asyncsync.bus import Bus
+from asyncsync.bus import BusCore, Extract
 from asyncsync.context import resolve_model
 from asyncsync.errors import ClosedError
 from asyncsync.gate import Gate
 from asyncsync.layout import FlatWeights, flatten
 from asyncsync.link import check_timeout
 from asyncsync.slab import Slab
-from asyncsync.state import SchemeState, as_tensordict, by_worker
+from asyncsync.state import LOCAL, SchemeState, as_tensordict, by_worker
 from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.transports.base import TransportBackend
 from asyncsync.wire import MAX_NAME
@@ -39,13 +40,15 @@ __all__ = ["SchemeCore"]
 class SchemeCore(SchemeState, ABC):
     """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
 
+    _bus_class: ClassVar[type[BusCore]]
+
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
         *,
         endpoint: str | None = None,
         connect: str | None = None,
-        bus: Bus | None = None,
+        bus: BusCore | None = None,
         num_workers: int | None = None,
         min_workers: int = 1,
         allow_plaintext: bool = False,
@@ -53,7 +56,7 @@ class SchemeCore(SchemeState, ABC):
         resolved = resolve_strategy(strategy)
         own_bus = bus is None
         if bus is None:
-            bus = Bus(
+            bus = self._bus_class(
                 endpoint,
                 connect=connect,
                 num_workers=num_workers,
@@ -64,6 +67,12 @@ class SchemeCore(SchemeState, ABC):
             raise ValueError(
                 "endpoint, connect, min_workers and allow_plaintext belong to the Bus; "
                 "pass them to Bus(...), not together with bus="
+            )
+        elif not isinstance(bus, self._bus_class):
+            raise TypeError(
+                f"{type(self).__module__}.{type(self).__name__} needs a {self._bus_class.__module__}.Bus, not a "
+                f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
+                "or both asynchronous"
             )
         elif num_workers is not None:
             bus._set_workers(num_workers, private=False)
@@ -104,6 +113,26 @@ class SchemeCore(SchemeState, ABC):
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
         self.strategy.apply_weights(self._model, weights, inplace=inplace)
+
+    def _as(self, module: ModuleType) -> Any:
+        """This scheme as the class of the same name in another module: the same core under another API."""
+        name = type(self).__name__
+        twin_class = getattr(module, name, None)
+        if type(self).__module__.partition(".")[0] != "asyncsync" or twin_class is None:
+            raise TypeError(
+                f"{type(self).__module__}.{name} has no counterpart in {module.__name__}: derive one from a class "
+                f"there and construct it with endpoint={self._bus.endpoint!r}"
+            )
+        if self._registered or self._bus._link is not None or self._closed:
+            raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
+        twin = twin_class.__new__(twin_class)
+        twin.__setstate__(self.__getstate__())
+        twin._bus = self._bus._twin(twin_class._bus_class)
+        if self._role is not None and self._pid == os.getpid():
+            twin.__dict__.update({name: self.__dict__[name] for name in LOCAL})
+            twin._shared = twin.create_transport()
+            twin._bus._join(twin, self._role, self._topic)
+        return twin
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
@@ -273,29 +302,28 @@ class SchemeCore(SchemeState, ABC):
         link.register(self._topic, self._binding, self._shared, manual=self._manual)
         self._registered = True
 
-    async def _connect(self, weights: Any, worker_idx: int | None, timeout: float) -> None:
+    def _check_connect(self, weights: Any, worker_idx: int | None, timeout: float) -> None:
         check_timeout(timeout)
         self._check_open()
-        if self._role == "sender":
-            if worker_idx is not None:
-                raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
-            await self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
-        else:
-            if weights is not None:
-                raise TypeError("weights belong to the sender's connect(); this is a receiver")
-            await self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+        if self._role == "sender" and worker_idx is not None:
+            raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
+        if self._role == "receiver" and weights is not None:
+            raise TypeError("weights belong to the sender's connect(); this is a receiver")
 
-    async def _setup_connection_and_weights_on_sender_impl(self, *, weights: Any, timeout: float) -> None:
+    async def _initial(self, weights: Any) -> Extract | None:
+        """What a sender sends when it connects; None: nothing."""
+        if weights is None and (self._registered or not self._has_source()):
+            return None
+        prepared = await self._prepare(weights)
+        return lambda: self._flatten(prepared, None)
+
+    async def _connect_sender(self, initial: Extract | None, timeout: float) -> None:
         link = self._bus._open_sender()
         start = link.loop.time()
         version = None
-        if weights is not None or (self._has_source() and not self._registered):
-            prepared = await self._prepare(weights)
+        if initial is not None:
             version = await link.publish(
-                lambda: {self._topic: self._flatten(prepared, None)},
-                {self._topic: self._transport()},
-                None,
-                serve=[self._topic],
+                lambda: {self._topic: initial()}, {self._topic: self._transport()}, None, serve=[self._topic]
             )
         else:
             link.publisher.serve(self._topic, start)
@@ -303,7 +331,7 @@ class SchemeCore(SchemeState, ABC):
         await link.connected([self._topic], version, timeout, start + timeout)
         self._registered = True
 
-    async def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None, timeout: float) -> None:
+    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         self._register(worker_idx)
         link = self._bus._receiver()
         first = self._returned is None
@@ -394,10 +422,6 @@ class SchemeCore(SchemeState, ABC):
                 weights = weights.to(device)
         return weights
 
-    async def _publish(self, weights: Any, worker_ids: int | Iterable[int] | None) -> int:
-        self._check_open()
-        return await self._bus.publish({self._topic: weights}, worker_ids)
-
     async def _receive(self, timeout: float | None) -> TensorDict | None:
         check_timeout(timeout, or_none=True)
         self._check_open()
@@ -435,7 +459,7 @@ class SchemeCore(SchemeState, ABC):
         self._bus._check_loop()
         self._closed = True
         if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
-            await self._bus.shutdown(timeout)
+            await self._bus._shutdown(timeout)
         elif self._bus._link is not None:
             self._bus._link.conditions.notify()
         if self._shared is not None:

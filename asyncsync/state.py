@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.binding import Binding
-from asyncsync.bus import Bus
+from asyncsync.bus import BusCore
 from asyncsync.layout import FlatWeights, nest
 from asyncsync.receiver import Mark, ReceiverLink
 from asyncsync.sender import SenderLink
@@ -21,13 +21,13 @@ from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.base import TransportBackend
 
-__all__ = ["SchemeState", "as_tensordict", "by_worker"]
+__all__ = ["LOCAL", "SchemeState", "as_tensordict", "by_worker"]
 
 
 class SchemeState:
     """The state of a scheme; see :class:`asyncsync.WeightSyncScheme` for the arguments behind it."""
 
-    def __init__(self, strategy: WeightStrategy, bus: Bus, *, own_bus: bool) -> None:
+    def __init__(self, strategy: WeightStrategy, bus: BusCore, *, own_bus: bool) -> None:
         self.strategy = strategy
         self._own_bus = own_bus
         self._bus = bus
@@ -52,7 +52,7 @@ class SchemeState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Configuration only: no sockets, tasks, models or weights. What a subclass adds travels with it.
-        return {k: v for k, v in self.__dict__.items() if k not in _LOCAL}
+        return {k: v for k, v in self.__dict__.items() if k not in LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
@@ -63,7 +63,7 @@ class SchemeState:
         return self._model_id or ""
 
     @property
-    def bus(self) -> Bus:
+    def bus(self) -> BusCore:
         """The bus that this scheme is on."""
         return self._bus
 
@@ -93,17 +93,19 @@ class SchemeState:
 
         Sender: of the registered source, else of what was published last. Receiver: of what was applied last.
         """
+        source = self._model if self._model is not None else self._weights
+        if self._role == "sender" and source is not None and not by_worker(source):
+            return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
+        return self._bus._look(self._held_weights)
+
+    def _held_weights(self) -> TensorDict | None:
         link = self._bus._link
         if isinstance(link, ReceiverLink):
             held = link.subscriber.held(self._topic)
             return None if held is None else held[2].copy().weights()
-        if self._role == "sender":
-            source = self._model if self._model is not None else self._weights
-            if source is not None and not by_worker(source):
-                return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
-            if isinstance(link, SenderLink):
-                target = link.publisher.targets.newest(-1, self._topic)
-                return None if target is None else target.slab.copy().weights()
+        if isinstance(link, SenderLink):
+            target = link.publisher.targets.newest(-1, self._topic)
+            return None if target is None else target.slab.copy().weights()
         return None
 
     @property
@@ -113,7 +115,7 @@ class SchemeState:
             return {}
         link = self._bus._link
         if isinstance(link, SenderLink):
-            return dict.fromkeys(link.publisher.expected(), self._shared)
+            return dict.fromkeys(self._bus._look(link.publisher.expected), self._shared)
         return dict.fromkeys(range(self._bus.num_workers or 0), self._shared)
 
     @property
@@ -149,7 +151,7 @@ class SchemeState:
         return f"{type(self).__name__}({self.strategy!r}, {about})"
 
 
-_LOCAL = {
+LOCAL = {
     "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
     "_hooked", "_shared", "_registered", "_returned", "_closed",
 }  # fmt: skip

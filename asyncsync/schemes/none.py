@@ -8,31 +8,57 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from asyncsync.aio import WeightSyncScheme
+from asyncsync import aio, blocking
 from asyncsync.bus import DEFAULT_TIMEOUT
+from asyncsync.scheme import SchemeCore
 from asyncsync.status import WorkerStatus
 from asyncsync.transports.zmq import ZMQTransport
 
-__all__ = ["NoWeightSyncScheme"]
+__all__ = ["BlockingNoSync", "NoWeightSyncScheme"]
 
 
-class NoWeightSyncScheme(WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None."""
+class NoSyncCore(SchemeCore):
+    """The scheme without an API."""
 
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
+        """A transport that is never used."""
         return ZMQTransport()
+
+    def _join(self, worker_idx: int | None) -> None:
+        self._check_open()
+        if worker_idx is not None:
+            self._worker_idx = worker_idx
+
+    def _count_up(self) -> int:
+        self._check_open()
+        self._count = self.version + 1
+        return self._count
+
+    def hold(self) -> Any:
+        """A block; there is nothing to keep out."""
+        self._check_open()
+        return nullcontext()
+
+    @property
+    def version(self) -> int:
+        """How often weights were published."""
+        return int(getattr(self, "_count", 0))
+
+    def status(self) -> dict[int, WorkerStatus]:
+        """Empty: nobody is connected."""
+        return {}
+
+
+class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
+    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None."""
 
     async def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        if worker_idx is not None:
-            self._worker_idx = worker_idx
-        self._check_open()
+        self._join(worker_idx)
 
     async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
-        self._check_open()
-        self._count = self.version + 1
-        return self._count
+        return self._count_up()
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -42,7 +68,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     async def send_async(
         self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
-        return await self.publish(weights, worker_ids)
+        return self._count_up()
 
     async def receive(self, timeout: float | None = None) -> TensorDict | None:
         self._check_open()
@@ -56,14 +82,39 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
-    def hold(self) -> Any:
+
+class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
+    """The same with ordinary methods; asyncsync.sync has it as NoWeightSyncScheme."""
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._join(worker_idx)
+
+    def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+        return self._count_up()
+
+    def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
         self._check_open()
-        return nullcontext()
 
-    @property
-    def version(self) -> int:
-        """How often ``publish`` was called."""
-        return int(getattr(self, "_count", 0))
+    def send(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        self._count_up()
 
-    def status(self) -> dict[int, WorkerStatus]:
-        return {}
+    async def send_async(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> int:
+        return self._count_up()
+
+    def receive(self, timeout: float | None = None) -> TensorDict | None:
+        self._check_open()
+        return None
+
+    def fetch(self, timeout: float = 30.0) -> TensorDict:
+        """Nothing can be fetched.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("NoWeightSyncScheme has no weights to fetch")

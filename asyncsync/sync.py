@@ -1,0 +1,72 @@
+"""The blocking API: the names and behaviour that TorchRL documents.
+
+``from asyncsync.sync import …`` stands where programs say ``from torchrl.weight_update import …``. Usage::
+
+    from asyncsync.sync import ZMQWeightSyncScheme
+
+    scheme = ZMQWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+    ...                                     # start workers, pass them the scheme
+    scheme.connect()
+    scheme.send()                           # the policy's current weights, applied by both workers
+    scheme.shutdown()
+
+and in a worker::
+
+    scheme.init_on_receiver("policy", model=policy, worker_idx=index)
+    scheme.connect()                        # policy(...) is never torn from here on
+    weights = scheme.receive(timeout=1.0)   # tells of updates; they are applied as they come
+
+All schemes of a process share one event loop on a thread of its own; see :mod:`asyncsync.loop_thread`.
+"""
+
+from asyncsync.blocking import Bus, WeightSyncScheme
+from asyncsync.errors import (
+    AckTimeout,
+    ClosedError,
+    Fenced,
+    LimitExceeded,
+    NotConnected,
+    PartialSendError,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    SchemaMismatch,
+    WeightSyncError,
+)
+from asyncsync.schemes.none import BlockingNoSync as _BlockingNoSync
+from asyncsync.schemes.zmq import ZMQCore as _ZMQCore
+from asyncsync.status import WorkerStatus
+from asyncsync.strategy import WeightStrategy
+from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.zmq import ZMQTransport
+
+__all__ = [
+    "AckTimeout",
+    "Bus",
+    "ClosedError",
+    "Fenced",
+    "LimitExceeded",
+    "NoWeightSyncScheme",
+    "NotConnected",
+    "PartialSendError",
+    "PeerLost",
+    "ProtocolError",
+    "RemoteError",
+    "SchemaMismatch",
+    "TransportBackend",
+    "WeightStrategy",
+    "WeightSyncError",
+    "WeightSyncScheme",
+    "WorkerStatus",
+    "ZMQTransport",
+    "ZMQWeightSyncScheme",
+]
+
+
+class ZMQWeightSyncScheme(_ZMQCore, WeightSyncScheme):
+    """Weights over ZeroMQ, with the blocking API."""
+
+
+class NoWeightSyncScheme(_BlockingNoSync):
+    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None."""
