@@ -206,30 +206,39 @@ class Gate:
     def _apply(self) -> None:
         """Apply the pending update, and those that are offered meanwhile, if there is nobody inside."""
         frame = sys._getframe()
+        try:
+            while self._apply_one(frame):
+                pass
+        finally:
+            # It refers to itself by this name, and to our callers with all they hold.
+            del frame
+
+    def _apply_one(self, frame: FrameType) -> bool:
+        """One round of :meth:`_apply`, whose frame this is; False if there was nothing to do."""
         error: Exception | None = None
-        while True:
+        try:
+            with self._mutex:
+                update = self._update
+                if update is None or self._applying is not None or self._entries:
+                    return False
+                # In this order an interrupt between two lines loses nothing.
+                update.frame, update.thread = frame, threading.get_ident()
+                self._applying = update
+                self._update = None
             try:
-                with self._mutex:
-                    update = self._update
-                    if update is None or self._applying is not None or self._entries:
-                        return
-                    # In this order an interrupt between two lines loses nothing.
-                    update.frame, update.thread = frame, threading.get_ident()
-                    self._applying = update
-                    self._update = None
-                try:
-                    update.apply()
-                except Exception as exc:
-                    error = exc
-                self._torn = False
-                update.applied = True
-                try:
-                    update.done(error)
-                except Exception:
-                    _log.exception("the `done` callback of a weight update raised; the gate goes on")
-            finally:
-                error = None
-                self._release(frame)
+                update.apply()
+            except Exception as exc:
+                error = exc
+            self._torn = False
+            update.applied = True
+            try:
+                update.done(error)
+            except Exception:
+                _log.exception("the `done` callback of a weight update raised; the gate goes on")
+            return True
+        finally:
+            error = None
+            self._release(frame)
 
     def _release(self, frame: FrameType) -> None:
         with self._mutex:
