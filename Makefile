@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -22,15 +23,16 @@ INSTALLED := env -u PYTHONPATH -u PYTHONHOME ASYNCSYNC_SOURCE="$(CURDIR)"
 .PHONY: help
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-7s %s\n' "$$name" "$$text"; done
-	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest"
+	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to asyncsync bench"
 
 .PHONY: demo
 demo: $(VENV)/.installed ## a trainer and its workers, on this machine
 	@$(BIN)/asyncsync demo
 
 .PHONY: bench
-bench: $(VENV)/.installed ## measure, beside others in the same run
-	@$(BIN)/asyncsync bench
+bench: $(VENV)/.installed ## measure, beside peers in the same run; writes benchmarks/results.*
+	@mkdir -p benchmarks
+	@$(BIN)/asyncsync bench --json benchmarks/results.json --markdown benchmarks/results.md --plot benchmarks/results.png $(BENCH_ARGS)
 
 # Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
 .PHONY: test

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncsync import __version__
+from asyncsync.bench.cases import SECTIONS
 
 __all__ = ["main"]
 
@@ -85,9 +86,19 @@ def _demo(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     if options.uvloop:
         need("uvloop", "uvloop")
-    from asyncsync.bench import run
+    if options.plot:
+        need("cli", "matplotlib")
+    from asyncsync.bench.cases import Plan
+    from asyncsync.bench.run import run
 
-    return run(quick=options.quick, json_path=options.json, trials=options.trials, uvloop=options.uvloop)
+    return run(
+        Plan(quick=options.quick, trials=options.trials, only=options.only),
+        json_path=options.json,
+        markdown_path=options.markdown,
+        plot_path=options.plot,
+        check=options.check,
+        uvloop=options.uvloop,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,12 +144,20 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench",
         help="measure, on this machine, how long an update takes",
-        description="From send to applied by all workers, for several sizes, with one and two worker processes; beside "
-        "it, in the same run, one memcpy of the same size and a bare pyzmq round trip. Medians over repeated trials.",
+        description="Sections: " + "; ".join(f"{name}: {what}" for name, what in SECTIONS.items()) + ". With one and "
+        "two worker processes, beside peers in the same run (hand-written gloo, one memcpy, a bare zmq.asyncio round "
+        "trip), trials interleaved; medians. At the end the bars, reached or not.",
+        epilog="Exit codes: 0 measured; 1 a worker has died, or --check and a bar is missed; 130 ended by Ctrl-C.",
     )
     bench.add_argument("--quick", action="store_true", help="without 256 MiB, and fewer trials")
+    bench.add_argument(
+        "--only", type=_sections, default=(), metavar="NAMES", help=f"some of: {','.join(SECTIONS)} (default: all)"
+    )
     bench.add_argument("--trials", type=_count, default=None, metavar="N", help="of each case (default: by size)")
+    bench.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
     bench.add_argument("--json", type=_writable, default=None, metavar="PATH", help="write every figure there, too")
+    bench.add_argument("--markdown", type=_writable, default=None, metavar="PATH", help="write the tables there, too")
+    bench.add_argument("--plot", type=_picture, default=None, metavar="PATH", help="draw them there (extra: cli)")
     bench.add_argument("--uvloop", action="store_true", help="run on uvloop (extra: uvloop)")
     bench.set_defaults(run=_bench)
     return parser
@@ -149,6 +168,14 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def _sections(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in SECTIONS:
+            raise argparse.ArgumentTypeError(f"no section {name!r}; choose from {', '.join(SECTIONS)}")
+    return names
 
 
 def _seed(text: str) -> int:

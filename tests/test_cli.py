@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import time
 from pathlib import Path
 
 import pytest
 
 from asyncsync import __version__
 from asyncsync.cli import main
-from helpers.command import children_of, finish, private_directories, run, start
+from helpers.command import run
 
 
 def ended(*arguments: str) -> int:
@@ -26,7 +24,21 @@ def ended(*arguments: str) -> int:
     [
         ([], ["demo", "bench", "Exit codes"]),
         (["demo"], ["--workers", "--seed", "--target-return", "--max-seconds", "--plot", "--uvloop", "130"]),
-        (["bench"], ["--quick", "--trials", "--json", "--uvloop", "memcpy"]),
+        (
+            ["bench"],
+            [
+                "--quick",
+                "--only",
+                "--trials",
+                "--check",
+                "--json",
+                "--markdown",
+                "--plot",
+                "--uvloop",
+                "gloo",
+                "latency",
+            ],
+        ),
     ],
 )
 def test_r205_every_command_has_help(command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +67,9 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["demo", "--plot", "plot.txt"], "one of .png, .pdf or .svg"),
         (["bench", "--trials", "0"], "must be at least 1"),
         (["bench", "--json", "/no/such/directory/b.json"], "cannot write there"),
+        (["bench", "--markdown", "/no/such/directory/b.md"], "cannot write there"),
+        (["bench", "--plot", "b.txt"], "one of .png, .pdf or .svg"),
+        (["bench", "--only", "latency,speed"], "no section 'speed'; choose from memory, throughput, tensors, latency"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_say_why(
@@ -85,6 +100,13 @@ def test_missing_libraries_are_named_with_the_extras_that_have_them(tmp_path: Pa
     assert err == 'asyncsync demo: gymnasium and rich not found; install with: pip install "asyncsync[cli,gym]"\n'
 
 
+def test_a_plot_of_the_benchmark_needs_matplotlib_before_anything_is_measured(tmp_path: Path) -> None:
+    arguments = ["bench", "--plot", "b.png"]
+    code, out, err = run("-c", WITHOUT.format(missing=["matplotlib"], arguments=arguments), cwd=tmp_path)
+    assert (code, out) == (1, "")
+    assert err == 'asyncsync bench: matplotlib not found; install with: pip install "asyncsync[cli]"\n'
+
+
 @pytest.mark.parametrize("command", ["demo", "bench"])
 def test_uvloop_is_an_extra_of_its_own(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -93,34 +115,3 @@ def test_uvloop_is_an_extra_of_its_own(
     assert main([command, "--uvloop"]) == 1
     wanted = f'asyncsync {command}: uvloop not found; install with: pip install "asyncsync[uvloop]"\n'
     assert capsys.readouterr().err == wanted
-
-
-def test_bench_measures_every_case_and_writes_json(tmp_path: Path) -> None:
-    code, out, err = run("-m", "asyncsync", "bench", "--quick", "--trials", "2", "--json", "b.json", cwd=tmp_path)
-    assert (code, err) == (0, ""), err
-    assert private_directories() == []
-    figures = json.loads((tmp_path / "b.json").read_text())
-    assert figures["machine"]["cpus"] >= 1
-    cases = [(row["payload"], row["workers"]) for row in figures["rows"]]
-    assert cases == [(name, workers) for name in ("64 KiB", "1000 × 4 KiB", "4 MiB") for workers in (1, 2)]
-    for row in figures["rows"]:
-        assert row["trials"] == 2
-        assert 0 < row["send"] <= row["send_worst"]
-        assert 0 < row["gap"] <= row["gap_worst"]
-        assert row["memcpy"] > 0
-        assert row["bare"] > 0
-        assert f"| {row['payload']} | {row['workers']} | {row['send']:.2f} |" in out
-
-
-def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
-    with start("-m", "asyncsync", "bench", "--quick", cwd=tmp_path) as process:
-        workers = []
-        while len(workers) < 2:
-            time.sleep(0.05)
-            workers = children_of(process)
-        workers[1].kill()
-        code, out, err = finish(process)
-        assert (code, out) == (1, "")
-        assert err == "asyncsync bench: worker 1 was killed by SIGKILL\n"
-        assert not any(worker.is_running() for worker in workers)
-        assert private_directories() == []

@@ -1,0 +1,160 @@
+"""Figures and bars: from measured values to statistics, and from those to yes or NO. Nothing is measured here.
+
+figure = Figure.of("throughput", "256 MiB", 1, "asyncsync tcp", [0.2, 0.21, 0.19])
+for bar in bars([figure, …]):
+    print(bar.name, bar.ratio, bar.reached)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Bar", "Figure", "Figures", "bars"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one system took in one case, over all trials.
+
+    Attributes:
+        section: of the benchmark.
+        case: the payload's name.
+        workers: receivers.
+        system: what was measured.
+        unit: ``"ms"``, ``"MiB"`` or ``"slabs"``.
+        trials: how many.
+        minimum, lower, median, upper, maximum: lower and upper are the quartiles.
+    """
+
+    section: str
+    case: str
+    workers: int
+    system: str
+    unit: str
+    trials: int
+    minimum: float
+    lower: float
+    median: float
+    upper: float
+    maximum: float
+
+    @classmethod
+    def of(
+        cls,
+        section: str,
+        case: str,
+        workers: int,
+        system: str,
+        values: Sequence[float],
+        *,
+        unit: str = "ms",
+        scale: float = 1e3,
+    ) -> Figure:
+        """From seconds, unless ``unit`` and ``scale`` say otherwise."""
+        quartiles = (float(value) for value in np.percentile(np.asarray(values) * scale, [0, 25, 50, 75, 100]))
+        return cls(section, case, workers, system, unit, len(values), *quartiles)
+
+
+class Figures(list[Figure]):
+    """All of a run."""
+
+    def find(self, section: str, case: str, workers: int, system: str) -> Figure | None:
+        """The figure, if it was measured."""
+        for figure in self:
+            if (figure.section, figure.case, figure.workers, figure.system) == (section, case, workers, system):
+                return figure
+        return None
+
+    def median(self, section: str, case: str, workers: int, system: str) -> float | None:
+        """Its median, if it was measured."""
+        figure = self.find(section, case, workers, system)
+        return None if figure is None else figure.median
+
+    def of(self, section: str) -> Figures:
+        return Figures(figure for figure in self if figure.section == section)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A promise and what came of it.
+
+    Attributes:
+        name: in words.
+        measured: milliseconds.
+        beside: milliseconds, of the peer or of the absolute bound.
+        limit: how many times ``beside`` it may be.
+        counts: False: shown for comparison, and no reason to fail.
+    """
+
+    name: str
+    measured: float
+    beside: float
+    limit: float
+    counts: bool = True
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.beside
+
+    @property
+    def reached(self) -> bool:
+        return self.ratio <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return self.__dict__ | {"ratio": self.ratio, "reached": self.reached}
+
+
+def bars(figures: Sequence[Figure]) -> list[Bar]:
+    """The bars whose figures were measured."""
+    every = Figures(figures)
+    found: list[Bar] = []
+
+    def add(name: str, measured: float | None, beside: float | None, limit: float, *, counts: bool = True) -> None:
+        if measured is not None and beside is not None:
+            found.append(Bar(name, measured, beside, limit, counts))
+
+    for workers, limit in ((1, 1.0), (2, 1.1)):
+        peers = [every.find("throughput", "256 MiB", workers, f"gloo {way} staged") for way in ("broadcast", "isend")]
+        fastest = min((peer for peer in peers if peer is not None), key=lambda peer: peer.median, default=None)
+        if fastest is None:
+            continue
+        for kind in ("tcp", "ipc"):
+            add(
+                f"256 MiB to {_receivers(workers)}, {kind} ≤ {limit} × {fastest.system}"
+                + ("" if kind == "tcp" else " (beside the bar)"),
+                every.median("throughput", "256 MiB", workers, f"asyncsync {kind}"),
+                fastest.median,
+                limit,
+                counts=kind == "tcp",
+            )
+    for workers in (1, 2):
+        add(
+            f"1000 × 4 KiB to {_receivers(workers)} ≤ 1.5 × one tensor of 4 MiB",
+            every.median("tensors", "1000 × 4 KiB", workers, "asyncsync ipc"),
+            every.median("tensors", "4 MiB", workers, "asyncsync ipc"),
+            1.5,
+        )
+    bare = every.median("latency", "1 B", 1, "zmq.asyncio")
+    for case, limit in (("empty", 1.5), ("64 KiB", 4.0)):
+        direct = every.median("latency", case, 2, "async")
+        blocking = every.median("latency", case, 2, "blocking")
+        add(f"{case} update to 2 workers, async ≤ {limit:g} × bare round trip", direct, bare, limit)
+        if direct is not None and blocking is not None:
+            add(f"{case} update to 2 workers, blocking minus async ≤ 0.1 ms", blocking - direct, 0.1, 1.0)
+    longest = [
+        figure.maximum
+        for figure in every.of("stall")
+        if figure.case == "256 MiB" and re.fullmatch("asyncsync .*, without waiting for a CPU", figure.system)
+    ]
+    add("longest stall of the trainer's loop, 256 MiB ≤ 20 ms", max(longest, default=None), 20.0, 1.0)
+    return found
+
+
+def _receivers(count: int) -> str:
+    return "1 receiver" if count == 1 else f"{count} receivers"

@@ -1,0 +1,245 @@
+"""What each section measures: coroutines in the trainer that return figures.
+
+    figures = await RUN["latency"](stage)
+
+Systems that are compared stay connected side by side, and take turns trial by trial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+from asyncsync.bench import ours, peers
+from asyncsync.bench.cases import EMPTY, MANY, MIDDLE, SMALL, WORKERS, Payload, Plan
+from asyncsync.bench.crew import Crew
+from asyncsync.bench.figures import Figure
+from asyncsync.bench.meters import PeakMemory, Stall, longest_stall
+
+__all__ = ["RUN", "Stage", "interleave"]
+
+GLOO_SENDER = WORKERS  # its index in the crew
+WARM = 3  # trials of each system before those that count
+PAUSE = 1e-3  # seconds between trials, for what the last one has left to tidy up
+SETTLE = 2e-3  # seconds in which gloo's receivers get from "about to wait" to waiting
+
+System = Callable[[], Awaitable[float]]  # one trial; returns seconds
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where sections run.
+
+    Attributes:
+        plan: how much is measured.
+        crew: workers, and gloo's sender.
+        directory: for sockets and files.
+        progress: told what is going on.
+    """
+
+    plan: Plan
+    crew: Crew
+    directory: str
+    progress: Callable[[str], None]
+
+
+async def interleave(systems: Mapping[Name, System], trials: int) -> dict[Name, list[float]]:
+    """Seconds by system: one trial of each in turn, and again."""
+    times: dict[Name, list[float]] = {name: [] for name in systems}
+    for trial in range(-WARM, trials):
+        for name, once in systems.items():
+            seconds = await once()
+            if trial >= 0:
+                times[name].append(seconds)
+            await asyncio.sleep(PAUSE)
+    return times
+
+
+# -- throughput and many tensors ---------------------------------------------------------------------------------------
+
+
+async def throughput(stage: Stage) -> list[Figure]:
+    """asyncsync over tcp and ipc, gloo in four ways, one memcpy; by payload and number of receivers."""
+    crew, figures = stage.crew, []
+    store = f"{stage.directory}/gloo"
+    stage.progress("gloo's processes find each other")
+    for index in range(WORKERS + 1):
+        crew.post(index, "gloo_join", 0 if index == GLOO_SENDER else index + 1, store)
+    for index in range(WORKERS + 1):
+        await crew.answer(index)
+    for payload in stage.plan.payloads:
+        weights = payload.weights()
+        for workers in (1, 2):
+            stage.progress(f"throughput, {payload.name} to {workers}")
+            await crew.ask_all(range(workers), "load", payload)
+            await crew.ask(GLOO_SENDER, "load", payload, pattern=True)
+            await crew.ask_all([*range(workers), GLOO_SENDER], "gloo_load", payload)
+            systems: dict[str, System] = {}
+            async with AsyncExitStack() as stack:
+                for kind in ("tcp", "ipc"):
+                    scheme = await stack.enter_async_context(ours.opened(crew, payload, weights, workers, kind))
+                    name = f"asyncsync {kind}"
+                    systems[name] = ours.updating(scheme, weights)
+                    await _blank(crew, payload, workers)
+                    await systems[name]()
+                    await _check(crew, payload, workers, name, peers.digest(weights.values()))
+                for how in peers.GLOO:
+                    name, flat = f"gloo {how}", how.endswith("bare")
+                    systems[name] = _gloo(crew, how, workers)
+                    await _blank(crew, payload, workers)
+                    await systems[name]()
+                    sent = await crew.ask(GLOO_SENDER, "digest", payload, flat=flat)
+                    await _check(crew, payload, workers, name, sent, flat=flat)
+                systems["memcpy"] = peers.memcpy(payload.nbytes)
+                times = await interleave(systems, stage.plan.often(payload.nbytes))
+            await crew.ask_all([*range(workers), GLOO_SENDER], "gloo_unload")
+            await crew.ask_all([*range(workers), GLOO_SENDER], "close")
+            figures += [Figure.of("throughput", payload.name, workers, name, times[name]) for name in systems]
+    return figures
+
+
+def _gloo(crew: Crew, how: str, workers: int) -> System:
+    async def once() -> float:
+        for index in range(workers):
+            crew.post(index, "gloo_receive", how, workers)
+        for index in range(workers):
+            await crew.answer(index)  # about to wait
+        await asyncio.sleep(SETTLE)
+        seconds: float = await crew.ask(GLOO_SENDER, "gloo_send", how, workers)
+        for index in range(workers):
+            await crew.answer(index)
+        return seconds
+
+    return once
+
+
+async def _blank(crew: Crew, payload: Payload, workers: int) -> None:
+    await crew.ask_all(range(workers), "blank", payload)
+
+
+async def _check(crew: Crew, payload: Payload, workers: int, name: str, sent: int, *, flat: bool = False) -> None:
+    """What is timed must be what it says: everything has arrived, in every worker."""
+    if set(await crew.ask_all(range(workers), "digest", payload, flat=flat)) != {sent}:
+        raise RuntimeError(f"{name}: what the workers have is not what was sent")
+
+
+async def tensors(stage: Stage) -> list[Figure]:
+    """1000 tensors beside one of as many bytes."""
+    figures = []
+    for workers in (1, 2):
+        stage.progress(f"1000 tensors to {workers}")
+        systems: dict[str, System] = {}
+        async with AsyncExitStack() as stack:
+            for payload in (MANY, MIDDLE):
+                await stage.crew.ask_all(range(workers), "load", payload)
+                weights = payload.weights()
+                scheme = await stack.enter_async_context(ours.opened(stage.crew, payload, weights, workers))
+                systems[payload.name] = ours.updating(scheme, weights)
+            times = await interleave(systems, stage.plan.often(MANY.nbytes))
+        await stage.crew.ask_all(range(workers), "close")
+        figures += [Figure.of("tensors", name, workers, "asyncsync ipc", times[name]) for name in systems]
+    return figures
+
+
+# -- latency -----------------------------------------------------------------------------------------------------------
+
+
+async def latency(stage: Stage) -> list[Figure]:
+    """Empty and small updates, acknowledged by two workers, beside one byte there and back on bare sockets."""
+    stage.progress("latency")
+    crew = stage.crew
+    async with AsyncExitStack() as stack:
+        systems: dict[tuple[str, int, str], System] = {}
+        endpoints: dict[int, list[str]] = {index: [] for index in range(WORKERS)}
+        for workers in (1, WORKERS):
+            chosen = {index: f"ipc://{stage.directory}/{workers}-{index}" for index in range(workers)}
+            once = await stack.enter_async_context(peers.round_trip(list(chosen.values())))
+            systems["1 B", workers, "zmq.asyncio"] = once
+            for index, endpoint in chosen.items():
+                endpoints[index].append(endpoint)
+        for index, mine in endpoints.items():
+            await crew.ask(index, "echo", mine)
+        for payload in (EMPTY, SMALL):
+            await crew.ask_all(range(WORKERS), "load", payload)
+            weights = payload.weights()
+            scheme = await stack.enter_async_context(ours.opened(crew, payload, weights, WORKERS))
+            systems[payload.name, WORKERS, "async"] = ours.updating(scheme, weights)
+            blocking = await stack.enter_async_context(ours.opened_blocking(crew, payload, weights, WORKERS))
+            systems[payload.name, WORKERS, "blocking"] = blocking
+        times = await interleave(systems, stage.plan.often(0))
+        await crew.ask_all(range(WORKERS), "close")
+    return [Figure.of("latency", *key, found) for key, found in times.items()]
+
+
+# -- stalls and memory -------------------------------------------------------------------------------------------------
+
+
+async def stall(stage: Stage) -> list[Figure]:
+    """The trainer's loop during large sends, and during none."""
+    payload = stage.plan.largest
+    stalls: dict[tuple[str, int], list[Stall]] = {}
+    trials = stage.plan.often(payload.nbytes)
+    weights = payload.weights()
+    for workers in (1, 2):
+        stage.progress(f"stalls, {payload.name} to {workers}")
+        await stage.crew.ask_all(range(workers), "load", payload)
+        actions: dict[str, Callable[[], Awaitable[object]]] = {"no send": lambda: asyncio.sleep(0.1)}
+        async with AsyncExitStack() as stack:
+            for kind in ("tcp", "ipc"):
+                scheme = await stack.enter_async_context(ours.opened(stage.crew, payload, weights, workers, kind))
+                actions[f"asyncsync {kind}"] = ours.updating(scheme, weights)
+            for trial in range(-WARM, trials):
+                for name, action in actions.items():
+                    found = await longest_stall(action)
+                    if trial >= 0:
+                        stalls.setdefault((name, workers), []).append(found)
+        await stage.crew.ask_all(range(workers), "close")
+    return [figure for (name, workers), found in stalls.items() for figure in _stalls(payload, name, workers, found)]
+
+
+def _stalls(payload: Payload, name: str, workers: int, found: list[Stall]) -> list[Figure]:
+    figures = [Figure.of("stall", payload.name, workers, name, [one.raw for one in found])]
+    # Where the kernel does not tell the waiting, none is taken off.
+    running = [one.raw if one.running is None else one.running for one in found]
+    return [*figures, Figure.of("stall", payload.name, workers, f"{name}, without waiting for a CPU", running)]
+
+
+async def memory(stage: Stage) -> list[Figure]:
+    """The sender's slabs, and by how much the processes' peaks grow from having the parameters to sending them."""
+    payload, crew = stage.plan.largest, stage.crew
+    stage.progress(f"memory, {payload.name} to {WORKERS}")
+    weights = payload.weights()
+    await crew.ask_all(range(WORKERS), "load", payload)
+    await crew.ask_all(range(WORKERS), "memory_from_now")
+    mine = PeakMemory()
+    async with ours.opened(crew, payload, weights, WORKERS) as scheme:
+        once = ours.updating(scheme, weights)
+        for _ in range(WARM + min(stage.plan.often(payload.nbytes), 5)):
+            await once()
+        slabs = ours.slab_peak(scheme)
+        growth, growths = mine.growth(), await crew.ask_all(range(WORKERS), "memory_growth")
+    await crew.ask_all(range(WORKERS), "close")
+
+    def figure(what: str, values: list[int], unit: str = "MiB") -> Figure:
+        scale = 2.0**-20 if unit == "MiB" else 1.0
+        return Figure.of("memory", payload.name, WORKERS, what, values, unit=unit, scale=scale)
+
+    return [
+        figure("payload", [payload.nbytes]),
+        figure("sender's slabs", [slabs], "slabs"),
+        figure("trainer's peak growth", [growth]),
+        figure("worker's peak growth", growths),
+    ]
+
+
+RUN: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {
+    "memory": memory,
+    "throughput": throughput,
+    "tensors": tensors,
+    "latency": latency,
+    "stall": stall,
+}

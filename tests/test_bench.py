@@ -1,0 +1,380 @@
+"""`asyncsync bench`: what it writes, how it ends, and how figures become bars. No test asserts a throughput."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncsync.bench.cases import EMPTY, LARGE, MANY, MIDDLE, SECTIONS, SMALL, Payload, Plan, touch
+from asyncsync.bench.crew import OrderFailed, WorkerDied, start_crew
+from asyncsync.bench.figures import Bar, Figure, Figures, bars
+from asyncsync.bench.meters import PeakMemory, longest_stall
+from asyncsync.bench.peers import GLOO, digest
+from asyncsync.bench.report import Report, Table
+from asyncsync.bench.sections import RUN, WARM, interleave
+from helpers.command import children_of, finish, private_directories, run, start
+
+SYSTEMS = ["asyncsync tcp", "asyncsync ipc", *(f"gloo {how}" for how in GLOO), "memcpy"]
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
+    paths = ["--json", "b.json", "--markdown", "b.md", "--plot", "b.png"]
+    code, out, err = run("-m", "asyncsync", "bench", "--quick", "--trials", "2", *paths, cwd=tmp_path)
+    assert (code, err) == (0, ""), err
+    assert private_directories() == []
+    document = json.loads((tmp_path / "b.json").read_text())
+    assert document["machine"]["cpus"] >= 1
+    found = {(f["section"], f["case"], f["workers"], f["system"]): f for f in document["figures"]}
+    wanted = {
+        ("throughput", case, workers, system)
+        for case in ("64 KiB", "4 MiB")
+        for workers in (1, 2)
+        for system in SYSTEMS
+    }
+    wanted |= {("tensors", case, workers, "asyncsync ipc") for case in ("1000 × 4 KiB", "4 MiB") for workers in (1, 2)}
+    wanted |= {("latency", "1 B", workers, "zmq.asyncio") for workers in (1, 2)}
+    wanted |= {("latency", case, 2, api) for case in ("empty", "64 KiB") for api in ("async", "blocking")}
+    wanted |= {
+        ("stall", "4 MiB", workers, system + running)
+        for workers in (1, 2)
+        for system in ("no send", "asyncsync tcp", "asyncsync ipc")
+        for running in ("", ", without waiting for a CPU")
+    }
+    memory = ("payload", "sender's slabs", "trainer's peak growth", "worker's peak growth")
+    wanted |= {("memory", "4 MiB", 2, system) for system in memory}
+    assert set(found) == wanted
+    for (section, *_), figure in found.items():
+        assert section == "memory" or figure["trials"] == 2
+        order = [figure[name] for name in ("minimum", "lower", "median", "upper", "maximum")]
+        assert order == sorted(order)
+        assert order[0] >= 0
+    assert found["memory", "4 MiB", 2, "sender's slabs"]["maximum"] >= 1
+    # 256 MiB was not measured: what is promised for it is left out.
+    assert [bar["name"].partition(" to ")[0] for bar in document["bars"]] == [
+        *("1000 × 4 KiB", "1000 × 4 KiB"),
+        *("empty update", "empty update"),
+        *("64 KiB update", "64 KiB update"),
+    ]
+    assert (tmp_path / "b.md").read_text() == out
+    for title in ("Throughput", "Many small tensors", "Latency", "Stalls", "Memory", "Bars"):
+        assert f"### {title}" in out
+    assert "| 64 KiB to 1 | 64 KiB to 2 | 4 MiB to 1 | 4 MiB to 2 |" in out
+    for system in SYSTEMS:
+        medians = [
+            found["throughput", case, workers, system]["median"] for case in ("64 KiB", "4 MiB") for workers in (1, 2)
+        ]
+        assert f"| {system} | " + " | ".join(f"{m:.{3 if m < 10 else 1}f}" for m in medians) + " |" in out
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_check_fails_if_a_bar_is_missed_and_says_how_many(tmp_path: Path) -> None:
+    # Whether one is depends on the machine; exit code and table must agree.
+    arguments = ["bench", "--quick", "--only", "tensors", "--trials", "1", "--check", "--uvloop"]
+    code, out, err = run("-m", "asyncsync", *arguments, cwd=tmp_path)
+    missed = out.count("| NO |")
+    assert out.count("| yes |") + missed == 2
+    assert "### Many small tensors" in out
+    assert "### Latency" not in out
+    assert "loop uvloop" in out
+    assert (code, err) == ((1, f"asyncsync bench: {missed} of 2 bars missed\n") if missed else (0, ""))
+
+
+def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
+    with start("-m", "asyncsync", "bench", "--quick", cwd=tmp_path) as process:
+        workers = _all_started(process)
+        workers[1].kill()
+        code, out, err = finish(process)
+        assert (code, out) == (1, "")
+        assert err == "asyncsync bench: worker 1 was killed by SIGKILL\n"
+        assert not any(worker.is_running() for worker in workers)
+        assert private_directories() == []
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_bench_ends_when_a_process_dies_in_the_middle(who: int, tmp_path: Path) -> None:
+    arguments = ["--quick", "--only", "throughput", "--trials", "100000"]
+    with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:
+        workers = _all_started(process)
+        _measuring(process)
+        workers[who].kill()
+        code, out, err = finish(process)
+        assert (code, out) == (1, "")
+        name = ["worker 0", "worker 1", "gloo's sender"][who]
+        assert err == f"asyncsync bench: {name} was killed by SIGKILL\n"
+        assert not any(worker.is_running() for worker in workers)
+        assert private_directories() == []
+
+
+@pytest.mark.parametrize("section", ["throughput", "latency"])
+def test_ctrl_c_leaves_no_process_behind(section: str, tmp_path: Path) -> None:
+    arguments = ["--quick", "--only", section, "--trials", "100000"]
+    with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:
+        workers = _all_started(process)
+        _measuring(process)
+        process.send_signal(signal.SIGINT)
+        code, out, err = finish(process)
+        assert (code, out, err) == (130, "", "")
+        assert not any(worker.is_running() for worker in workers)
+        assert private_directories() == []
+
+
+def _all_started(process: Any) -> list[Any]:
+    workers: list[Any] = []
+    while len(workers) < 3:
+        time.sleep(0.05)
+        workers = children_of(process)
+    return workers
+
+
+def _measuring(process: Any) -> None:
+    """Wait until a bus has been there for a moment: then trials are under way."""
+    while not private_directories():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+
+
+# -- the crew ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_order_that_fails_tells_the_trainer_why() -> None:
+    async with start_crew(["worker 0"], None) as crew:
+        await crew.ask(0, "load", SMALL)
+        with pytest.raises(OrderFailed, match=r"(?s)worker 0 has failed:\nTraceback.*KeyError: .*'4 MiB'"):
+            await crew.ask(0, "digest", MIDDLE, flat=False)
+        assert await crew.ask(0, "digest", SMALL, flat=False) == digest(SMALL.weights(blank=True).values())
+
+
+async def test_a_wait_for_an_answer_can_be_cancelled_and_repeated() -> None:
+    async with start_crew(["worker 0"], None) as crew:
+        crew.post(0, "load", SMALL)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(crew.answer(0), 0.01)  # it still imports torch
+        assert await crew.answer(0) is None
+
+
+async def test_a_death_ends_the_block_wherever_it_is() -> None:
+    async def wait_for_ever() -> None:
+        async with start_crew(["worker 0"], None) as crew:
+            crew._processes[0].kill()
+            await asyncio.Event().wait()
+
+    with pytest.raises(WorkerDied, match=r"^worker 0 was killed by SIGKILL$"):
+        await wait_for_ever()
+
+
+# -- plans and payloads ------------------------------------------------------------------------------------------------
+
+
+def test_every_section_has_a_description_and_a_coroutine() -> None:
+    assert list(SECTIONS) == list(RUN)
+
+
+def test_sections_run_in_one_order_whatever_was_asked_for_first() -> None:
+    assert Plan(only=("stall", "memory")).sections == ["memory", "stall"]
+    assert Plan().sections == list(SECTIONS)
+
+
+def test_quick_leaves_out_the_largest_and_tries_less() -> None:
+    assert Plan().largest == LARGE
+    assert Plan(quick=True).largest == MIDDLE
+    for payload in (EMPTY, SMALL, MIDDLE):
+        assert 5 <= Plan(quick=True).often(payload.nbytes) < Plan().often(payload.nbytes)
+    assert Plan(quick=True, trials=3).often(SMALL.nbytes) == Plan(trials=3).often(LARGE.nbytes) == 3
+
+
+def test_1000_small_tensors_and_one_of_4_mib_are_about_as_many_bytes() -> None:
+    assert MANY.nbytes == pytest.approx(MIDDLE.nbytes, rel=0.03)
+    assert [len(payload.weights()) for payload in (EMPTY, MIDDLE, MANY)] == [0, 1, 1000]
+
+
+def test_no_two_updates_are_the_same() -> None:
+    weights = Payload("tiny", 2, 8).weights()
+    before = digest(weights.values())
+    touch(weights.values())
+    assert digest(weights.values()) != before
+    touch([])
+
+
+async def test_trials_take_turns_and_the_first_ones_do_not_count() -> None:
+    turns: list[str] = []
+
+    def system(name: str) -> Any:
+        async def once() -> float:
+            turns.append(name)
+            return float(len(turns))
+
+        return once
+
+    times = await interleave({name: system(name) for name in "ABC"}, 2)
+    assert turns == list("ABC") * (WARM + 2)
+    assert times == {"A": [10.0, 13.0], "B": [11.0, 14.0], "C": [12.0, 15.0]}
+
+
+# -- meters ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stall_is_seen_with_and_without_the_wait_for_a_cpu() -> None:
+    async def stall() -> None:
+        time.sleep(0.05)  # noqa: ASYNC251
+
+    found = await longest_stall(stall)
+    assert found.raw >= 0.05
+    # Asleep it does not wait for a CPU; when it wakes up it may.
+    assert found.running is None or 0.05 <= found.running <= found.raw + 1e-3
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be forgotten here")
+def test_peak_memory_grows_with_what_is_touched_and_stays() -> None:
+    memory = PeakMemory()
+    block: bytearray | None = bytearray(b"x") * (64 << 20)
+    del block
+    assert 56 << 20 <= memory.growth() < 512 << 20
+
+
+# -- figures and bars: pure --------------------------------------------------------------------------------------------
+
+
+def figure(section: str, case: str, workers: int, system: str, *milliseconds: float) -> Figure:
+    return Figure.of(section, case, workers, system, [value / 1e3 for value in milliseconds])
+
+
+def test_a_figure_has_quartiles() -> None:
+    found = figure("latency", "empty", 2, "async", 5, 1, 2, 4, 3)
+    assert (found.trials, found.unit) == (5, "ms")
+    statistics = [found.minimum, found.lower, found.median, found.upper, found.maximum]
+    assert statistics == pytest.approx([1, 2, 3, 4, 5])
+
+
+def throughput(workers: int, tcp: float, ipc: float, broadcast: float, isend: float) -> list[Figure]:
+    medians = {
+        "asyncsync tcp": tcp,
+        "asyncsync ipc": ipc,
+        "gloo broadcast staged": broadcast,
+        "gloo isend staged": isend,
+        "gloo broadcast bare": 1.0,
+        "gloo isend bare": 1.0,
+    }
+    return [figure("throughput", "256 MiB", workers, name, median) for name, median in medians.items()]
+
+
+def test_the_bar_for_256_mib_is_the_faster_of_the_staged_peers() -> None:
+    found = bars([*throughput(1, 100, 90, 120, 100), *throughput(2, 221, 100, 200, 300)])
+    assert [(bar.name, bar.beside, bar.limit, bar.reached, bar.counts) for bar in found] == [
+        ("256 MiB to 1 receiver, tcp ≤ 1.0 × gloo isend staged", pytest.approx(100), 1.0, True, True),
+        ("256 MiB to 1 receiver, ipc ≤ 1.0 × gloo isend staged (beside the bar)", pytest.approx(100), 1.0, True, False),
+        ("256 MiB to 2 receivers, tcp ≤ 1.1 × gloo broadcast staged", pytest.approx(200), 1.1, False, True),
+        (
+            "256 MiB to 2 receivers, ipc ≤ 1.1 × gloo broadcast staged (beside the bar)",
+            pytest.approx(200),
+            1.1,
+            True,
+            False,
+        ),
+    ]
+
+
+def test_other_payloads_have_no_bar_beside_gloo() -> None:
+    assert bars([figure("throughput", "4 MiB", 1, name, 1.0) for name in SYSTEMS]) == []
+
+
+def test_what_is_shown_beside_a_bar_is_no_reason_to_fail() -> None:
+    report = Report(throughput(1, 99, 500, 100, 100), {})
+    assert [bar.reached for bar in report.bars] == [True, False]
+    assert report.missed == []
+    assert report.markdown().count("| NO |") == 1
+
+
+def latency(empty: float, small: float, *, blocking: float) -> list[Figure]:
+    return [
+        figure("latency", "1 B", 1, "zmq.asyncio", 0.2),
+        figure("latency", "1 B", 2, "zmq.asyncio", 0.3),
+        figure("latency", "empty", 2, "async", empty),
+        figure("latency", "empty", 2, "blocking", empty + blocking),
+        figure("latency", "64 KiB", 2, "async", small),
+        figure("latency", "64 KiB", 2, "blocking", small + blocking),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("empty", "small", "blocking", "reached"),
+    [
+        (0.29, 0.79, 0.09, [True, True, True, True]),
+        (0.31, 0.79, 0.11, [False, False, True, False]),
+        (0.29, 0.81, -0.05, [True, True, False, True]),
+    ],
+)
+def test_bars_of_latency(empty: float, small: float, blocking: float, reached: list[bool]) -> None:
+    found = bars(latency(empty, small, blocking=blocking))
+    assert [bar.reached for bar in found] == reached
+    assert [bar.limit for bar in found] == [1.5, 1.0, 4.0, 1.0]
+
+
+def test_the_bar_of_the_stall_is_the_longest_of_all_without_the_wait_for_a_cpu() -> None:
+    figures = []
+    for system, raw, running in (("no send", 90, 80), ("asyncsync tcp", 50, 12), ("asyncsync ipc", 70, 19)):
+        figures.append(figure("stall", "256 MiB", 1, system, 1, raw))
+        figures.append(figure("stall", "256 MiB", 1, f"{system}, without waiting for a CPU", 1, running))
+    (bar,) = bars(figures)
+    assert (bar.measured, bar.beside, bar.reached) == (pytest.approx(19), 20.0, True)
+    assert bars([one for one in figures if one.case != "256 MiB"]) == []
+
+
+def test_many_tensors_are_compared_for_each_number_of_workers() -> None:
+    figures = [
+        figure("tensors", case, workers, "asyncsync ipc", median)
+        for workers, case, median in ((1, "1000 × 4 KiB", 3), (1, "4 MiB", 2), (2, "1000 × 4 KiB", 4), (2, "4 MiB", 2))
+    ]
+    assert [bar.reached for bar in bars(figures)] == [True, False]
+
+
+def test_figures_that_were_not_measured_make_no_bar_and_no_table() -> None:
+    report = Report([], {"cpus": 2})
+    assert (report.bars, report.tables(), report.missed) == ([], [], [])
+    assert json.loads(report.json()) == {"machine": {"cpus": 2}, "figures": [], "bars": []}
+    assert Figures([]).find("latency", "1 B", 1, "zmq.asyncio") is None
+
+
+def test_a_bar_in_json_says_its_ratio() -> None:
+    assert Bar("x", 3.0, 2.0, 1.5).as_dict() == {
+        "name": "x",
+        "measured": 3.0,
+        "beside": 2.0,
+        "limit": 1.5,
+        "counts": True,
+        "ratio": 1.5,
+        "reached": True,
+    }
+
+
+def test_a_table_in_markdown() -> None:
+    table = Table("Title", ["what", "ms"], [["one", "1.0"]], "Note.")
+    assert table.markdown() == "### Title\n\n| what | ms |\n|---|---:|\n| one | 1.0 |\n\nNote.\n\n"
+
+
+PLOT = """
+from asyncsync.bench.figures import Figure, bars
+from asyncsync.bench.plot import save_plot
+
+latency = [Figure.of("latency", "1 B", 1, "zmq.asyncio", [2e-4]), Figure.of("latency", "empty", 2, "async", [3e-4]),
+           Figure.of("latency", "empty", 2, "blocking", [2e-4])]
+throughput = [Figure.of("throughput", "4 MiB", 2, name, [1e-3, 2e-3]) for name in ("asyncsync tcp", "memcpy")]
+for number, figures in enumerate([[], latency, throughput, [*latency, *throughput]]):
+    save_plot(figures, bars(figures), f"{number}.svg")
+"""
+
+
+def test_the_plot_shows_what_there_is(tmp_path: Path) -> None:
+    # In a process of its own: matplotlib keeps its fonts open.
+    assert run("-W", "error", "-c", PLOT, cwd=tmp_path) == (0, "", "")
+    for number in range(4):
+        assert (tmp_path / f"{number}.svg").stat().st_size > 1000
