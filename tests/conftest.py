@@ -19,6 +19,7 @@ import pytest
 import uvloop
 import zmq
 
+from helpers.apis import ASYNCIO, BLOCKING, Api
 from helpers.leaks import no_leaks, no_tasks
 
 
@@ -38,6 +39,23 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("both_loops"):
         return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it."""
+
+    def again(item: pytest.Item) -> bool:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        return given.get("api") is BLOCKING and given.get("_asyncio_loop_factory") is uvloop.new_event_loop
+
+    items[:] = [item for item in items if not again(item)]
+
+
+@pytest.fixture(params=[ASYNCIO, BLOCKING], ids=repr)
+def api(request: pytest.FixtureRequest) -> Api:
+    """Runs a test with the asyncio API and with the blocking one; see helpers/apis.py."""
+    given: Api = request.param
+    return given
 
 
 @pytest.fixture(scope="session", autouse=True)

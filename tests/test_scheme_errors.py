@@ -18,7 +18,6 @@ import uvloop
 from torch import nn
 
 from asyncsync import (
-    Bus,
     ClosedError,
     Fenced,
     NotConnected,
@@ -28,12 +27,14 @@ from asyncsync import (
     WeightSyncScheme,
     ZMQTransport,
     ZMQWeightSyncScheme,
+    sync,
 )
+from helpers.apis import ASYNCIO, Api
 from helpers.pairs import Clock, Model, crew, fill, passed_on, read, receiver_of, until
 
 
-def sender_of(**options: Any) -> ZMQWeightSyncScheme:
-    scheme = ZMQWeightSyncScheme()
+def sender_of(api: Api, **options: Any) -> Any:
+    scheme = api.scheme()
     scheme.init_on_sender(**{"model_id": "policy", "model": Model(1), "num_workers": 1, **options})
     return scheme
 
@@ -58,35 +59,35 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", [*ACTIONS, "connect"])
-async def test_before_init_everything_says_that_init_comes_first(name: str) -> None:
+async def test_before_init_everything_says_that_init_comes_first(api: Api, name: str) -> None:
     action = ACTIONS.get(name, lambda s: s.connect())
     with Clock(0.5), pytest.raises(RuntimeError, match=r"init_on_sender\(\) or init_on_receiver\(\) comes first"):
-        await action(ZMQWeightSyncScheme())
+        await action(api.scheme())
 
 
 @pytest.mark.parametrize("name", ["publish", "send_async", "wait_version"])
-async def test_a_sender_that_is_not_connected_says_so(name: str) -> None:
+async def test_a_sender_that_is_not_connected_says_so(api: Api, name: str) -> None:
     with Clock(0.5), pytest.raises(NotConnected, match=r"sender is not connected; call connect\(\) first"):
-        await ACTIONS[name](sender_of())
+        await ACTIONS[name](sender_of(api))
 
 
 @pytest.mark.parametrize("name", ["receive", "fetch", "wait_version"])
-async def test_a_receiver_that_is_not_connected_says_so(name: str) -> None:
-    scheme = receiver_of(sender_of(), 0, Model())
+async def test_a_receiver_that_is_not_connected_says_so(api: Api, name: str) -> None:
+    scheme = receiver_of(sender_of(api), 0, Model())
     with Clock(0.5), pytest.raises(NotConnected, match=r"receiver is not connected; call connect\(\) first"):
         await ACTIONS[name](scheme)
     await scheme.shutdown()
 
 
-async def test_hold_needs_an_initialised_receiver() -> None:
+async def test_hold_needs_an_initialised_receiver(api: Api) -> None:
     with pytest.raises(RuntimeError, match="comes first"):
-        ZMQWeightSyncScheme().hold()
+        api.scheme().hold()
     with pytest.raises(RuntimeError, match="this bus is a sender"):
-        sender_of().hold()
+        sender_of(api).hold()
 
 
-def test_version_status_and_properties_work_at_any_time() -> None:
-    for scheme in (ZMQWeightSyncScheme(), sender_of(), receiver_of(sender_of(), 0, Model())):
+def test_version_status_and_properties_work_at_any_time(api: Api) -> None:
+    for scheme in (api.scheme(), sender_of(api), receiver_of(sender_of(api), 0, Model())):
         assert scheme.version == 0
         assert scheme.status() == {}
         assert scheme.closed is False
@@ -98,15 +99,15 @@ def test_version_status_and_properties_work_at_any_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["receive", "fetch"])
-async def test_a_sender_does_not_receive(name: str) -> None:
-    async with crew(1) as (sender, _, _):
+async def test_a_sender_does_not_receive(api: Api, name: str) -> None:
+    async with api.crew(1) as (sender, _, _):
         with Clock(0.5), pytest.raises(RuntimeError, match="this bus is a sender"):
             await ACTIONS[name](sender)
 
 
 @pytest.mark.parametrize("name", ["publish", "send_async"])
-async def test_a_receiver_does_not_send(name: str) -> None:
-    async with crew(1) as (_, (receiver,), _):
+async def test_a_receiver_does_not_send(api: Api, name: str) -> None:
+    async with api.crew(1) as (_, (receiver,), _):
         with Clock(0.5), pytest.raises(RuntimeError, match="this bus is a receiver"):
             await ACTIONS[name](receiver)
 
@@ -118,8 +119,8 @@ async def test_send_on_the_asyncio_class_names_the_alternatives() -> None:
         assert sender.version == 1
 
 
-async def test_each_sides_connect_refuses_the_others_argument() -> None:
-    sender = sender_of()
+async def test_each_sides_connect_refuses_the_others_argument(api: Api) -> None:
+    sender = sender_of(api)
     receiver = receiver_of(sender, 0, Model())
     with pytest.raises(TypeError, match="worker_idx belongs to a receiver"):
         await sender.connect(worker_idx=0)
@@ -159,25 +160,25 @@ async def test_each_sides_connect_refuses_the_others_argument() -> None:
         ({"connect": "ipc://relative"}, ValueError, "must be absolute"),
     ],
 )
-def test_constructor_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_constructor_refuses(api: Api, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        ZMQWeightSyncScheme(**arguments)
+        api.scheme(**arguments)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [{"endpoint": "ipc:///tmp/x"}, {"connect": "ipc:///tmp/x"}, {"min_workers": 2}, {"allow_plaintext": True}],
 )
-def test_a_shared_bus_is_configured_in_one_place(arguments: dict[str, Any]) -> None:
+def test_a_shared_bus_is_configured_in_one_place(api: Api, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="belong to the Bus"):
-        ZMQWeightSyncScheme(bus=Bus(), **arguments)
+        api.scheme(bus=api.bus(), **arguments)
 
 
-def test_the_schemes_of_a_shared_bus_agree_on_its_workers() -> None:
+def test_the_schemes_of_a_shared_bus_agree_on_its_workers(api: Api) -> None:
     with pytest.raises(ValueError, match="num_workers"):
-        ZMQWeightSyncScheme(bus=Bus(num_workers=2), num_workers=3)
-    bus = Bus()
-    first, second = ZMQWeightSyncScheme(bus=bus), ZMQWeightSyncScheme(bus=bus)
+        api.scheme(bus=api.bus(num_workers=2), num_workers=3)
+    bus = api.bus()
+    first, second = api.scheme(bus=bus), api.scheme(bus=bus)
     first.init_on_sender(model_id="policy", model=Model(), num_workers=2)
     with pytest.raises(ValueError, match="num_workers is 2 already, not 3"):
         second.init_on_sender(model_id="value", model=Model(), num_workers=3)
@@ -204,8 +205,10 @@ def test_the_schemes_of_a_shared_bus_agree_on_its_workers() -> None:
         ({"unknown": 1}, TypeError, "unknown"),
     ],
 )
-async def test_init_on_sender_refuses_and_changes_nothing(arguments: dict[str, Any], error: Any, message: str) -> None:
-    scheme = ZMQWeightSyncScheme()
+async def test_init_on_sender_refuses_and_changes_nothing(
+    api: Api, arguments: dict[str, Any], error: Any, message: str
+) -> None:
+    scheme = api.scheme()
     with pytest.raises(error, match=message):
         scheme.init_on_sender(**arguments)
     assert (scheme.model_id, scheme.model, scheme.weights, scheme.shared_transport) == (None, None, None, None)
@@ -236,9 +239,9 @@ async def test_init_on_sender_refuses_and_changes_nothing(arguments: dict[str, A
     ],
 )
 async def test_init_on_receiver_refuses_and_changes_nothing(
-    arguments: dict[str, Any], error: Any, message: str
+    api: Api, arguments: dict[str, Any], error: Any, message: str
 ) -> None:
-    scheme = ZMQWeightSyncScheme(num_workers=2)
+    scheme = api.scheme(num_workers=2)
     with pytest.raises(error, match=message):
         scheme.init_on_receiver(**{"model_id": "policy", "model": Model(), "worker_idx": 0, **arguments})
     assert (scheme.model_id, scheme.model, scheme.worker_idx, scheme.receiver_transport) == (None, None, None, None)
@@ -248,8 +251,8 @@ async def test_init_on_receiver_refuses_and_changes_nothing(
     await scheme.shutdown()
 
 
-def test_a_create_transport_that_raises_leaves_the_scheme_as_it_was() -> None:
-    class Broken(ZMQWeightSyncScheme):
+def test_a_create_transport_that_raises_leaves_the_scheme_as_it_was(api: Api) -> None:
+    class Breaking:
         works = False
 
         def create_transport(self, **kwargs: Any) -> ZMQTransport:
@@ -257,7 +260,13 @@ def test_a_create_transport_that_raises_leaves_the_scheme_as_it_was() -> None:
                 raise OSError("no such device")
             return ZMQTransport()
 
-    scheme, model = Broken(), Model()
+    class Broken(Breaking, ZMQWeightSyncScheme):
+        pass
+
+    class BlockingBroken(Breaking, sync.ZMQWeightSyncScheme):
+        pass
+
+    scheme, model = api.make(api.either(Broken, BlockingBroken)), Model()
     with pytest.raises(OSError, match="no such device"):
         scheme.init_on_receiver("policy", model=model, worker_idx=0)
     assert not model._forward_hooks
@@ -268,8 +277,8 @@ def test_a_create_transport_that_raises_leaves_the_scheme_as_it_was() -> None:
     scheme.init_on_sender(model_id="policy", model=model, num_workers=1)
 
 
-async def test_init_may_be_repeated_until_connect_and_not_after() -> None:
-    sender = sender_of(model=Model(1))
+async def test_init_may_be_repeated_until_connect_and_not_after(api: Api) -> None:
+    sender = sender_of(api, model=Model(1))
     sender.init_on_sender(model_id="policy", model=Model(2), num_workers=1)
     receiver = receiver_of(sender, 0, old := Model())
     receiver.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
@@ -291,8 +300,8 @@ async def test_init_may_be_repeated_until_connect_and_not_after() -> None:
 # -- connect
 
 
-async def test_connect_needs_to_know_which_worker_this_is() -> None:
-    receiver = receiver_of(sender_of(), None, Model())
+async def test_connect_needs_to_know_which_worker_this_is(api: Api) -> None:
+    receiver = receiver_of(sender_of(api), None, Model())
     with pytest.raises(ValueError, match="which worker is this"):
         await receiver.connect()
     with pytest.raises(ValueError, match="does not exist: num_workers=1"):
@@ -302,8 +311,8 @@ async def test_connect_needs_to_know_which_worker_this_is() -> None:
     await receiver.shutdown()
 
 
-async def test_connect_and_init_must_agree_on_the_worker() -> None:
-    async with sender_of(num_workers=2) as sender, receiver_of(sender, 0, Model()) as receiver:
+async def test_connect_and_init_must_agree_on_the_worker(api: Api) -> None:
+    async with sender_of(api, num_workers=2) as sender, receiver_of(sender, 0, Model()) as receiver:
         with pytest.raises(ValueError, match=r"this is worker_idx=0 already, connect\(\) says 1"):
             await receiver.connect(worker_idx=1)
         with pytest.raises(NotConnected):
@@ -312,11 +321,11 @@ async def test_connect_and_init_must_agree_on_the_worker() -> None:
             await receiver.connect(worker_idx=1)
 
 
-async def test_a_worker_that_the_sender_does_not_have_is_turned_away() -> None:
-    endpoint = ZMQWeightSyncScheme().bus.endpoint
-    stranger = ZMQWeightSyncScheme(endpoint=endpoint)
+async def test_a_worker_that_the_sender_does_not_have_is_turned_away(api: Api) -> None:
+    endpoint = api.scheme().bus.endpoint
+    stranger = api.scheme(endpoint=endpoint)
     stranger.init_on_receiver("policy", model=(model := Model()), worker_idx=5)
-    async with crew(1, scheme=ZMQWeightSyncScheme(endpoint=endpoint)) as (sender, _, _), stranger:
+    async with api.crew(1, scheme=api.scheme(endpoint=endpoint)) as (sender, _, _), stranger:
         with Clock(0.5), pytest.raises(NotConnected, match="refused worker 5: worker_idx 5 is not below num_workers=1"):
             await stranger.connect(timeout=5)
         with pytest.raises(NotConnected, match="refused worker 5"):
@@ -326,8 +335,8 @@ async def test_a_worker_that_the_sender_does_not_have_is_turned_away() -> None:
         await sender.send_async()
 
 
-async def test_two_receivers_with_one_index_end_with_the_newer_one_alone() -> None:
-    async with crew(1) as everybody:
+async def test_two_receivers_with_one_index_end_with_the_newer_one_alone(api: Api) -> None:
+    async with api.crew(1) as everybody:
         older = everybody.receivers[0]
         waiting = asyncio.create_task(older.receive())
         async with receiver_of(everybody.sender, 0, model := Model()) as newer:
@@ -345,8 +354,8 @@ async def test_two_receivers_with_one_index_end_with_the_newer_one_alone() -> No
             assert (read(model), everybody.read) == ({2}, [{0}])
 
 
-async def test_another_model_id_is_named_on_both_sides() -> None:
-    sender = sender_of()
+async def test_another_model_id_is_named_on_both_sides(api: Api) -> None:
+    sender = sender_of(api)
     receiver = passed_on(sender)
     receiver.init_on_receiver("value", model=(model := Model()), worker_idx=0)
     async with sender, receiver:
@@ -369,8 +378,8 @@ async def test_another_model_id_is_named_on_both_sides() -> None:
         (lambda: nn.Linear(2, 2), "missing.*unexpected.*common prefix"),
     ],
 )
-async def test_a_model_that_does_not_fit_is_described_on_both_sides(other: Any, message: str) -> None:
-    sender = sender_of()
+async def test_a_model_that_does_not_fit_is_described_on_both_sides(api: Api, other: Any, message: str) -> None:
+    sender = sender_of(api)
     receiver = receiver_of(sender, 0, model := other())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     async with sender, receiver:
@@ -385,8 +394,8 @@ async def test_a_model_that_does_not_fit_is_described_on_both_sides(other: Any, 
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-async def test_a_later_mismatch_fails_that_update_only() -> None:
-    async with crew(2, models=[Model(), Model()]) as everybody:
+async def test_a_later_mismatch_fails_that_update_only(api: Api) -> None:
+    async with api.crew(2, models=[Model(), Model()]) as everybody:
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
             await everybody.sender.send_async(Model(9, width=3), timeout=5)
         assert isinstance(caught.value.failed[0], SchemaMismatch)
@@ -399,10 +408,10 @@ async def test_a_later_mismatch_fails_that_update_only() -> None:
 # -- the endpoint
 
 
-async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(tmp_path: Path) -> None:
+async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(api: Api, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/bus"
-    async with crew(1, scheme=ZMQWeightSyncScheme(endpoint=endpoint)) as everybody:
-        other = ZMQWeightSyncScheme(endpoint=endpoint)
+    async with api.crew(1, scheme=api.scheme(endpoint=endpoint)) as everybody:
+        other = api.scheme(endpoint=endpoint)
         other.init_on_sender(model_id="policy", model=Model(), num_workers=1)
         with Clock(0.5), pytest.raises(NotConnected, match=r"in use by another live.*choose another endpoint"):
             await other.connect()
@@ -411,10 +420,10 @@ async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(tmp_path: Path) -> No
         assert everybody.read == [{3}]
 
 
-async def test_a_tcp_endpoint_in_use_is_an_error_at_connect(unused_tcp_port: int) -> None:
+async def test_a_tcp_endpoint_in_use_is_an_error_at_connect(api: Api, unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
-    async with crew(1, scheme=ZMQWeightSyncScheme(endpoint=endpoint)) as everybody:
-        async with ZMQWeightSyncScheme(endpoint=endpoint) as other:
+    async with api.crew(1, scheme=api.scheme(endpoint=endpoint)) as everybody:
+        async with api.scheme(endpoint=endpoint) as other:
             other.init_on_sender(model_id="policy", model=Model(), num_workers=1)
             with Clock(0.5), pytest.raises(NotConnected, match=f"cannot bind {endpoint}.*in use"):
                 await other.connect()
@@ -441,7 +450,7 @@ def started(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_died(tmp_path: Path) -> None:
+async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_died(api: Api, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/bus"
     other = started(HOLD_ENDPOINT, endpoint)
     assert other.stdin is not None
@@ -449,7 +458,7 @@ async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_die
     with other:
         try:
             assert await asyncio.to_thread(other.stdout.readline) == b"bound\n"
-            scheme = ZMQWeightSyncScheme(endpoint=endpoint)
+            scheme = api.scheme(endpoint=endpoint)
             scheme.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
             with Clock(0.5), pytest.raises(NotConnected, match="in use by another live process"):
                 await scheme.connect(timeout=5)
@@ -461,16 +470,16 @@ async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_die
 
 
 @pytest.mark.parametrize("where", ["missing/bus", "file/bus"])
-async def test_a_directory_that_is_not_there_is_an_error_of_ours(where: str, tmp_path: Path) -> None:
+async def test_a_directory_that_is_not_there_is_an_error_of_ours(api: Api, where: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    async with ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/{where}") as scheme:
+    async with api.scheme(endpoint=f"ipc://{tmp_path}/{where}") as scheme:
         scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
         with Clock(0.5), pytest.raises(NotConnected, match=f"cannot bind ipc://{tmp_path}/{where}.*directory"):
             await scheme.connect(timeout=5)
 
 
-async def test_a_host_name_that_cannot_be_bound_is_not_said_to_be_in_use(unused_tcp_port: int) -> None:
-    scheme = ZMQWeightSyncScheme(endpoint=f"tcp://example.invalid:{unused_tcp_port}", allow_plaintext=True)
+async def test_a_host_name_that_cannot_be_bound_is_not_said_to_be_in_use(api: Api, unused_tcp_port: int) -> None:
+    scheme = api.scheme(endpoint=f"tcp://example.invalid:{unused_tcp_port}", allow_plaintext=True)
     async with scheme:
         scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
         with (
@@ -481,8 +490,8 @@ async def test_a_host_name_that_cannot_be_bound_is_not_said_to_be_in_use(unused_
         assert "another sender" not in str(caught.value)
 
 
-async def test_localhost_can_be_bound_and_connected(unused_tcp_port: int) -> None:
-    async with crew(1, scheme=ZMQWeightSyncScheme(endpoint=f"tcp://localhost:{unused_tcp_port}")) as everybody:
+async def test_localhost_can_be_bound_and_connected(api: Api, unused_tcp_port: int) -> None:
+    async with api.crew(1, scheme=api.scheme(endpoint=f"tcp://localhost:{unused_tcp_port}")) as everybody:
         assert everybody.read == [{0}]
 
 
@@ -502,9 +511,9 @@ async def test_localhost_can_be_bound_and_connected(unused_tcp_port: int) -> Non
     ],
 )
 async def test_weights_that_cannot_be_sent_are_refused_and_nothing_is_published(
-    weights: Any, error: Any, message: str
+    api: Api, weights: Any, error: Any, message: str
 ) -> None:
-    async with crew(1) as everybody:
+    async with api.crew(1) as everybody:
         with Clock(0.5), pytest.raises(error, match=message):
             await everybody.sender.send_async(weights)
         assert everybody.sender.version == 1
@@ -513,8 +522,8 @@ async def test_weights_that_cannot_be_sent_are_refused_and_nothing_is_published(
         assert everybody.read == [{1}]
 
 
-async def test_without_a_source_a_bare_publish_says_what_to_pass() -> None:
-    async with crew(1, sender={"weights": None, "model": None}) as (sender, _, _):
+async def test_without_a_source_a_bare_publish_says_what_to_pass(api: Api) -> None:
+    async with api.crew(1, sender={"weights": None, "model": None}) as (sender, _, _):
         with pytest.raises(ValueError, match="no weights to send: pass some, or register"):
             await sender.publish()
 
@@ -533,8 +542,8 @@ async def test_without_a_source_a_bare_publish_says_what_to_pass() -> None:
         ([None], TypeError, "an int or a list of ints"),
     ],
 )
-async def test_worker_ids_that_cannot_be_are_refused(worker_ids: Any, error: Any, message: str) -> None:
-    async with crew(2) as (sender, _, models):
+async def test_worker_ids_that_cannot_be_are_refused(api: Api, worker_ids: Any, error: Any, message: str) -> None:
+    async with api.crew(2) as (sender, _, models):
         for call in (sender.publish, sender.send_async):
             with Clock(0.5), pytest.raises(error, match=message):
                 await call(Model(5), worker_ids=worker_ids)
@@ -545,14 +554,14 @@ async def test_worker_ids_that_cannot_be_are_refused(worker_ids: Any, error: Any
 
 
 @pytest.mark.parametrize("version", [0, -1, 2])
-async def test_a_version_that_was_never_published_cannot_be_waited_for(version: int) -> None:
-    async with crew(1) as (sender, _, _):
+async def test_a_version_that_was_never_published_cannot_be_waited_for(api: Api, version: int) -> None:
+    async with api.crew(1) as (sender, _, _):
         with Clock(0.5), pytest.raises(ValueError, match=f"version {version} has not been published; the newest is 1"):
             await sender.wait_version(version)
 
 
-async def test_an_unknown_model_id_on_the_bus_publishes_nothing() -> None:
-    async with crew(1) as (sender, _, models):
+async def test_an_unknown_model_id_on_the_bus_publishes_nothing(api: Api) -> None:
+    async with api.crew(1) as (sender, _, models):
         with pytest.raises(ValueError, match=r"unknown model_id \['value'\]: this bus has \['policy'\]"):
             await sender.bus.publish({"policy": Model(2), "value": Model(2)})
         with pytest.raises(ValueError, match="name at least one model_id"):
@@ -560,8 +569,8 @@ async def test_an_unknown_model_id_on_the_bus_publishes_nothing() -> None:
         assert (sender.version, read(models[0])) == (1, {0})
 
 
-async def test_apply_weights_without_a_model_says_so() -> None:
-    scheme = ZMQWeightSyncScheme()
+async def test_apply_weights_without_a_model_says_so(api: Api) -> None:
+    scheme = api.scheme()
     scheme.init_on_receiver("policy", worker_idx=0)
     with pytest.raises(RuntimeError, match=r"register one with init_on_receiver\(model="):
         scheme.apply_weights({"w": torch.zeros(1)})
@@ -572,25 +581,25 @@ async def test_apply_weights_without_a_model_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", [*ACTIONS, "connect", "hold"])
-async def test_after_shutdown_everything_says_closed(name: str) -> None:
+async def test_after_shutdown_everything_says_closed(api: Api, name: str) -> None:
     action = {**ACTIONS, "connect": lambda s: s.connect(), "hold": lambda s: s.hold()}[name]
-    async with crew(1) as (sender, receivers, _):
+    async with api.crew(1) as (sender, receivers, _):
         scheme = receivers[0] if name in ("receive", "fetch", "hold") else sender
         await scheme.shutdown()
         with Clock(0.5), pytest.raises(ClosedError, match="shut down"):
             await action(scheme)
 
 
-async def test_a_scheme_shut_down_before_init_is_closed_too() -> None:
-    scheme = ZMQWeightSyncScheme()
+async def test_a_scheme_shut_down_before_init_is_closed_too(api: Api) -> None:
+    scheme = api.scheme()
     await scheme.shutdown()
     with pytest.raises(ClosedError, match="construct another"):
         scheme.init_on_sender(model_id="policy", model=Model())
 
 
-async def test_one_scheme_of_a_shared_bus_can_be_shut_down_alone() -> None:
-    bus = Bus(num_workers=1)
-    senders = {name: ZMQWeightSyncScheme(bus=bus) for name in ("policy", "value")}
+async def test_one_scheme_of_a_shared_bus_can_be_shut_down_alone(api: Api) -> None:
+    bus = api.bus(num_workers=1)
+    senders = {name: api.scheme(bus=bus) for name in ("policy", "value")}
     sources = {name: Model(1) for name in senders}
     for name, scheme in senders.items():
         scheme.init_on_sender(model_id=name, model=sources[name])
@@ -616,8 +625,8 @@ async def test_one_scheme_of_a_shared_bus_can_be_shut_down_alone() -> None:
 
 
 @pytest.mark.both_loops
-async def test_shutdown_ends_whoever_waits() -> None:
-    sender = sender_of(num_workers=2)
+async def test_shutdown_ends_whoever_waits(api: Api) -> None:
+    sender = sender_of(api, num_workers=2)
     receiver = receiver_of(sender, 0, Model())
     connecting = [asyncio.create_task(sender.connect()), asyncio.create_task(receiver.connect())]
     await asyncio.wait(connecting, timeout=0.1)
@@ -626,7 +635,7 @@ async def test_shutdown_ends_whoever_waits() -> None:
         for task in connecting:
             with pytest.raises(ClosedError):
                 await task
-    async with crew(1) as (sender, (receiver,), _):
+    async with api.crew(1) as (sender, (receiver,), _):
         receiving = asyncio.create_task(receiver.receive())
         await asyncio.sleep(0)
         await receiver.shutdown()
@@ -634,8 +643,8 @@ async def test_shutdown_ends_whoever_waits() -> None:
             await receiving
 
 
-async def test_a_shutdown_with_no_time_left_still_releases_everything() -> None:
-    async with crew(1) as (sender, (receiver,), _):
+async def test_a_shutdown_with_no_time_left_still_releases_everything(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
         await receiver.shutdown(timeout=0)
         await sender.shutdown(timeout=0)
         assert sender.closed
@@ -677,7 +686,7 @@ def test_use_from_another_event_loop_is_an_error() -> None:
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_scheme_whose_loop_has_ended_can_still_be_shut_down(run: Callable[[Any], Any]) -> None:
     async def main() -> tuple[WeightSyncScheme, WeightSyncScheme]:
-        sender = sender_of()
+        sender = sender_of(ASYNCIO)
         receiver = receiver_of(sender, 0, Model())
         await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
         return sender, receiver
@@ -709,6 +718,23 @@ print("done", flush=True)
 """
 
 
+FORGETFUL_TOO = """
+import threading
+from asyncsync.sync import ZMQWeightSyncScheme
+from helpers.pairs import Model, receiver_of
+sender = ZMQWeightSyncScheme()
+sender.init_on_sender(model_id="policy", model=Model(width=4 << 20), num_workers=1)
+receiver = receiver_of(sender, 0, Model(width=4 << 20))
+connecting = threading.Thread(target=receiver.connect)
+connecting.start()
+sender.connect()
+connecting.join()
+sender.publish()
+threading.Thread(target=receiver.wait_version, args=(9,), daemon=True).start()
+print("done", flush=True)
+"""
+
+
 def run_script(code: str) -> subprocess.CompletedProcess[str]:
     tests = str(Path(__file__).parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])}
@@ -716,8 +742,9 @@ def run_script(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=40, check=False)
 
 
-def test_a_program_that_forgets_shutdown_still_ends() -> None:
-    done = run_script(FORGETFUL)
+@pytest.mark.parametrize("code", [FORGETFUL, FORGETFUL_TOO], ids=["asyncio", "blocking"])
+def test_a_program_that_forgets_shutdown_still_ends(code: str) -> None:
+    done = run_script(code)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -780,8 +807,8 @@ def test_a_connected_scheme_cannot_be_used_after_a_fork() -> None:
 # -- the model is used while it is updated
 
 
-async def test_a_hold_that_is_never_left_times_the_update_out_with_the_reason() -> None:
-    async with crew(1) as (sender, (receiver,), models):
+async def test_a_hold_that_is_never_left_times_the_update_out_with_the_reason(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), models):
         leave = threading.Event()
 
         def reader() -> None:
@@ -823,8 +850,10 @@ LIMITED: dict[str, Callable[[Any, Any], Any]] = {
     ],
 )
 @pytest.mark.parametrize("name", LIMITED)
-async def test_every_wait_but_receive_has_a_deadline(name: str, timeout: Any, error: type, message: str) -> None:
-    async with crew(1) as (sender, receivers, _):
+async def test_every_wait_but_receive_has_a_deadline(
+    api: Api, name: str, timeout: Any, error: type, message: str
+) -> None:
+    async with api.crew(1) as (sender, receivers, _):
         scheme = receivers[0] if name == "fetch" else sender
         before = sender.version
         with Clock(0.5), pytest.raises(error, match=message):
@@ -834,16 +863,16 @@ async def test_every_wait_but_receive_has_a_deadline(name: str, timeout: Any, er
         assert read(receivers[0].model) == {2.0}
 
 
-async def test_receive_refuses_what_is_no_time_limit_and_accepts_none() -> None:
-    async with crew(1) as (sender, receivers, _):
+async def test_receive_refuses_what_is_no_time_limit_and_accepts_none(api: Api) -> None:
+    async with api.crew(1) as (sender, receivers, _):
         with pytest.raises(ValueError, match="must not be negative"):
             await receivers[0].receive(timeout=-0.5)
         await sender.publish(fill(Model(), 3.0))
         assert read(await receivers[0].receive(timeout=None)) == {3.0}
 
 
-async def test_the_status_of_a_receiver_that_was_shut_down_says_so() -> None:
-    async with crew(1) as (_, receivers, _):
+async def test_the_status_of_a_receiver_that_was_shut_down_says_so(api: Api) -> None:
+    async with api.crew(1) as (_, receivers, _):
         (before,) = receivers[0].status().values()
         assert before.state == "live"
         assert before.bytes_sent > 0  # payload that rode in the instruction counts as well
@@ -856,7 +885,7 @@ async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talke
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a trainer's crash and a sweep, its directory's name is free for any user of the host."""
-    sender = sender_of()
+    sender = sender_of(ASYNCIO)
     receiver = receiver_of(sender, 0, Model())
     own = os.getuid()
     connecting = asyncio.create_task(sender.connect(timeout=5))

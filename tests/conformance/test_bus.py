@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SchemaMismatch, ZMQWeightSyncScheme
+from asyncsync import ClosedError, NotConnected, PartialSendError, SchemaMismatch
+from helpers.apis import Api
 from helpers.pairs import Clock, Model, crew, fill, passed_on, read, until
 
 NAMES = ("policy", "value")
@@ -28,7 +29,7 @@ class Worker:
         self.models = {name: models.get(name) or Model() for name in schemes}
         for name, scheme in schemes.items():
             scheme.init_on_receiver(name, model=self.models[name], worker_idx=index)
-        self.bus: Bus = next(iter(schemes.values())).bus
+        self.bus = next(iter(schemes.values())).bus
 
     @property
     def read(self) -> dict[str, set[float]]:
@@ -36,11 +37,13 @@ class Worker:
 
 
 @asynccontextmanager
-async def family(workers: int = 2, *, apart: bool = False) -> AsyncIterator[tuple[Bus, dict[str, Model], list[Worker]]]:
+async def family(
+    api: Api, workers: int = 2, *, apart: bool = False
+) -> AsyncIterator[tuple[Any, dict[str, Model], list[Worker]]]:
     """A bus with two models and its workers, connected."""
-    async with Bus(num_workers=workers) as bus:
+    async with api.bus(num_workers=workers) as bus:
         sources = {name: Model(0) for name in NAMES}
-        schemes = {name: ZMQWeightSyncScheme(bus=bus) for name in NAMES}
+        schemes = {name: api.scheme(bus=bus) for name in NAMES}
         for name, scheme in schemes.items():
             scheme.init_on_sender(model_id=name, model=sources[name])
         crews = []
@@ -56,8 +59,8 @@ async def family(workers: int = 2, *, apart: bool = False) -> AsyncIterator[tupl
 
 
 @pytest.mark.both_loops
-async def test_r199_r216_several_models_in_one_update() -> None:
-    async with family() as (bus, sources, workers):
+async def test_r199_r216_several_models_in_one_update(api: Api) -> None:
+    async with family(api) as (bus, sources, workers):
         version = await bus.send_async({"policy": fill(sources["policy"], 5), "value": fill(sources["value"], 5)})
         assert version == bus.version
         assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}] * 2
@@ -71,8 +74,8 @@ async def test_r199_r216_several_models_in_one_update() -> None:
         assert {w: s.lag for w, s in bus.status().items()} == {0: 0, 1: 0}
 
 
-async def test_r199_a_worker_that_cannot_take_one_of_the_models_takes_none() -> None:
-    async with family() as (bus, sources, workers):
+async def test_r199_a_worker_that_cannot_take_one_of_the_models_takes_none(api: Api) -> None:
+    async with family(api) as (bus, sources, workers):
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
             await bus.send_async({"policy": fill(sources["policy"], 9), "value": Model(9, width=3)}, timeout=5)
         assert {type(e) for e in caught.value.failed.values()} == {SchemaMismatch}
@@ -82,8 +85,8 @@ async def test_r199_a_worker_that_cannot_take_one_of_the_models_takes_none() -> 
 
 
 @pytest.mark.both_loops
-async def test_r199_no_hold_ever_sees_models_of_two_updates() -> None:
-    async with family(1) as (bus, sources, (worker,)):
+async def test_r199_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
+    async with family(api, 1) as (bus, sources, (worker,)):
         stop = threading.Event()
         seen: list[set[float]] = []
 
@@ -106,8 +109,8 @@ async def test_r199_no_hold_ever_sees_models_of_two_updates() -> None:
         assert all(len(values) == 1 for values in seen), [v for v in seen if len(v) > 1][:3]
 
 
-async def test_r216_separately_pickled_schemes_of_one_bus_find_each_other() -> None:
-    async with family(apart=True) as (bus, sources, workers):
+async def test_r216_separately_pickled_schemes_of_one_bus_find_each_other(api: Api) -> None:
+    async with family(api, apart=True) as (bus, sources, workers):
         for worker in workers:
             assert len({id(s.bus) for s in worker.schemes.values()}) == 1, "one connection, one gate"
         assert workers[0].bus is not workers[1].bus
@@ -115,14 +118,14 @@ async def test_r216_separately_pickled_schemes_of_one_bus_find_each_other() -> N
         assert [w.read for w in workers] == [{"policy": {3}, "value": {3}}] * 2
 
 
-async def test_r216_copies_that_learn_their_worker_only_at_connect_say_what_to_do() -> None:
-    bus = Bus(num_workers=1)
-    schemes = {name: ZMQWeightSyncScheme(bus=bus) for name in NAMES}
+async def test_r216_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api: Api) -> None:
+    bus = api.bus(num_workers=1)
+    schemes = {name: api.scheme(bus=bus) for name in NAMES}
     copies = {name: passed_on(scheme) for name, scheme in schemes.items()}
     for name, scheme in copies.items():
         scheme.init_on_receiver(name, model=Model())
     first = asyncio.create_task(copies["policy"].connect(worker_idx=0, timeout=0.5))
-    await asyncio.sleep(0)
+    await until(lambda: copies["policy"].worker_idx == 0)
     with Clock(0.5), pytest.raises(ValueError, match=r"pass worker_idx to init_on_receiver"):
         await copies["value"].connect(worker_idx=0, timeout=5)
     with pytest.raises(NotConnected):
@@ -131,8 +134,8 @@ async def test_r216_copies_that_learn_their_worker_only_at_connect_say_what_to_d
         await scheme.shutdown()
 
 
-async def test_r216_a_bus_is_a_context_manager_that_ends_its_schemes() -> None:
-    async with family(1) as (bus, _, (worker,)):
+async def test_r216_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> None:
+    async with family(api, 1) as (bus, _, (worker,)):
         waiting = asyncio.create_task(worker.schemes["value"].receive())
         await asyncio.sleep(0)
         scheme = bus._schemes["policy"]
@@ -143,11 +146,26 @@ async def test_r216_a_bus_is_a_context_manager_that_ends_its_schemes() -> None:
     with pytest.raises(ClosedError):
         await bus.publish({"policy": Model()})
     with pytest.raises(RuntimeError, match="no scheme of this bus has been initialised"):
-        await Bus().connect()
+        await api.bus().connect()
 
 
-async def test_r216_a_bus_pickles_as_its_configuration() -> None:
-    bus = Bus(num_workers=2, min_workers=1, checksum=True)
+async def test_r085_r216_a_bus_may_be_shut_down_before_it_connects_and_again(api: Api) -> None:
+    bus = api.bus(num_workers=1)
+    scheme = api.scheme(bus=bus)
+    scheme.init_on_sender(model_id="policy", model=Model())
+    for _ in range(2):
+        await bus.shutdown()
+        assert bus.closed
+        assert scheme.closed
+    for call in (bus.connect, scheme.connect, lambda: bus.publish({"policy": None})):
+        with pytest.raises(ClosedError):
+            await call()
+    with pytest.raises(ClosedError, match="construct another"):
+        api.scheme(bus=bus).init_on_sender(model_id="value", model=Model())
+
+
+async def test_r216_a_bus_pickles_as_its_configuration(api: Api) -> None:
+    bus = api.bus(num_workers=2, min_workers=1, checksum=True)
     copy = pickle.loads(pickle.dumps(bus))
     names = ("endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum")
     assert [getattr(copy, n) for n in names] == [getattr(bus, n) for n in names]
@@ -158,10 +176,10 @@ async def test_r216_a_bus_pickles_as_its_configuration() -> None:
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
-async def test_r194_no_forward_ever_sees_two_versions(endpoint: str, unused_tcp_port: int) -> None:
+async def test_r194_no_forward_ever_sees_two_versions(api: Api, endpoint: str, unused_tcp_port: int) -> None:
     width = 1 << 15
-    scheme = ZMQWeightSyncScheme(endpoint=f"tcp://127.0.0.1:{unused_tcp_port}" if endpoint == "tcp" else None)
-    async with crew(1, scheme=scheme, source=Model(0, width), models=[Model(width=width)]) as everybody:
+    scheme = api.scheme(endpoint=f"tcp://127.0.0.1:{unused_tcp_port}" if endpoint == "tcp" else None)
+    async with api.crew(1, scheme=scheme, source=Model(0, width), models=[Model(width=width)]) as everybody:
         model = everybody.models[0]
         stop = threading.Event()
         seen: list[set[float]] = []

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
-import asyncsync
-from asyncsync import (
-    PartialSendError,
-    RemoteError,
-    TransportBackend,
-    WeightStrategy,
-    WeightSyncScheme,
-    ZMQWeightSyncScheme,
-)
-from helpers.pairs import Clock, Model, crew, fill, read, receiver_of
+from asyncsync import PartialSendError, RemoteError, TransportBackend, WeightStrategy, WeightSyncScheme, sync
+from helpers.apis import Api
+from helpers.pairs import Clock, Model, fill, read, receiver_of
 
 
 class FileTransport(TransportBackend):
@@ -52,8 +45,8 @@ class FileTransport(TransportBackend):
         self.closed += 1
 
 
-class FileScheme(WeightSyncScheme):
-    """A scheme of a user's own; what it adds travels with its pickle."""
+class Filing:
+    """What makes a scheme of a user's own; what it adds travels with its pickle."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(**options)
@@ -63,23 +56,35 @@ class FileScheme(WeightSyncScheme):
         return FileTransport(self.directory)
 
 
-def test_r001_scheme_transport_and_strategy_are_separate_public_abstractions() -> None:
-    kinds = (asyncsync.WeightSyncScheme, asyncsync.TransportBackend, asyncsync.WeightStrategy)
+class FileScheme(Filing, WeightSyncScheme):
+    pass
+
+
+class BlockingFileScheme(Filing, sync.WeightSyncScheme):
+    pass
+
+
+def file_scheme(api: Api, directory: Path) -> Any:
+    return api.make(api.either(FileScheme, BlockingFileScheme), directory)
+
+
+def test_r001_scheme_transport_and_strategy_are_separate_public_abstractions(api: Api) -> None:
+    kinds = (api.WeightSyncScheme, api.TransportBackend, api.WeightStrategy)
     assert len(set(kinds)) == 3
     for kind in kinds:
-        assert kind.__name__ in asyncsync.__all__
+        assert kind.__name__ in api.module.__all__
         assert not any(issubclass(kind, other) for other in kinds if other is not kind)
-    scheme = ZMQWeightSyncScheme(strategy=(strategy := WeightStrategy()))
+    scheme = api.scheme(strategy=(strategy := WeightStrategy()))
     scheme.init_on_sender(model_id="policy", num_workers=2)
     assert scheme.strategy is strategy
-    assert isinstance(scheme.shared_transport, TransportBackend), "the scheme has created it"
+    assert isinstance(scheme.shared_transport, api.TransportBackend), "the scheme has created it"
 
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("width", [16, 1 << 20])
-async def test_r002_a_users_scheme_and_transport_work_outside_collectors(width: int, tmp_path: Path) -> None:
+async def test_r002_a_users_scheme_and_transport_work_outside_collectors(api: Api, width: int, tmp_path: Path) -> None:
     models = [Model(width=width), Model(width=width)]
-    async with crew(2, scheme=FileScheme(tmp_path), source=Model(1, width), models=models) as everybody:
+    async with api.crew(2, scheme=file_scheme(api, tmp_path), source=Model(1, width), models=models) as everybody:
         sender, receivers, _ = everybody
         assert everybody.read == [{1}, {1}]
         for value in (2, 3, 4):
@@ -101,8 +106,8 @@ async def test_r002_a_users_scheme_and_transport_work_outside_collectors(width: 
     assert all(s._shared.closed for s in (sender, *receivers))
 
 
-async def test_r002_a_transport_that_fails_fails_one_update_with_its_own_traceback(tmp_path: Path) -> None:
-    async with crew(2, scheme=FileScheme(tmp_path)) as everybody:
+async def test_r002_a_transport_that_fails_fails_one_update_with_its_own_traceback(api: Api, tmp_path: Path) -> None:
+    async with api.crew(2, scheme=file_scheme(api, tmp_path)) as everybody:
         sender, receivers, _ = everybody
         (broken := receivers[1].receiver_transport).directory = None
         original, broken.fetch = broken.fetch, _no_disk
@@ -122,8 +127,8 @@ async def _no_disk(descriptor: bytes, into: memoryview, deadline: float) -> None
     raise OSError("no disk")
 
 
-async def test_r002_an_offer_that_fails_publishes_nothing(tmp_path: Path) -> None:
-    async with crew(1, scheme=FileScheme(tmp_path)) as everybody:
+async def test_r002_an_offer_that_fails_publishes_nothing(api: Api, tmp_path: Path) -> None:
+    async with api.crew(1, scheme=file_scheme(api, tmp_path)) as everybody:
         sender = everybody.sender
         sender.shared_transport.directory = tmp_path / "missing"
         with pytest.raises(FileNotFoundError):
@@ -146,17 +151,23 @@ class MinimalScheme(WeightSyncScheme):
         return Minimal()
 
 
-async def test_r002_a_transport_without_an_offer_of_its_own_uses_the_bus() -> None:
+class BlockingMinimalScheme(sync.WeightSyncScheme):
+    def create_transport(self, **kwargs: Any) -> Minimal:
+        return Minimal()
+
+
+async def test_r002_a_transport_without_an_offer_of_its_own_uses_the_bus(api: Api) -> None:
     width = 1 << 18
-    async with crew(1, scheme=MinimalScheme(), source=Model(1, width), models=[Model(width=width)]) as everybody:
+    scheme = api.make(api.either(MinimalScheme, BlockingMinimalScheme))
+    async with api.crew(1, scheme=scheme, source=Model(1, width), models=[Model(width=width)]) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}]
 
 
-async def test_both_sides_must_use_one_kind_of_transport(tmp_path: Path) -> None:
-    sender = FileScheme(tmp_path)
+async def test_both_sides_must_use_one_kind_of_transport(api: Api, tmp_path: Path) -> None:
+    sender = file_scheme(api, tmp_path)
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    other = ZMQWeightSyncScheme(endpoint=sender.bus.endpoint)
+    other = api.scheme(endpoint=sender.bus.endpoint)
     other.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
     async with sender, other:
         with Clock(1.0):

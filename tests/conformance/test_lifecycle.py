@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 import zmq
 
+import asyncsync
 from asyncsync import (
-    Bus,
     ClosedError,
     NotConnected,
-    NoWeightSyncScheme,
     PartialSendError,
     SchemaMismatch,
-    WeightSyncScheme,
-    ZMQTransport,
     ZMQWeightSyncScheme,
+    sync,
 )
-from helpers.pairs import Clock, Model, crew, fill, passed_on, read, receiver_of, until
+from helpers.apis import Api
+from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until
 
-SCHEMES = [ZMQWeightSyncScheme, NoWeightSyncScheme]
+SCHEMES = ["ZMQWeightSyncScheme", "NoWeightSyncScheme"]
 
 
 def open_files() -> set[str]:
@@ -40,25 +39,33 @@ def open_files() -> set[str]:
 # -- phase 1
 
 
-def test_r012_init_on_either_side_communicates_with_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_r012_init_on_either_side_communicates_with_nobody(
+    api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def no_context(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("init made a ZeroMQ context")
 
-    scheme = ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/bus")
+    def no_loop() -> None:
+        raise AssertionError("init made an event loop")
+
     monkeypatch.setattr(zmq, "Context", no_context)
+    monkeypatch.setattr(asyncio, "new_event_loop", no_loop)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", no_loop)
     files, threads = open_files(), threading.enumerate()
+    scheme = api.scheme(endpoint=f"ipc://{tmp_path}/bus")
     scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
     worker = receiver_of(scheme, 0, Model())
     assert open_files() == files
     assert threading.enumerate() == threads
     assert list(tmp_path.iterdir()) == []
     assert worker.version == scheme.version == 0
+    assert worker.status() == scheme.status() == {}
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_r013_scheme_is_picklable_before_and_after_init_on_sender(protocol: int) -> None:
+def test_r013_scheme_is_picklable_before_and_after_init_on_sender(api: Api, protocol: int) -> None:
     model = Model(width=1 << 20)
-    scheme = ZMQWeightSyncScheme("state_dict", num_workers=2)
+    scheme = api.scheme("state_dict", num_workers=2)
     fresh = pickle.loads(pickle.dumps(scheme, protocol))
     assert (fresh.model_id, fresh.bus.endpoint, fresh.bus.num_workers) == (None, scheme.bus.endpoint, 2)
     scheme.init_on_sender(model_id="policy", model=model)
@@ -71,20 +78,20 @@ def test_r013_scheme_is_picklable_before_and_after_init_on_sender(protocol: int)
     assert pickle.loads(pickle.dumps(copy)).worker_idx is None
 
 
-async def test_r013_a_connected_scheme_pickles_without_its_connection() -> None:
-    async with crew(1) as (sender, receivers, _):
+async def test_r013_a_connected_scheme_pickles_without_its_connection(api: Api) -> None:
+    async with api.crew(1) as (sender, receivers, _):
         for scheme in (sender, receivers[0]):
             with pytest.raises(RuntimeError, match="init_on_"):
                 await passed_on(scheme).connect()
 
 
-def test_r014_init_on_sender_registers_transport_source_and_workers() -> None:
-    scheme = ZMQWeightSyncScheme()
+def test_r014_init_on_sender_registers_transport_source_and_workers(api: Api) -> None:
+    scheme = api.scheme()
     assert scheme.sender_transports == {}
     assert scheme.shared_transport is None
     model = Model(3)
     scheme.init_on_sender(model_id="policy", model=model, num_workers=3)
-    assert isinstance(scheme.shared_transport, ZMQTransport)
+    assert isinstance(scheme.shared_transport, api.ZMQTransport)
     assert scheme.sender_transports == dict.fromkeys(range(3), scheme.shared_transport)
     assert scheme.receiver_transport is None
     assert scheme.model is model
@@ -104,21 +111,21 @@ class Context:
         return self.models.get(model_id)
 
 
-def test_r015_init_on_receiver_resolves_model_and_worker_and_registers_its_transport() -> None:
+def test_r015_init_on_receiver_resolves_model_and_worker_and_registers_its_transport(api: Api) -> None:
     model = Model()
     context = Context({"policy": model}, worker_idx=2)
-    scheme = ZMQWeightSyncScheme(num_workers=3)
+    scheme = api.scheme(num_workers=3)
     scheme.init_on_receiver("policy", context)
     assert (scheme.model, scheme.worker_idx, scheme.context, scheme.model_id) == (model, 2, context, "policy")
-    assert isinstance(scheme.receiver_transport, ZMQTransport)
+    assert isinstance(scheme.receiver_transport, api.ZMQTransport)
     assert (scheme.sender_transports, scheme.shared_transport) == ({}, None)
     scheme.init_on_receiver(model_id="policy", context=context, worker_idx=1, model=(own := Model()))
     assert (scheme.model, scheme.worker_idx) == (own, 1)
 
 
 @pytest.mark.parametrize("sender_first", [True, False])
-async def test_r016_sender_may_be_initialised_before_or_after_the_workers(sender_first: bool) -> None:
-    scheme, source, model = ZMQWeightSyncScheme(), Model(5), Model()
+async def test_r016_sender_may_be_initialised_before_or_after_the_workers(api: Api, sender_first: bool) -> None:
+    scheme, source, model = api.scheme(), Model(5), Model()
     worker = passed_on(scheme)
 
     async def start_worker() -> None:
@@ -142,8 +149,8 @@ async def test_r016_sender_may_be_initialised_before_or_after_the_workers(sender
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("first", ["sender", "receiver"])
-async def test_r017_r018_connect_waits_for_the_other_side_whichever_comes_first(first: str) -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r017_r018_connect_waits_for_the_other_side_whichever_comes_first(api: Api, first: str) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=Model(4), num_workers=1)
     receiver = receiver_of(sender, None, model := Model())
     calls = {"sender": lambda: sender.connect(timeout=5), "receiver": lambda: receiver.connect(worker_idx=0, timeout=5)}
@@ -157,17 +164,20 @@ async def test_r017_r018_connect_waits_for_the_other_side_whichever_comes_first(
         assert read(model) == {4}
 
 
-def test_r017_r018_every_timeout_is_finite_by_default() -> None:
+def test_r017_r018_every_timeout_is_finite_by_default(api: Api) -> None:
     bounded = {"connect": 60.0, "wait_version": 60.0, "send_async": 60.0, "fetch": 30.0, "shutdown": 5.0}
-    for cls in (WeightSyncScheme, *SCHEMES):
+    if api.is_blocking:
+        bounded["send"] = 60.0
+    for cls in ("WeightSyncScheme", *SCHEMES):
         for name, seconds in bounded.items():
-            assert inspect.signature(getattr(cls, name)).parameters["timeout"].default == seconds, (cls, name)
-    for name in ("connect", "wait_version", "send_async", "shutdown"):
-        assert inspect.signature(getattr(Bus, name)).parameters["timeout"].default == bounded[name]
+            method = getattr(getattr(api, cls), name)
+            assert inspect.signature(method).parameters["timeout"].default == seconds, (cls, name)
+    for name in bounded.keys() - {"fetch"}:
+        assert inspect.signature(getattr(api.Bus, name)).parameters["timeout"].default == bounded[name]
 
 
-async def test_r017_senders_connect_expires_with_a_reason_and_may_be_called_again() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r017_senders_connect_expires_with_a_reason_and_may_be_called_again(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
     first, second = (receiver_of(sender, i, Model()) for i in range(2))
     async with sender, first, second:
@@ -179,8 +189,8 @@ async def test_r017_senders_connect_expires_with_a_reason_and_may_be_called_agai
         assert read(first.model) == read(second.model) == {2}, "the second attempt brings the values of its own time"
 
 
-async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_again() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_again(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
     async with sender, receiver_of(sender, 0, model := Model()) as receiver:
         with Clock(0.2), pytest.raises(NotConnected) as caught:
@@ -193,25 +203,25 @@ async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_ag
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-async def test_r019_connect_delivers_the_initial_weights(scheme: str, unused_tcp_port: int) -> None:
+async def test_r019_connect_delivers_the_initial_weights(api: Api, scheme: str, unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}" if scheme == "tcp" else None
-    async with crew(2, scheme=ZMQWeightSyncScheme(endpoint=endpoint), source=Model(6)) as everybody:
+    async with api.crew(2, scheme=api.scheme(endpoint=endpoint), source=Model(6)) as everybody:
         assert everybody.read == [{6}, {6}]
         assert everybody.sender.version == 1
         assert [await r.receive(0) for r in everybody.receivers] == [None, None], "they count as returned"
 
 
 @pytest.mark.both_loops
-async def test_r023_send_async_makes_receivers_apply_without_any_call_of_theirs() -> None:
-    async with crew(2) as everybody:
+async def test_r023_send_async_makes_receivers_apply_without_any_call_of_theirs(api: Api) -> None:
+    async with api.crew(2) as everybody:
         for value in (1, 2, 3):
             fill(everybody.source, value)
             await everybody.sender.send_async()
             assert everybody.read == [{value}, {value}]
 
 
-def test_r053_a_scheme_is_for_one_model_and_the_init_that_ran_sets_its_role() -> None:
-    sender = ZMQWeightSyncScheme()
+def test_r053_a_scheme_is_for_one_model_and_the_init_that_ran_sets_its_role(api: Api) -> None:
+    sender = api.scheme()
     receiver = passed_on(sender)
     sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
     receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
@@ -225,11 +235,11 @@ def test_r053_a_scheme_is_for_one_model_and_the_init_that_ran_sets_its_role() ->
     assert sender.model_id == "value", "initialised again, it is for that model alone"
 
 
-async def test_r066_connect_takes_worker_idx_on_a_receiver_by_keyword_only() -> None:
-    parameters = inspect.signature(WeightSyncScheme.connect).parameters
+async def test_r066_connect_takes_worker_idx_on_a_receiver_by_keyword_only(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.connect).parameters
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "self")
     assert parameters["worker_idx"].default is None
-    sender = ZMQWeightSyncScheme()
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", weights={"w": Model(0).first.data}, num_workers=2)
     async with sender:
         receivers = [receiver_of(sender, None, {"w": Model(9).first.data}) for _ in range(2)]
@@ -241,9 +251,9 @@ async def test_r066_connect_takes_worker_idx_on_a_receiver_by_keyword_only() -> 
             await receiver.shutdown()
 
 
-async def test_r067_connect_takes_the_initial_weights_on_a_sender() -> None:
-    assert inspect.signature(WeightSyncScheme.connect).parameters["weights"].default is None
-    sender = ZMQWeightSyncScheme()
+async def test_r067_connect_takes_the_initial_weights_on_a_sender(api: Api) -> None:
+    assert inspect.signature(api.WeightSyncScheme.connect).parameters["weights"].default is None
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", num_workers=1)
     async with sender, receiver_of(sender, 0, model := Model()) as receiver:
         await asyncio.gather(sender.connect(weights=Model(8), timeout=5), receiver.connect(timeout=5))
@@ -251,7 +261,7 @@ async def test_r067_connect_takes_the_initial_weights_on_a_sender() -> None:
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-async def test_r068_connect_dispatches_by_the_init_that_ran(role: str) -> None:
+async def test_r068_connect_dispatches_by_the_init_that_ran(api: Api, role: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
 
     class Spy(ZMQWeightSyncScheme):
@@ -261,7 +271,14 @@ async def test_r068_connect_dispatches_by_the_init_that_ran(role: str) -> None:
         async def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
             calls.append(("receiver", kwargs))
 
-    scheme = Spy()
+    class BlockingSpy(sync.ZMQWeightSyncScheme):
+        def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
+            calls.append(("sender", kwargs))
+
+        def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
+            calls.append(("receiver", kwargs))
+
+    scheme = api.make(api.either(Spy, BlockingSpy))
     if role == "sender":
         scheme.init_on_sender(model_id="policy", num_workers=1)
         await scheme.connect(weights="some", timeout=1)
@@ -272,8 +289,8 @@ async def test_r068_connect_dispatches_by_the_init_that_ran(role: str) -> None:
         assert calls == [("receiver", {"worker_idx": 0, "timeout": 1})]
 
 
-async def test_a_mismatch_at_connect_changes_no_worker() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_a_mismatch_at_connect_changes_no_worker(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=2)
     fits, does_not = receiver_of(sender, 0, Model()), receiver_of(sender, 1, Model(width=3))
     async with sender, fits, does_not:
@@ -292,9 +309,9 @@ async def test_a_mismatch_at_connect_changes_no_worker() -> None:
 
 
 @pytest.mark.both_loops
-async def test_r085_shutdown_is_idempotent_and_releases_everything(tmp_path: Path) -> None:
+async def test_r085_shutdown_is_idempotent_and_releases_everything(api: Api, tmp_path: Path) -> None:
     files = open_files()
-    async with crew(2, scheme=ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/bus")) as (sender, receivers, models):
+    async with api.crew(2, scheme=api.scheme(endpoint=f"ipc://{tmp_path}/bus")) as (sender, receivers, models):
         assert sorted(os.listdir(tmp_path)) == ["bus", "bus.lock"]
         hooks = len(models[0]._forward_hooks)
         for scheme in (sender, *receivers):
@@ -310,13 +327,14 @@ async def test_r085_shutdown_is_idempotent_and_releases_everything(tmp_path: Pat
 
 
 @pytest.mark.parametrize("cls", SCHEMES)
-async def test_r085_shutdown_works_at_every_stage(cls: type[WeightSyncScheme]) -> None:
-    await cls().shutdown()
-    scheme = cls()
+async def test_r085_shutdown_works_at_every_stage(api: Api, cls: str) -> None:
+    kind = getattr(api, cls)
+    await api.make(kind).shutdown()
+    scheme = api.make(kind)
     scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
     await scheme.shutdown()
     await scheme.shutdown()
-    scheme = cls()
+    scheme = api.make(kind)
     scheme.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
     await scheme.shutdown()
     assert not model._forward_hooks
@@ -330,15 +348,23 @@ class Extended(ZMQWeightSyncScheme):
         self.ended += 1
 
 
-async def test_r085_a_subclass_may_extend_shutdown() -> None:
-    async with crew(1, scheme=Extended()) as (sender, receivers, _):
+class BlockingExtended(sync.ZMQWeightSyncScheme):
+    ended = 0
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        super().shutdown(timeout)
+        self.ended += 1
+
+
+async def test_r085_a_subclass_may_extend_shutdown(api: Api) -> None:
+    async with api.crew(1, scheme=api.make(api.either(Extended, BlockingExtended))) as (sender, receivers, _):
         pass
     assert [(s.ended, s.closed) for s in (sender, *receivers)] == [(1, True)] * 2
 
 
 @pytest.mark.parametrize("cls", SCHEMES)
-async def test_r190_every_scheme_has_the_coroutine_api_and_async_with(cls: type[WeightSyncScheme]) -> None:
-    sender = cls()
+async def test_r190_every_scheme_has_the_coroutine_api_and_async_with(cls: str) -> None:
+    sender = getattr(asyncsync, cls)()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=1)
     receiver = passed_on(sender)
     receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
@@ -348,7 +374,7 @@ async def test_r190_every_scheme_has_the_coroutine_api_and_async_with(cls: type[
         version = await sender.send_async(fill(source, 2))
         assert version == sender.version
         received = await receiver.receive(timeout=1.0)
-        if cls is ZMQWeightSyncScheme:
+        if cls == "ZMQWeightSyncScheme":
             assert read(received) == {2}
     assert sender.closed
     assert receiver.closed
@@ -356,8 +382,8 @@ async def test_r190_every_scheme_has_the_coroutine_api_and_async_with(cls: type[
 
 
 @pytest.mark.both_loops
-async def test_r210_after_the_senders_goodbye_receivers_are_closed() -> None:
-    async with crew(2) as (sender, (blocked, late), models):
+async def test_r210_after_the_senders_goodbye_receivers_are_closed(api: Api) -> None:
+    async with api.crew(2) as (sender, (blocked, late), models):
         waiting = asyncio.create_task(blocked.receive())
         await asyncio.sleep(0)
         await sender.send_async(fill(Model(), 3))

@@ -13,27 +13,27 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-import asyncsync
-from asyncsync import SchemaMismatch, WeightStrategy, WeightSyncScheme, ZMQTransport, ZMQWeightSyncScheme
-from helpers.pairs import Model, crew, fill, read, receiver_of
+from asyncsync import SchemaMismatch, WeightStrategy, ZMQWeightSyncScheme, sync
+from helpers.apis import ASYNCIO, Api
+from helpers.pairs import Model, fill, passed_on, read, receiver_of
 
 
-def test_r052_strategy_is_tensordict_by_default_and_any_other_name_an_error() -> None:
-    assert inspect.signature(WeightSyncScheme.__init__).parameters["strategy"].default == "tensordict"
-    assert ZMQWeightSyncScheme().strategy.extract_as == "tensordict"
-    assert ZMQWeightSyncScheme("state_dict").strategy.extract_as == "state_dict"
-    assert ZMQWeightSyncScheme(strategy=(mine := WeightStrategy())).strategy is mine
+def test_r052_strategy_is_tensordict_by_default_and_any_other_name_an_error(api: Api) -> None:
+    assert inspect.signature(api.WeightSyncScheme.__init__).parameters["strategy"].default == "tensordict"
+    assert api.scheme().strategy.extract_as == "tensordict"
+    assert api.scheme("state_dict").strategy.extract_as == "state_dict"
+    assert api.scheme(strategy=(mine := WeightStrategy())).strategy is mine
     with pytest.raises(ValueError, match="unknown weight format 'numpy'"):
-        ZMQWeightSyncScheme("numpy")
+        api.scheme("numpy")
 
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-async def test_r038_both_strategies_carry_a_module_into_another(strategy: str) -> None:
+async def test_r038_both_strategies_carry_a_module_into_another(api: Api, strategy: str) -> None:
     source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     source(torch.randn(8, 3))
     models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2)]
-    async with crew(2, scheme=ZMQWeightSyncScheme(strategy), source=source, models=models) as everybody:
+    async with api.crew(2, scheme=api.scheme(strategy), source=source, models=models) as everybody:
         weights = everybody.receivers[0].weights
         assert isinstance(weights, TensorDictBase)
         for model in models:
@@ -45,9 +45,11 @@ DEVICES = [torch.device("cpu"), torch.device("cpu")]
 
 
 @asynccontextmanager
-async def started(workers: int, connect: dict[str, Any] | None = None, **arguments: Any) -> AsyncIterator[Any]:
+async def started(
+    api: Api, workers: int, connect: dict[str, Any] | None = None, **arguments: Any
+) -> AsyncIterator[Any]:
     """A sender initialised with exactly these arguments, connected with so many workers; yields it and their models."""
-    scheme = ZMQWeightSyncScheme()
+    scheme = api.scheme()
     scheme.init_on_sender(**arguments)
     models = [Model() for _ in range(workers)]
     receivers = [receiver_of(scheme, i, m) for i, m in enumerate(models)]
@@ -59,48 +61,14 @@ async def started(workers: int, connect: dict[str, Any] | None = None, **argumen
             await each.shutdown()
 
 
-def test_r054_every_argument_of_init_on_sender_is_by_keyword_only() -> None:
-    parameters = inspect.signature(WeightSyncScheme.init_on_sender).parameters
+def test_r054_every_argument_of_init_on_sender_is_by_keyword_only(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.init_on_sender).parameters
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for name, p in parameters.items() if name != "self")
 
 
-async def test_r058_weights_devices_and_model_id() -> None:
-    source = TensorDict.from_module(model := Model(2))
-    async with started(2, weights=source, devices=DEVICES, model_id="policy") as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
-        assert [read(m) for m in models] == [{2}, {2}]
-        fill(model, 3)
-        await scheme.send_async()
-        assert [read(m) for m in models] == [{3}, {3}], "a bare send takes the current values"
-
-
-async def test_r059_model_and_devices() -> None:
-    async with started(2, model=(source := Model(2)), devices=DEVICES) as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
-        await scheme.send_async(fill(source, 3))
-        assert [read(m) for m in models] == [{3}, {3}], "receivers may give the only model any name"
-
-
-async def test_r060_model_devices_and_model_id() -> None:
-    async with started(2, model=Model(2), devices=DEVICES, model_id="policy") as (scheme, models):
-        assert scheme.model_id == "policy"
-        assert [read(m) for m in models] == [{2}, {2}]
-
-
-async def test_r063_without_arguments_the_weights_come_with_connect() -> None:
-    async with started(1, connect={"weights": Model(4)}) as (scheme, models):
-        assert (scheme.model_id, scheme.model, read(scheme.weights)) == (None, None, {4})
-        assert read(models[0]) == {4}
-
-
-async def test_r063_without_arguments_the_weights_come_with_the_first_send() -> None:
-    async with started(1) as (scheme, models):
-        assert (scheme.version, scheme.weights, read(models[0])) == (0, None, {-1})
-        await scheme.send_async(Model(4))
-        assert read(models[0]) == {4}
-
-
 class Context:
+    """All that a scheme asks of a context."""
+
     def __init__(self, **models: Any) -> None:
         self.models = models
 
@@ -108,8 +76,125 @@ class Context:
         return self.models[model_id]
 
 
-def test_r064_init_on_receiver_takes_model_id_and_context_and_keywords() -> None:
-    scheme = ZMQWeightSyncScheme()
+async def test_r054_a_context_needs_nothing_but_get_model(api: Api) -> None:
+    context, scheme = Context(policy=Model(2)), api.scheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", context=context)
+    assert (scheme.context, scheme.model_id, scheme.model) == (context, "policy", None)
+    receiver = passed_on(scheme)
+    receiver.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=0)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
+        assert read(model) == {2}
+        fill(context.models["policy"], 3)
+        await scheme.send_async()
+        assert read(model) == {3}
+
+
+async def test_r055_params_map_and_model_id(api: Api) -> None:
+    sources = {0: TensorDict.from_module(first := Model(2)), 1: TensorDict.from_module(Model(3))}
+    async with started(api, 2, params_map=sources, model_id="policy") as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
+        assert [read(m) for m in models] == [{2}, {3}], "to each worker its own"
+        fill(first, 4)
+        await scheme.send_async()
+        assert [read(m) for m in models] == [{4}, {3}], "a bare send takes the current values of each"
+
+
+async def test_r056_params_map_alone(api: Api) -> None:
+    sources = {worker: TensorDict.from_module(Model(worker)) for worker in (1, 0)}
+    async with started(api, 2, params_map=sources) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        assert [read(m) for m in models] == [{0}, {1}]
+
+
+async def test_r057_weights_and_devices(api: Api) -> None:
+    source = TensorDict.from_module(model := Model(2))
+    async with started(api, 2, weights=source, devices=DEVICES) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        assert [read(m) for m in models] == [{2}, {2}]
+        await scheme.send_async(fill(model, 3))
+        assert [read(m) for m in models] == [{3}, {3}]
+
+
+async def test_r057_each_worker_gets_what_it_receives_on_its_device(api: Api) -> None:
+    devices = [torch.device("cpu"), torch.device("meta")]
+    async with api.crew(2, sender={"model": Model(1), "devices": devices}) as (sender, receivers, models):
+        await sender.send_async(Model(2))
+        assert [(await r.receive(timeout=5))["first"].device for r in receivers] == devices
+        assert [read(m) for m in models] == [{2}, {2}], "the models stay where they are"
+
+
+def test_r057_devices_of_another_number_than_the_workers_are_refused(api: Api) -> None:
+    scheme = api.scheme()
+    with pytest.raises(ValueError, match="devices has 2 entries, but num_workers=3"):
+        scheme.init_on_sender(weights=TensorDict.from_module(Model()), devices=DEVICES, num_workers=3)
+    scheme.init_on_sender(weights=TensorDict.from_module(Model()), devices=DEVICES, num_workers=2)
+
+
+async def test_r058_weights_devices_and_model_id(api: Api) -> None:
+    source = TensorDict.from_module(model := Model(2))
+    async with started(api, 2, weights=source, devices=DEVICES, model_id="policy") as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
+        assert [read(m) for m in models] == [{2}, {2}]
+        fill(model, 3)
+        await scheme.send_async()
+        assert [read(m) for m in models] == [{3}, {3}], "a bare send takes the current values"
+
+
+async def test_r059_model_and_devices(api: Api) -> None:
+    async with started(api, 2, model=(source := Model(2)), devices=DEVICES) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        await scheme.send_async(fill(source, 3))
+        assert [read(m) for m in models] == [{3}, {3}], "receivers may give the only model any name"
+
+
+async def test_r060_model_devices_and_model_id(api: Api) -> None:
+    async with started(api, 2, model=Model(2), devices=DEVICES, model_id="policy") as (scheme, models):
+        assert scheme.model_id == "policy"
+        assert [read(m) for m in models] == [{2}, {2}]
+
+
+def one_for_each(worker: int, weights: TensorDictBase) -> TensorDictBase:
+    assert isinstance(weights, TensorDictBase)
+    return weights + worker
+
+
+async def test_r061_weights_device_map_fn_and_num_workers(api: Api) -> None:
+    source = TensorDict.from_module(model := Model(2))
+    async with started(api, 2, weights=source, device_map_fn=one_for_each, num_workers=2) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        assert [read(m) for m in models] == [{2}, {3}]
+        fill(model, 5)
+        await scheme.send_async()
+        assert [read(m) for m in models] == [{5}, {6}]
+
+
+async def test_r062_model_device_map_fn_num_workers_and_model_id(api: Api) -> None:
+    arguments = {"model": Model(2), "device_map_fn": one_for_each, "num_workers": 2, "model_id": "policy"}
+    async with started(api, 2, **arguments) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
+        assert [read(m) for m in models] == [{2}, {3}]
+        await scheme.send_async(worker_ids=1)
+        assert [read(m) for m in models] == [{2}, {3}]
+        await scheme.send_async(Model(7), worker_ids=[1])
+        assert [read(m) for m in models] == [{2}, {8}]
+
+
+async def test_r063_without_arguments_the_weights_come_with_connect(api: Api) -> None:
+    async with started(api, 1, connect={"weights": Model(4)}) as (scheme, models):
+        assert (scheme.model_id, scheme.model, read(scheme.weights)) == (None, None, {4})
+        assert read(models[0]) == {4}
+
+
+async def test_r063_without_arguments_the_weights_come_with_the_first_send(api: Api) -> None:
+    async with started(api, 1) as (scheme, models):
+        assert (scheme.version, scheme.weights, read(models[0])) == (0, None, {-1})
+        await scheme.send_async(Model(4))
+        assert read(models[0]) == {4}
+
+
+def test_r064_init_on_receiver_takes_model_id_and_context_and_keywords(api: Api) -> None:
+    scheme = api.scheme()
     scheme.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=1, apply="on_receive")
     assert (scheme.model, scheme.worker_idx, scheme.model_id) == (model, 1, "policy")
 
@@ -121,32 +206,38 @@ class Nested:
         self.env = type("Env", (), {"transform": [type("Transform", (), {"module": model})()]})()
 
 
-def test_r064_a_model_id_may_be_a_path_in_the_context() -> None:
-    scheme = ZMQWeightSyncScheme()
+def test_r064_a_model_id_may_be_a_path_in_the_context(api: Api) -> None:
+    scheme = api.scheme()
     scheme.init_on_receiver("env.transform[0].module", Nested(model := Model()), worker_idx=0)
     assert scheme.model is model
 
 
-def test_r065_init_on_receiver_takes_worker_idx_and_model_without_a_context() -> None:
-    parameters = inspect.signature(WeightSyncScheme.init_on_receiver).parameters
+def test_r065_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.init_on_receiver).parameters
     assert parameters["context"].default is None
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("worker_idx", "model"))
-    scheme = ZMQWeightSyncScheme()
+    scheme = api.scheme()
     scheme.init_on_receiver(model_id="policy", context=None, worker_idx=0, model=(model := Model()))
     assert (scheme.model, scheme.worker_idx, scheme.context) == (model, 0, None)
 
 
-def test_r079_receive_is_a_coroutine_function() -> None:
-    for name in ("connect", "publish", "send_async", "wait_version", "receive", "fetch", "shutdown"):
-        assert inspect.iscoroutinefunction(getattr(WeightSyncScheme, name)), name
+@pytest.mark.parametrize("cls", ["WeightSyncScheme", "ZMQWeightSyncScheme", "NoWeightSyncScheme", "Bus"])
+def test_r079_what_waits_is_a_coroutine_function_or_an_ordinary_one(api: Api, cls: str) -> None:
+    kind = getattr(api, cls)
+    assert inspect.iscoroutinefunction(kind.send_async), "for a coroutine, on either API"
+    for name in ("connect", "publish", "wait_version", "receive", "fetch", "shutdown"):
+        if hasattr(kind, name):
+            assert inspect.iscoroutinefunction(getattr(kind, name)) is (api is ASYNCIO), name
+    if api.is_blocking:
+        assert not inspect.iscoroutinefunction(kind.send)
 
 
 # -- hooks of a subclass
 
 
-def test_r080_prepare_weights_takes_every_documented_form() -> None:
+def test_r080_prepare_weights_takes_every_documented_form(api: Api) -> None:
     model, other = Model(1), Model(2)
-    scheme = ZMQWeightSyncScheme()
+    scheme = api.scheme()
     scheme.init_on_sender(model_id="policy", model=model)
     context = Context(policy=Model(3), value=Model(4))
 
@@ -165,20 +256,51 @@ def test_r080_prepare_weights_takes_every_documented_form() -> None:
         prepare(None)
 
 
-class Doubled(ZMQWeightSyncScheme):
+class Doubling:
     def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> Any:
-        return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)
+        return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]
 
 
-class DoubledLater(ZMQWeightSyncScheme):
+class Doubled(Doubling, ZMQWeightSyncScheme):
+    pass
+
+
+class BlockingDoubled(Doubling, sync.ZMQWeightSyncScheme):
+    pass
+
+
+class DoublingLater:
     async def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> Any:
         await asyncio.sleep(0)
-        return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)
+        return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("cls", [Doubled, DoubledLater])
-async def test_r080_a_subclass_may_prepare_weights_also_in_a_coroutine(cls: type[WeightSyncScheme]) -> None:
-    async with crew(2, scheme=cls(), source=Model(2)) as everybody:
+class DoubledLater(DoublingLater, ZMQWeightSyncScheme):
+    pass
+
+
+class BlockingDoubledLater(DoublingLater, sync.ZMQWeightSyncScheme):
+    pass
+
+
+async def test_r080_a_subclass_may_prepare_weights(api: Api) -> None:
+    await doubles(api, api.make(api.either(Doubled, BlockingDoubled)))
+
+
+async def test_r080_a_subclass_may_prepare_weights_in_a_coroutine() -> None:
+    await doubles(ASYNCIO, DoubledLater())
+
+
+def test_r080_a_blocking_scheme_cannot_wait_for_its_prepare_weights() -> None:
+    with BlockingDoubledLater(num_workers=1) as scheme:
+        scheme.init_on_sender(model_id="policy", model=Model())
+        with pytest.raises(TypeError, match="must be an ordinary method"):
+            scheme.connect(timeout=1)
+        assert scheme.version == 0
+
+
+async def doubles(api: Api, scheme: Any) -> None:
+    async with api.crew(2, scheme=scheme, source=Model(2)) as everybody:
         assert everybody.read == [{4}, {4}]
         await everybody.sender.send_async(fill(everybody.source, 3))
         await everybody.sender.send_async({1: Model(5)})
@@ -186,8 +308,8 @@ async def test_r080_a_subclass_may_prepare_weights_also_in_a_coroutine(cls: type
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_r081_apply_weights_writes_the_model_whole_or_not_at_all(inplace: bool) -> None:
-    scheme, model = ZMQWeightSyncScheme(), Model(1)
+def test_r081_apply_weights_writes_the_model_whole_or_not_at_all(api: Api, inplace: bool) -> None:
+    scheme, model = api.scheme(), Model(1)
     scheme.init_on_receiver("policy", model=model, worker_idx=0)
     parameter, address = model.first, model.first.data_ptr()
     source = Model(2)
@@ -200,46 +322,83 @@ def test_r081_apply_weights_writes_the_model_whole_or_not_at_all(inplace: bool) 
     with pytest.raises(SchemaMismatch):
         scheme.apply_weights(TensorDict.from_module(Model(4, width=3)), inplace=inplace)
     assert read(model) == {2}
-    assert inspect.signature(WeightSyncScheme.apply_weights).parameters["inplace"].default is True
+    assert inspect.signature(api.WeightSyncScheme.apply_weights).parameters["inplace"].default is True
 
 
-class Applying(ZMQWeightSyncScheme):
+class Keeping:
     """Keeps what it is given."""
 
     kept: tuple[Any, ...] = ()
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         self.kept = (*self.kept, weights)
-        super().apply_weights(weights, inplace)
+        super().apply_weights(weights, inplace)  # type: ignore[misc]
 
 
-async def test_r081_an_overridden_apply_weights_gets_every_update_as_its_own() -> None:
-    async with crew(1, scheme=Applying()) as everybody:
+class Applying(Keeping, ZMQWeightSyncScheme):
+    pass
+
+
+class BlockingApplying(Keeping, sync.ZMQWeightSyncScheme):
+    pass
+
+
+async def test_r081_an_overridden_apply_weights_gets_every_update_as_its_own(api: Api) -> None:
+    async with api.crew(1, scheme=api.make(api.either(Applying, BlockingApplying))) as everybody:
         for value in (1, 2):
             await everybody.sender.send_async(fill(everybody.source, value))
         assert [read(kept) for kept in everybody.receivers[0].kept] == [{0}, {1}, {2}]
         assert everybody.read == [{2}]
 
 
-def test_r082_create_transport_is_abstract() -> None:
-    assert inspect.isabstract(WeightSyncScheme)
-    assert WeightSyncScheme.__abstractmethods__ == {"create_transport"}
+def test_r082_create_transport_is_abstract(api: Api) -> None:
+    assert inspect.isabstract(api.WeightSyncScheme)
+    assert api.WeightSyncScheme.__abstractmethods__ == {"create_transport"}
     with pytest.raises(TypeError, match="create_transport"):
-        WeightSyncScheme()  # type: ignore[abstract]
-    assert isinstance(ZMQWeightSyncScheme().create_transport(anything=1), ZMQTransport)
+        api.WeightSyncScheme()  # type: ignore[abstract]
+    assert isinstance(api.scheme().create_transport(anything=1), api.ZMQTransport)
+
+
+# -- defaults
+
+DOCUMENTED: dict[str, dict[str, Any]] = {
+    "__init__": {"strategy": "tensordict"},
+    "init_on_sender": dict.fromkeys(["model_id", "context", "params_map", "weights", "model", "devices"])
+    | dict.fromkeys(["device_map_fn", "num_workers"]),
+    "init_on_receiver": dict.fromkeys(["context", "worker_idx", "model"]),
+    "connect": dict.fromkeys(["worker_idx", "weights"]),
+    "send": dict.fromkeys(["weights", "worker_ids"]),
+    "send_async": dict.fromkeys(["weights", "worker_ids"]),
+    "receive": {"timeout": None},
+    "prepare_weights": {"context": None},
+    "apply_weights": {"inplace": True},
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("cls", ["WeightSyncScheme", "ZMQWeightSyncScheme", "NoWeightSyncScheme"])
+def test_r052_r081_every_documented_default_is_the_default(api: Api, cls: str, name: str) -> None:
+    parameters = inspect.signature(getattr(getattr(api, cls), name)).parameters
+    assert {p: parameters[p].default for p in DOCUMENTED[name]} == DOCUMENTED[name]
+
+
+def test_r064_model_id_of_a_receiver_has_no_default(api: Api) -> None:
+    with pytest.raises(TypeError, match="model_id"):
+        api.scheme().init_on_receiver(worker_idx=0)
 
 
 # -- properties
 
 
-def test_r083_properties_are_none_while_unset() -> None:
-    scheme = ZMQWeightSyncScheme()
+def test_r083_properties_are_none_while_unset(api: Api) -> None:
+    scheme = api.scheme()
+    assert (scheme.receiver_transport, scheme.shared_transport, scheme.sender_transports) == (None, None, {})
     assert [scheme.context, scheme.model, scheme.model_id, scheme.weights, scheme.worker_idx] == [None] * 5
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-async def test_r083_weights_is_a_tensordict_on_both_sides_under_both_strategies(strategy: str) -> None:
-    async with crew(1, scheme=ZMQWeightSyncScheme(strategy), source=Model(3)) as (sender, (receiver,), models):
+async def test_r083_weights_is_a_tensordict_on_both_sides_under_both_strategies(api: Api, strategy: str) -> None:
+    async with api.crew(1, scheme=api.scheme(strategy), source=Model(3)) as (sender, (receiver,), models):
         for scheme in (sender, receiver):
             assert isinstance(scheme.weights, TensorDictBase)
             assert read(scheme.weights) == {3}
@@ -247,19 +406,19 @@ async def test_r083_weights_is_a_tensordict_on_both_sides_under_both_strategies(
         assert (sender.model_id, sender.worker_idx, sender.context) == ("policy", None, None)
 
 
-async def test_r084_one_transport_serves_all_workers_of_a_sender() -> None:
-    async with crew(2) as (sender, receivers, _):
+async def test_r084_one_transport_serves_all_workers_of_a_sender(api: Api) -> None:
+    async with api.crew(2) as (sender, receivers, _):
         assert list(sender.sender_transports) == [0, 1]
         assert set(sender.sender_transports.values()) == {sender.shared_transport}
-        assert isinstance(sender.shared_transport, asyncsync.TransportBackend)
+        assert isinstance(sender.shared_transport, api.TransportBackend)
         assert sender.receiver_transport is None
         for receiver in receivers:
-            assert isinstance(receiver.receiver_transport, asyncsync.TransportBackend)
+            assert isinstance(receiver.receiver_transport, api.TransportBackend)
             assert (receiver.sender_transports, receiver.shared_transport) == ({}, None)
 
 
-async def test_r084_elastic_senders_list_the_workers_that_are_there() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r084_elastic_senders_list_the_workers_that_are_there(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=Model())
     assert sender.sender_transports == {}
     async with sender, receiver_of(sender, 7, Model()) as receiver:

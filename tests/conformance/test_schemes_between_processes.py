@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncsync import PartialSendError, PeerLost, ZMQWeightSyncScheme
+from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, receiver_of, until
 from helpers.processes import Filled, Remote, Trainer, Worker, processes
 from helpers.workers import follow
@@ -66,8 +67,8 @@ def test_r013_r036_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_work
 
 
 @pytest.mark.parametrize("first", ["sender", "receiver"])
-async def test_r017_r018_either_process_may_connect_first(first: str, start: Callable[..., Remote]) -> None:
-    sender = ZMQWeightSyncScheme(num_workers=1)
+async def test_r017_r018_either_process_may_connect_first(api: Api, first: str, start: Callable[..., Remote]) -> None:
+    sender = api.scheme(num_workers=1)
     worker = start(Worker)
     sender.init_on_sender(model_id="policy", model=Filled(64, 5))
     async with sender:
@@ -84,8 +85,8 @@ async def test_r017_r018_either_process_may_connect_first(first: str, start: Cal
         assert await worker.value() == 5
 
 
-async def test_r200_a_killed_worker_is_lost_at_once_and_named(start: Callable[..., Remote]) -> None:
-    sender = ZMQWeightSyncScheme(num_workers=2)
+async def test_r200_a_killed_worker_is_lost_at_once_and_named(api: Api, start: Callable[..., Remote]) -> None:
+    sender = api.scheme(num_workers=2)
     sender.init_on_sender(model_id="policy", model=(source := Filled(64, 1)))
     async with sender:
         workers = [start(Worker), start(Worker)]
@@ -103,8 +104,8 @@ async def test_r200_a_killed_worker_is_lost_at_once_and_named(start: Callable[..
         assert await workers[0].value() == 2
 
 
-async def test_r210_after_the_senders_crash_receivers_keep_waiting(start: Callable[..., Remote]) -> None:
-    scheme = ZMQWeightSyncScheme(num_workers=1)
+async def test_r210_after_the_senders_crash_receivers_keep_waiting(api: Api, start: Callable[..., Remote]) -> None:
+    scheme = api.scheme(num_workers=1)
     receiver = receiver_of(scheme, 0, model := Filled(64, -1))
     trainer = start(Trainer)
     async with receiver:

@@ -20,8 +20,9 @@ import zmq
 import zmq.asyncio
 
 import asyncsync
-from asyncsync import Bus, NotConnected, ZMQWeightSyncScheme, wire
-from helpers.pairs import Model, crew, fill, read, receiver_of, until
+from asyncsync import NotConnected, wire
+from helpers.apis import Api
+from helpers.pairs import Model, fill, read, receiver_of, until
 
 EPOCH = (1, 2)
 
@@ -73,10 +74,10 @@ BAD: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("name", BAD)
 async def test_r202_a_bad_message_to_the_sender_is_counted_and_changes_nothing(
-    name: str, caplog: pytest.LogCaptureFixture
+    api: Api, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="asyncsync")
-    sender = ZMQWeightSyncScheme()
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))
     async with sender, receiver_of(sender, 3, model := Model()) as receiver:
         await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
@@ -96,9 +97,9 @@ async def test_r202_a_bad_message_to_the_sender_is_counted_and_changes_nothing(
 
 
 @asynccontextmanager
-async def false_trainer() -> AsyncIterator[tuple[Any, Any, Any, bytes, Any]]:
+async def false_trainer(api: Api) -> AsyncIterator[tuple[Any, Any, Any, bytes, Any]]:
     """A ROUTER that speaks the protocol so far that a receiver is connected to it, without weights."""
-    scheme = ZMQWeightSyncScheme()
+    scheme = api.scheme()
     path = Path(scheme.bus.endpoint.removeprefix("ipc://"))
     path.parent.mkdir(mode=0o700)
     try:
@@ -145,8 +146,8 @@ def from_trainer(hello: wire.Hello) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("name", from_trainer(HELLO))
-async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(name: str) -> None:
-    async with false_trainer() as (socket, scheme, model, route, hello):
+async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(api: Api, name: str) -> None:
+    async with false_trainer(api) as (socket, scheme, model, route, hello):
         message = from_trainer(hello)[name]
         for _ in range(3):
             await socket.send_multipart([route, *message])
@@ -159,17 +160,19 @@ async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(n
         assert not Bomb.gone_off
 
 
-async def test_r202_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else() -> None:
-    async with crew(1) as everybody:
+async def test_r202_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
+    async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
             await socket.send(bytes(wire.MAX_FRAME + 1), copy=False)
             await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
             assert everybody.read == [{2}]
 
 
-async def test_r202_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_r202_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, logger="asyncsync")
-    async with crew(1) as everybody:
+    async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
             for number in range(400):
                 await socket.send(msgpack.packb([1, 1000 + number]))
@@ -210,44 +213,47 @@ BEYOND = [
 
 @pytest.mark.parametrize("address", BEYOND)
 @pytest.mark.parametrize("argument", ["endpoint", "connect"])
-@pytest.mark.parametrize("cls", [Bus, ZMQWeightSyncScheme])
-def test_r203_an_address_beyond_this_host_needs_allow_plaintext(cls: Any, argument: str, address: str) -> None:
+@pytest.mark.parametrize("cls", ["Bus", "ZMQWeightSyncScheme"])
+def test_r203_an_address_beyond_this_host_needs_allow_plaintext(
+    api: Api, cls: str, argument: str, address: str
+) -> None:
+    kind = getattr(api, cls)
     with pytest.raises(ValueError, match=r"reachable from other hosts.*allow_plaintext=True"):
-        cls(**{argument: f"tcp://{address}"})
-    allowed = cls(**{argument: f"tcp://{address}"}, allow_plaintext=True)
-    bus = allowed if isinstance(allowed, Bus) else allowed.bus
+        kind(**{argument: f"tcp://{address}"})
+    allowed = kind(**{argument: f"tcp://{address}"}, allow_plaintext=True)
+    bus = allowed if cls == "Bus" else allowed.bus
     assert (bus.endpoint if argument == "endpoint" else bus.connect_endpoint) == f"tcp://{address}"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:5555", "127.8.9.1:5555", "[::1]:5555", "localhost:5555"])
-def test_r203_loopback_and_ipc_need_nothing(address: str) -> None:
-    assert Bus(f"tcp://{address}").endpoint == f"tcp://{address}"
-    assert Bus("ipc:///tmp/somewhere").endpoint == "ipc:///tmp/somewhere"
+def test_r203_loopback_and_ipc_need_nothing(api: Api, address: str) -> None:
+    assert api.bus(f"tcp://{address}").endpoint == f"tcp://{address}"
+    assert api.bus("ipc:///tmp/somewhere").endpoint == "ipc:///tmp/somewhere"
 
 
 @pytest.mark.parametrize(
     "address", ["::ffff:10.0.0.1", "127.0.0.1.example.org", "localhost.example.org", "2130706433", "0"]
 )
-def test_r203_what_only_looks_like_loopback_is_refused(address: str) -> None:
+def test_r203_what_only_looks_like_loopback_is_refused(api: Api, address: str) -> None:
     with pytest.raises(ValueError, match="reachable from other hosts"):
-        Bus(f"tcp://{address}:5555")
+        api.bus(f"tcp://{address}:5555")
 
 
 async def test_r203_plaintext_beyond_loopback_is_logged_once_and_checked(
-    caplog: pytest.LogCaptureFixture, unused_tcp_port: int
+    api: Api, caplog: pytest.LogCaptureFixture, unused_tcp_port: int
 ) -> None:
     caplog.set_level(logging.WARNING, logger="asyncsync")
     address = f"tcp://127.0.0.1:{unused_tcp_port}"
-    scheme = ZMQWeightSyncScheme(endpoint=f"tcp://0.0.0.0:{unused_tcp_port}", connect=address, allow_plaintext=True)
-    async with crew(2, scheme=scheme) as everybody:
+    scheme = api.scheme(endpoint=f"tcp://0.0.0.0:{unused_tcp_port}", connect=address, allow_plaintext=True)
+    async with api.crew(2, scheme=scheme) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}, {2}]
         assert everybody.sender.bus._settings().checksum, "payloads carry a checksum there"
     assert len([r for r in caplog.records if "not encrypted" in r.getMessage()]) == 1
 
 
-async def test_r203_the_default_address_is_private_to_this_user() -> None:
-    async with crew(1) as everybody:
+async def test_r203_the_default_address_is_private_to_this_user(api: Api) -> None:
+    async with api.crew(1) as everybody:
         path = Path(everybody.sender.bus.endpoint.removeprefix("ipc://"))
         assert stat.S_ISSOCK(os.stat(path).st_mode)
         directory = os.stat(path.parent)
@@ -256,9 +262,9 @@ async def test_r203_the_default_address_is_private_to_this_user() -> None:
     assert path.parent.name not in os.listdir(path.parent.parent)
 
 
-async def test_r203_a_private_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
+async def test_r203_a_private_directory_of_somebody_else_is_not_used(api: Api, tmp_path: Path) -> None:
     """The name is unguessable; were it taken nevertheless, its owner keeps it."""
-    scheme = ZMQWeightSyncScheme()
+    scheme = api.scheme()
     directory = Path(scheme.bus.endpoint.removeprefix("ipc://")).parent
     directory.symlink_to(tmp_path)
     try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,45 +18,24 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync import (
     AckTimeout,
+    ClosedError,
     NotConnected,
     PartialSendError,
     PeerLost,
     RemoteError,
     WeightStrategy,
-    WeightSyncScheme,
-    ZMQWeightSyncScheme,
     wire,
 )
-from helpers.pairs import Clock, Model, crew, fill, read, receiver_of, until
+from helpers.apis import Api, bare
+from helpers.pairs import Clock, Model, crew, fill, held, read, receiver_of, until
 from helpers.processes import impatient
-
-
-@contextmanager
-def held(receiver: Any) -> Iterator[None]:
-    """A reader in another thread is inside: nothing can be applied."""
-    leave, inside = threading.Event(), threading.Event()
-
-    def reader() -> None:
-        with receiver.hold():
-            inside.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=reader)
-    thread.start()
-    assert inside.wait(5)
-    try:
-        yield
-    finally:
-        leave.set()
-        thread.join()
-
 
 # -- push and pull
 
 
 @pytest.mark.both_loops
-async def test_r004_weights_are_pushed_and_can_be_pulled() -> None:
-    async with crew(2, receiver={"apply": "on_receive"}) as everybody:
+async def test_r004_weights_are_pushed_and_can_be_pulled(api: Api) -> None:
+    async with api.crew(2, receiver={"apply": "on_receive"}) as everybody:
         sender, (first, second), models = everybody
         version = await sender.publish(fill(everybody.source, 1))
         assert everybody.read == [{0}, {0}], "on_receive: nothing is applied unasked"
@@ -69,8 +49,8 @@ async def test_r004_weights_are_pushed_and_can_be_pulled() -> None:
         await sender.wait_version(version, timeout=5)
 
 
-async def test_r004_a_fetch_that_cannot_be_applied_expires() -> None:
-    async with crew(1) as everybody:
+async def test_r004_a_fetch_that_cannot_be_applied_expires(api: Api) -> None:
+    async with api.crew(1) as everybody:
         await everybody.sender.publish(fill(everybody.source, 1))
         with held(everybody.receivers[0]):
             await everybody.sender.publish(fill(everybody.source, 2))
@@ -87,13 +67,14 @@ class Context:
         self.model = model
 
     def get_model(self, model_id: str) -> Any:
-        assert model_id == "policy"
-        return self.model
+        return self.model if model_id == "policy" else None
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-async def test_r070_weights_may_be_none_a_module_a_tensordict_a_dict_or_one_for_each_worker(strategy: str) -> None:
-    async with crew(2, scheme=ZMQWeightSyncScheme(strategy)) as everybody:
+async def test_r070_weights_may_be_none_a_module_a_tensordict_a_dict_or_one_for_each_worker(
+    api: Api, strategy: str
+) -> None:
+    async with api.crew(2, scheme=api.scheme(strategy)) as everybody:
         sender = everybody.sender
         for weights, expected in [
             (None, 1),
@@ -112,17 +93,30 @@ async def test_r070_weights_may_be_none_a_module_a_tensordict_a_dict_or_one_for_
         assert everybody.read == [{6}, {8}]
 
 
-async def test_r070_none_takes_the_model_from_the_context() -> None:
+async def test_r070_none_takes_the_model_from_the_context(api: Api) -> None:
     context = Context(Model(1))
-    async with crew(1, sender={"context": context}) as everybody:
+    async with api.crew(1, sender={"context": context}) as everybody:
         assert everybody.read == [{1}]
         context.model = Model(2)
         await everybody.sender.send_async()
         assert everybody.read == [{2}], "the context is asked each time"
 
 
-async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_have() -> None:
-    async with crew(3) as everybody:
+async def test_r070_a_string_is_a_path_in_the_context(api: Api) -> None:
+    context = Context(Model(1))
+    context.env = SimpleNamespace(transform=[SimpleNamespace(module=Model(2))])  # type: ignore[attr-defined]
+    async with api.crew(2, sender={"context": context}) as everybody:
+        await everybody.sender.send_async("env.transform[0].module")
+        assert everybody.read == [{2}, {2}]
+        await everybody.sender.send_async({1: "policy"})
+        assert everybody.read == [{2}, {1}], "or a name that get_model knows"
+        with pytest.raises(ValueError, match=r"Context has no model 'env.transform\[1\]'"):
+            await everybody.sender.send_async("env.transform[1]")
+        assert everybody.sender.version == 3
+
+
+async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_have(api: Api) -> None:
+    async with api.crew(3) as everybody:
         sender = everybody.sender
         await sender.send_async(Model(1), worker_ids=0)
         assert everybody.read == [{1}, {0}, {0}]
@@ -133,11 +127,11 @@ async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_
         assert everybody.read == [{3}, {3}, {3}]
 
 
-async def test_r072_send_async_returns_when_the_workers_have_applied() -> None:
-    parameters = inspect.signature(WeightSyncScheme.send_async).parameters
+async def test_r072_send_async_returns_when_the_workers_have_applied(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.send_async).parameters
     assert list(parameters) == ["self", "weights", "worker_ids", "timeout"]
-    async with crew(2) as everybody:
-        calls = [everybody.sender.send_async(Model(value)) for value in range(1, 6)]
+    async with api.crew(2) as everybody:
+        calls = [bare(everybody.sender).send_async(Model(value)) for value in range(1, 6)]
         versions = await asyncio.gather(*calls)
         assert versions == [2, 3, 4, 5, 6]
         assert everybody.read == [{5}, {5}]
@@ -146,8 +140,8 @@ async def test_r072_send_async_returns_when_the_workers_have_applied() -> None:
 # -- receiving
 
 
-async def test_r073_receive_applies_immediately() -> None:
-    async with crew(1, receiver={"apply": "on_receive"}) as everybody:
+async def test_r073_receive_applies_immediately(api: Api) -> None:
+    async with api.crew(1, receiver={"apply": "on_receive"}) as everybody:
         receiver = everybody.receivers[0]
         waiting = asyncio.create_task(receiver.receive())
         await asyncio.sleep(0)
@@ -159,8 +153,8 @@ async def test_r073_receive_applies_immediately() -> None:
         assert everybody.read == [{2}]
 
 
-async def test_r075_receive_returns_the_newest_update_once_or_none() -> None:
-    async with crew(1) as everybody:
+async def test_r075_receive_returns_the_newest_update_once_or_none(api: Api) -> None:
+    async with api.crew(1) as everybody:
         receiver = everybody.receivers[0]
         assert await receiver.receive(timeout=0) is None
         await everybody.sender.send_async(fill(everybody.source, 1))
@@ -173,9 +167,9 @@ async def test_r075_receive_returns_the_newest_update_once_or_none() -> None:
 
 
 @pytest.mark.both_loops
-async def test_r078_none_blocks_and_zero_polls() -> None:
-    assert inspect.signature(WeightSyncScheme.receive).parameters["timeout"].default is None
-    async with crew(1) as everybody:
+async def test_r078_none_blocks_and_zero_polls(api: Api) -> None:
+    assert inspect.signature(api.WeightSyncScheme.receive).parameters["timeout"].default is None
+    async with api.crew(1) as everybody:
         receiver = everybody.receivers[0]
         with Clock(0.1):
             assert await receiver.receive(timeout=0) is None
@@ -188,12 +182,53 @@ async def test_r078_none_blocks_and_zero_polls() -> None:
             assert read(await blocked) == {1}
 
 
+@pytest.mark.both_loops
+@pytest.mark.parametrize("end", ["an update", "the sender's goodbye", "its own shutdown"])
+async def test_r042_without_a_timeout_receive_ends_only_by_an_update_or_the_end(api: Api, end: str) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        blocked = asyncio.create_task(receiver.receive(timeout=None))
+        done, _ = await asyncio.wait({blocked}, timeout=0.1)
+        assert not done
+        with Clock(1.0):
+            if end == "an update":
+                await sender.publish(Model(1))
+                assert read(await blocked) == {1}
+            else:
+                await (sender if end == "the sender's goodbye" else receiver).shutdown()
+                with pytest.raises(ClosedError):
+                    await blocked
+
+
+@pytest.mark.both_loops
+async def test_r042_cancelled_it_ends_and_loses_nothing() -> None:
+    async with crew(1) as (sender, (receiver,), _):
+        blocked = asyncio.create_task(receiver.receive())
+        await asyncio.sleep(0)
+        blocked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await blocked
+        await sender.send_async(Model(1))
+        assert read(await receiver.receive()) == {1}
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, 0.1])
+async def test_r043_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        start = time.monotonic()
+        with Clock(timeout + 0.1):
+            assert await receiver.receive(timeout) is None
+        assert time.monotonic() - start >= timeout
+        await sender.send_async(Model(1))
+        assert read(await receiver.receive(timeout)) == {1}
+        assert await receiver.receive(timeout) is None
+
+
 # -- versions and acknowledgements
 
 
 @pytest.mark.both_loops
-async def test_r193_every_update_has_a_version_that_both_sides_can_wait_for() -> None:
-    async with crew(2) as everybody:
+async def test_r193_every_update_has_a_version_that_both_sides_can_wait_for(api: Api) -> None:
+    async with api.crew(2) as everybody:
         sender, (first, second), _ = everybody
         assert (sender.version, first.version) == (1, 1), "connect's initial weights are version 1"
         waiting = asyncio.create_task(second.wait_version(3, timeout=5))
@@ -220,10 +255,10 @@ class Fussy(WeightStrategy):
         return super().convert(weights, model)
 
 
-async def test_r195_send_async_names_each_worker_that_failed_and_why() -> None:
-    async with crew(4) as everybody:
+async def test_r195_send_async_names_each_worker_that_failed_and_why(api: Api) -> None:
+    async with api.crew(4) as everybody:
         sender, receivers, models = everybody
-        fussy = ZMQWeightSyncScheme(Fussy(), endpoint=sender.bus.endpoint)
+        fussy = api.scheme(Fussy(), endpoint=sender.bus.endpoint)
         await receivers[1].shutdown()
         fussy.init_on_receiver("policy", model=(fussy_model := Model()), worker_idx=1)
         async with fussy:
@@ -245,8 +280,8 @@ async def test_r195_send_async_names_each_worker_that_failed_and_why() -> None:
             assert [read(m) for m in (models[0], fussy_model, models[3])] == [{14}] * 3
 
 
-async def test_r195_a_lost_worker_ends_the_wait_at_once() -> None:
-    async with crew(1) as everybody:
+async def test_r195_a_lost_worker_ends_the_wait_at_once(api: Api) -> None:
+    async with api.crew(1) as everybody:
         with held(everybody.receivers[0]):
             sending = asyncio.create_task(everybody.sender.send_async(fill(everybody.source, 1), timeout=30))
             await until(lambda: everybody.sender.version == 2)
@@ -259,8 +294,8 @@ async def test_r195_a_lost_worker_ends_the_wait_at_once() -> None:
 
 
 @pytest.mark.both_loops
-async def test_r196_a_late_or_restarted_worker_gets_its_own_target_by_itself() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r196_a_late_or_restarted_worker_gets_its_own_target_by_itself(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))
     async with sender, receiver_of(sender, 0, first := Model()) as zero:
         await asyncio.gather(sender.connect(timeout=5), zero.connect(timeout=5))
@@ -294,8 +329,8 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("width", [64, 1 << 20])
-async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(width: int) -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1, width)))
     async with sender, receiver_of(sender, 0, model := Model(width=width)) as receiver:
         await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
@@ -316,8 +351,8 @@ async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(wid
             assert updates == 1, "one update is outstanding at most"
 
 
-async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version() -> None:
-    async with crew(2) as everybody:
+async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version(api: Api) -> None:
+    async with api.crew(2) as everybody:
         sender, (_, busy), _ = everybody
         with held(busy):
             for value in range(1, 11):
@@ -331,8 +366,8 @@ async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version() -> 
 
 
 @pytest.mark.both_loops
-async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker() -> None:
-    sender = ZMQWeightSyncScheme(num_workers=4)
+async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(api: Api) -> None:
+    sender = api.scheme(num_workers=4)
     impatient(sender)
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))
     zero, one, three = (receiver_of(sender, i, Model()) for i in (0, 1, 3))
@@ -367,9 +402,9 @@ async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(
         assert (zero.status()[0].state, zero.status()[0].reason) == ("lost", "the sender was shut down")
 
 
-async def test_r212_an_elastic_sender_needs_min_workers() -> None:
-    assert inspect.signature(ZMQWeightSyncScheme).parameters["min_workers"].default == 1
-    sender = ZMQWeightSyncScheme(min_workers=2)
+async def test_r212_an_elastic_sender_needs_min_workers(api: Api) -> None:
+    assert inspect.signature(api.ZMQWeightSyncScheme).parameters["min_workers"].default == 1
+    sender = api.scheme(min_workers=2)
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))
     async with sender, receiver_of(sender, 0, Model()) as zero, receiver_of(sender, 5, model := Model()) as five:
         early = asyncio.create_task(zero.connect(timeout=5))
@@ -392,9 +427,9 @@ async def test_r212_an_elastic_sender_needs_min_workers() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 2 << 20])
-async def test_r218_nothing_that_was_returned_is_overwritten_by_a_later_update(width: int) -> None:
+async def test_r218_nothing_that_was_returned_is_overwritten_by_a_later_update(api: Api, width: int) -> None:
     source, model = Model(1, width), Model(width=width)
-    async with crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         await sender.send_async(fill(source, 2))
         kept = {
             "receive": await receiver.receive(5),
@@ -412,8 +447,8 @@ async def test_r218_nothing_that_was_returned_is_overwritten_by_a_later_update(w
         assert read(await receiver.receive(0)) == {7}
 
 
-async def test_r218_a_published_snapshot_does_not_alias_the_source() -> None:
-    async with crew(1, receiver={"apply": "on_receive"}) as everybody:
+async def test_r218_a_published_snapshot_does_not_alias_the_source(api: Api) -> None:
+    async with api.crew(1, receiver={"apply": "on_receive"}) as everybody:
         await everybody.sender.publish(fill(everybody.source, 1))
         fill(everybody.source, 99)
         assert read(await everybody.receivers[0].receive(5)) == {1}

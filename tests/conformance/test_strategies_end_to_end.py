@@ -10,8 +10,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync import PartialSendError, SchemaMismatch, WeightStrategy, ZMQWeightSyncScheme
-from helpers.pairs import Model, crew, fill, read, receiver_of
+from asyncsync import PartialSendError, SchemaMismatch, WeightStrategy
+from helpers.apis import Api
+from helpers.pairs import Model, fill, read, receiver_of
 
 
 class Renamed(WeightStrategy):
@@ -60,16 +61,16 @@ class Actor(nn.Module):
         self.policy = Model()
 
 
-async def test_r207_a_strategy_may_rename() -> None:
-    async with crew(2, scheme=ZMQWeightSyncScheme(Renamed()), models=[Actor(), Actor()]) as everybody:
+async def test_r207_a_strategy_may_rename(api: Api) -> None:
+    async with api.crew(2, scheme=api.scheme(Renamed()), models=[Actor(), Actor()]) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}, {2}]
 
 
 @pytest.mark.both_loops
-async def test_r207_a_strategy_may_cast_on_the_wire() -> None:
-    async with crew(
-        1, scheme=ZMQWeightSyncScheme(BFloat16()), source=Model(1.5, 1 << 16), models=[Model(width=1 << 16)]
+async def test_r207_a_strategy_may_cast_on_the_wire(api: Api) -> None:
+    async with api.crew(
+        1, scheme=api.scheme(BFloat16()), source=Model(1.5, 1 << 16), models=[Model(width=1 << 16)]
     ) as e:
         assert e.models[0].first.dtype == torch.float32
         assert e.read == [{1.5}]
@@ -81,9 +82,9 @@ async def test_r207_a_strategy_may_cast_on_the_wire() -> None:
         assert e.sender.status()[0].bytes_sent < 2 * (2 * (1 << 16) + 4096)
 
 
-async def test_r207_a_strategy_may_quantise_into_another_model() -> None:
+async def test_r207_a_strategy_may_quantise_into_another_model(api: Api) -> None:
     source = nn.Linear(4, 3)
-    async with crew(1, scheme=ZMQWeightSyncScheme(Int8()), source=source, models=[Quantised()]) as everybody:
+    async with api.crew(1, scheme=api.scheme(Int8()), source=source, models=[Quantised()]) as everybody:
         for _ in range(3):
             with torch.no_grad():
                 source.weight.normal_()
@@ -93,16 +94,16 @@ async def test_r207_a_strategy_may_quantise_into_another_model() -> None:
             assert torch.allclose(restored, source.weight, atol=float(model.weight_scale))
 
 
-async def test_r207_cast_converts_dtypes_that_differ() -> None:
+async def test_r207_cast_converts_dtypes_that_differ(api: Api) -> None:
     models = [Model().bfloat16(), Model().double()]
-    async with crew(2, source=Model(1), models=models, receiver={"cast": True}) as everybody:
+    async with api.crew(2, source=Model(1), models=models, receiver={"cast": True}) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}, {2}]
         assert [m.first.dtype for m in models] == [torch.bfloat16, torch.float64]
 
 
-async def test_r207_without_cast_another_dtype_is_refused() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r207_without_cast_another_dtype_is_refused(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
     async with sender, receiver_of(sender, 0, model := Model().double()) as receiver:
         outcome = await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5), return_exceptions=True)
@@ -111,10 +112,10 @@ async def test_r207_without_cast_another_dtype_is_refused() -> None:
         assert read(model) == {-1}
 
 
-async def test_r207_each_side_may_have_a_half_of_its_own() -> None:
-    sender = ZMQWeightSyncScheme()
+async def test_r207_each_side_may_have_a_half_of_its_own(api: Api) -> None:
+    sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
-    plain, renaming = receiver_of(sender, 0, Model()), ZMQWeightSyncScheme(Renamed(), endpoint=sender.bus.endpoint)
+    plain, renaming = receiver_of(sender, 0, Model()), api.scheme(Renamed(), endpoint=sender.bus.endpoint)
     renaming.init_on_receiver("policy", model=(wrapped := nn.ModuleDict({"policy": Model()})), worker_idx=1)
     async with sender, plain, renaming:
         await asyncio.gather(*(s.connect(timeout=5) for s in (sender, plain, renaming)))
@@ -122,13 +123,13 @@ async def test_r207_each_side_may_have_a_half_of_its_own() -> None:
         assert read(plain.model) == read(wrapped) == {2}
 
 
-async def test_r207_tied_and_nested_weights_of_a_tensordict_and_a_dict_arrive() -> None:
+async def test_r207_tied_and_nested_weights_of_a_tensordict_and_a_dict_arrive(api: Api) -> None:
     source = TensorDict({"a": torch.ones(2, 3), "b": {"c": torch.ones(3)}})
     models = [
         TensorDict({"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}}),
         {"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}},
     ]
-    async with crew(2, sender={"weights": source}, models=models) as everybody:
+    async with api.crew(2, sender={"weights": source}, models=models) as everybody:
         source["b", "c"].fill_(5)
         await everybody.sender.send_async()
         assert torch.equal(models[0]["b", "c"], torch.full((3,), 5.0))  # type: ignore[index]

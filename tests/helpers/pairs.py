@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import torch
@@ -127,6 +128,26 @@ async def crew(
     finally:
         await asyncio.gather(*(r.shutdown() for r in receivers))
         await chief.shutdown()
+
+
+@contextmanager
+def held(receiver: Any) -> Iterator[None]:
+    """A reader in another thread is inside: nothing can be applied."""
+    leave, inside = threading.Event(), threading.Event()
+
+    def reader() -> None:
+        with receiver.hold():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    assert inside.wait(5)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
 
 
 async def until(predicate: Callable[[], bool], timeout: float = 5.0) -> None:

@@ -32,6 +32,7 @@ from torch import nn
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme, binding
 from asyncsync.gate import Gate
 from asyncsync.publisher import Settings
+from helpers.apis import Face, in_thread
 
 __all__ = [
     "LARGE",
@@ -389,15 +390,22 @@ class Worker(_Party):
             binding.copy_tensors = _copy_one_by_one
         if settings is not None:
             impatient(scheme, **settings)
-        scheme._register()
-        subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
-        original = subscriber.applied
 
-        def applied(staging: Any, now: float) -> None:
-            original(staging, now)
-            self.applied += staging.versions.values()
+        async def register() -> None:
+            scheme._register()
+            subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
+            original = subscriber.applied
 
-        subscriber.applied = applied  # type: ignore[method-assign, union-attr]
+            def applied(staging: Any, now: float) -> None:
+                original(staging, now)
+                self.applied += staging.versions.values()
+
+            subscriber.applied = applied  # type: ignore[method-assign, union-attr]
+
+        if isinstance(scheme, Face):
+            await in_thread(scheme.bus._run, register)  # on the loop of the blocking API
+        else:
+            await register()
         await scheme.connect(timeout=timeout)
         return scheme.version
 

@@ -1,0 +1,256 @@
+"""What only the blocking API promises: ordinary calls, in whatever thread, and one loop thread behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from inspect import iscoroutinefunction
+from typing import Any
+
+import pytest
+from tensordict import TensorDictBase
+
+import asyncsync
+from asyncsync import ClosedError, NotConnected, PartialSendError, RemoteError, WeightStrategy
+from asyncsync.sync import Bus, NoWeightSyncScheme, ZMQWeightSyncScheme
+from helpers.apis import BLOCKING, Face, bare, in_thread
+from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
+
+LOOP = "asyncsync-loop"
+
+
+def loop_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == LOOP]
+
+
+async def test_the_face_by_which_other_tests_see_a_blocking_scheme_is_that_of_asyncsyncs_own() -> None:
+    scheme = BLOCKING.scheme(num_workers=1)
+    assert type(bare(scheme)) is ZMQWeightSyncScheme
+    assert type(bare(scheme.bus)) is Bus
+    assert scheme.bus is scheme.bus
+    assert isinstance(passed_on(scheme), Face), "also after it was pickled"
+    for ours, other in ((scheme, asyncsync.ZMQWeightSyncScheme()), (scheme.bus, asyncsync.Bus())):
+        waiting = {n for n in dir(other) if not n.startswith("_") and iscoroutinefunction(getattr(other, n))}
+        assert waiting >= {"connect", "publish", "send_async", "wait_version", "shutdown"}
+        assert {name for name in waiting if not iscoroutinefunction(getattr(ours, name))} == set()
+
+
+# -- what runs where
+
+
+async def test_r021_connect_starts_what_receives_and_the_worker_need_not_call_anything() -> None:
+    assert loop_threads() == []
+    sender = ZMQWeightSyncScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model := Model())
+    assert loop_threads() == [], "init starts nothing"
+    with sender, receiver:
+        await asyncio.gather(in_thread(sender.connect), in_thread(receiver.connect))
+        assert loop_threads() == [LOOP]
+        for value in (2, 3):
+            sender.send(Model(value))
+            assert read(model) == {value}
+    assert loop_threads() == []
+
+
+def test_r021_a_scheme_that_receives_nothing_starts_nothing() -> None:
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    before = threading.enumerate()
+    scheme.connect()
+    assert scheme.receive() is None
+    assert threading.enumerate() == before
+    scheme.shutdown()
+
+
+async def test_r025_updates_never_block_the_workers_main_path() -> None:
+    async with BLOCKING.crew(1) as (sender, (receiver,), (model,)):
+        with receiver.hold():  # a step of this thread, the worker's main one
+            for value in (1, 2, 3):
+                await sender.publish(Model(value))
+                with Clock(0.1):
+                    assert model() == {0}, "its own forward goes on with what the step began with"
+                    assert receiver.bare.receive(timeout=0) is None
+                    assert receiver.bare.status()[0].version == 1
+        with Clock(0.1):
+            assert model() == {3}, "the newest was applied when the step was over"
+        assert read(receiver.bare.receive(timeout=5)) == {3}
+
+
+async def test_r189_all_blocking_schemes_of_a_process_share_one_thread() -> None:
+    before = set(threading.enumerate())
+    async with BLOCKING.crew(2) as first, BLOCKING.crew(1) as second:
+        for everybody in (first, second):
+            everybody.sender.bare.send(fill(everybody.source, 2))
+            assert read(everybody.receivers[0].bare.receive(timeout=5)) == {2}
+        await until(lambda: {t.name for t in set(threading.enumerate()) - before} == {LOOP})
+        assert loop_threads() == [LOOP]
+        await first.sender.shutdown()
+        second.sender.bare.send(fill(second.source, 3))
+        assert second.read == [{3}], "it ends with the last of them, not with the first"
+    await until(lambda: set(threading.enumerate()) <= before)
+
+
+# -- sending
+
+
+async def test_r069_send_returns_nothing_and_not_before_its_workers_have_applied() -> None:
+    async with BLOCKING.crew(2) as everybody:
+        sender = everybody.sender.bare
+        with held(everybody.receivers[1]):
+            sending = asyncio.create_task(in_thread(sender.send, Model(1)))
+            await until(lambda: everybody.receivers[0].version == 2)
+            done, _ = await asyncio.wait({sending}, timeout=0.1)
+            assert not done, "worker 1 has not applied it"
+            with Clock(1.0):
+                assert sender.send(Model(2), worker_ids=0) is None, "it is not for worker 1"
+            assert everybody.read == [{2}, {0}]
+        assert await sending is None
+        assert everybody.read == [{2}, {1}]
+
+
+async def test_r195_send_ends_within_its_timeout_and_names_who_has_not_applied() -> None:
+    async with BLOCKING.crew(2) as everybody:
+        with held(everybody.receivers[1]), Clock(0.2), pytest.raises(PartialSendError) as caught:
+            everybody.sender.bare.send(Model(1), timeout=0.2)
+        assert (caught.value.acked, list(caught.value.failed)) == ({0: 2}, [1])
+        everybody.sender.bare.wait_version(2, timeout=5)
+        assert everybody.read == [{1}, {1}], "late, not lost"
+
+
+@pytest.mark.both_loops
+async def test_r023_r072_send_async_serves_a_coroutine_of_any_loop_without_blocking_it() -> None:
+    async with BLOCKING.crew(1) as everybody:
+        turns = 0
+        with held(everybody.receivers[0]):
+            sending = asyncio.create_task(everybody.sender.bare.send_async(Model(1)))
+            for _ in range(50):
+                await asyncio.sleep(0.001)
+                turns += 1
+            assert not sending.done()
+        assert await sending == 2, "it returns the version"
+        assert (turns, everybody.read) == (50, [{1}])
+
+
+async def test_r072_a_bus_has_send_async_too() -> None:
+    bus = Bus(num_workers=1)
+    sender = ZMQWeightSyncScheme(bus=bus)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model := Model())
+    with bus, receiver:
+        await asyncio.gather(in_thread(bus.connect), in_thread(receiver.connect))
+        assert await bus.send_async({"policy": Model(2)}) == 2
+        assert read(model) == {2}
+
+
+# -- the end
+
+
+async def test_r085_shutdown_in_any_thread_ends_the_calls_of_the_others() -> None:
+    async with BLOCKING.crew(1) as (sender, (receiver,), _):
+        waiting = [asyncio.create_task(call()) for call in (receiver.receive, receiver.receive)]
+        await asyncio.wait(waiting, timeout=0.05)
+        with Clock(1.0):
+            await asyncio.gather(*(s.shutdown() for s in (receiver, sender) for _ in range(3)))
+        assert [type(e) for e in await asyncio.gather(*waiting, return_exceptions=True)] == [ClosedError] * 2
+        assert sender.closed
+        assert receiver.closed
+        with Clock(0.1):
+            sender.bare.shutdown()
+
+
+@pytest.mark.parametrize("role", ["none", "sender", "receiver"])
+async def test_r085_shutdown_before_connect_works_in_another_thread_and_starts_none(role: str) -> None:
+    scheme = ZMQWeightSyncScheme(num_workers=1)
+    if role == "sender":
+        scheme.init_on_sender(model_id="policy", model=Model())
+    elif role == "receiver":
+        scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    for _ in range(2):
+        await in_thread(scheme.shutdown)
+        scheme.shutdown()
+    assert scheme.closed
+    assert loop_threads() == []
+    with pytest.raises(ClosedError):
+        scheme.connect()
+
+
+async def test_r085_shutdown_ends_a_connect_in_another_thread() -> None:
+    scheme = ZMQWeightSyncScheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Model())
+    connecting = asyncio.create_task(in_thread(scheme.connect))
+    await until(lambda: bool(scheme.status()))
+    with Clock(1.0):
+        scheme.shutdown()
+        with pytest.raises((ClosedError, NotConnected)):
+            await connecting
+
+
+# -- never a deadlock
+
+
+async def test_r201_inside_a_running_loop_every_call_works() -> None:
+    """It blocks that loop, as the caller has chosen; the other side must not be on it."""
+    sender = ZMQWeightSyncScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model := Model())
+    connecting = asyncio.create_task(in_thread(receiver.connect))
+    await asyncio.sleep(0)  # its thread has started
+    sender.connect(timeout=10)
+    await connecting
+    sender.send(Model(2), timeout=10)
+    assert read(receiver.receive(timeout=10)) == {2}
+    assert read(receiver.fetch(timeout=10)) == {2}
+    sender.wait_version(sender.publish(Model(3)), timeout=10)
+    assert read(model) == {3}
+    receiver.shutdown()
+    sender.shutdown()
+
+
+ENTRANCES: dict[str, Callable[[Any], Any]] = {
+    "receive": lambda s: s.receive(timeout=1),
+    "fetch": lambda s: s.fetch(timeout=1),
+    "wait_version": lambda s: s.wait_version(2, timeout=1),
+    "connect": lambda s: s.connect(timeout=1),
+    "shutdown": lambda s: s.shutdown(timeout=1),
+}
+
+
+class Reentrant(WeightStrategy):
+    """Calls the blocking API where the library calls it: on the loop's own thread."""
+
+    call: Any = None
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        if self.call is not None:
+            self.call()
+        return super().convert(weights, model)
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+async def test_r201_a_hook_that_calls_the_blocking_api_on_its_own_thread_gets_an_error(name: str) -> None:
+    scheme = BLOCKING.scheme(strategy := Reentrant(), num_workers=1)
+    async with BLOCKING.crew(1, scheme=scheme) as (sender, (receiver,), (model,)):
+        assert isinstance(receiver, Face)
+        hook = receiver.strategy
+        assert hook is not strategy, "the worker has its own"
+        hook.call = lambda: ENTRANCES[name](bare(receiver))
+        with Clock(1.0), pytest.raises(PartialSendError) as caught:
+            sender.bare.send(Model(1), timeout=10)
+        error = caught.value.failed[0]
+        assert isinstance(error, RemoteError)
+        assert "would wait for itself" in error.remote_traceback
+        hook.call = None
+        sender.bare.send(Model(2), timeout=10)
+        assert read(model) == {2}
+
+
+def test_r013_a_blocking_scheme_pickles_without_its_thread() -> None:
+    scheme = ZMQWeightSyncScheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Model())
+    with scheme:
+        with pytest.raises(NotConnected):
+            scheme.connect(timeout=0.05)
+        copy = passed_on(scheme)
+        assert (copy.model_id, copy.bus.endpoint, copy.closed) == ("policy", scheme.bus.endpoint, False)

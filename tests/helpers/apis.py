@@ -1,0 +1,174 @@
+"""One face for both APIs, so that one test proves a requirement for either.
+
+    async def test_r019_connect_delivers_the_initial_weights(api: Api) -> None:
+        async with api.crew(2, source=Model(6)) as everybody:
+            assert everybody.read == [{6}, {6}]
+
+The `api` fixture in conftest.py runs it twice. With :data:`ASYNCIO`, ``api.scheme()`` and ``api.bus()`` are asyncsync's
+own objects. With :data:`BLOCKING` they are those of asyncsync.sync behind a :class:`Face`: each method that waits is an
+ordinary call in a thread of its own, which the test awaits; everything else is the object's own.
+
+A test without `api` is about asyncio alone: cancellation, event loops, or the internals of one class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from types import ModuleType
+from typing import Any
+
+import asyncsync
+import asyncsync.sync
+from helpers.pairs import Crew, crew
+
+__all__ = ["ASYNCIO", "BLOCKING", "Api", "Face", "bare", "face", "in_thread"]
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a thread of its own, in this context. (asyncio.to_thread has few threads, on a small machine.)
+
+    Cancelled, it leaves the thread to itself, as nothing can stop an ordinary call from outside.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def tell(setter: str, value: Any) -> None:
+        if not outcome.done():
+            getattr(outcome, setter)(value)
+
+    def call() -> None:
+        try:
+            setter, value = "set_result", context.run(function, *args, **kwargs)
+        except BaseException as error:
+            setter, value = "set_exception", error
+        with contextlib.suppress(RuntimeError):  # the test is over
+            loop.call_soon_threadsafe(tell, setter, value)
+
+    threading.Thread(target=call, name=f"caller of {function.__name__}", daemon=True).start()
+    return await outcome
+
+
+_faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
+
+
+class Face:
+    """A blocking scheme or bus whose methods that wait are awaited."""
+
+    __slots__ = ("__weakref__", "bare")
+
+    def __init__(self, bare: Any) -> None:
+        object.__setattr__(self, "bare", bare)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.bare, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.bare, name, value)
+
+    def __reduce__(self) -> Any:
+        return face, (self.bare,)
+
+    def __repr__(self) -> str:
+        return repr(self.bare)
+
+    @property
+    def bus(self) -> Any:
+        return face(self.bare.bus)
+
+    async def connect(self, *args: Any, **kwargs: Any) -> None:
+        return await in_thread(self.bare.connect, *args, **kwargs)
+
+    async def publish(self, *args: Any, **kwargs: Any) -> int:
+        return await in_thread(self.bare.publish, *args, **kwargs)
+
+    async def wait_version(self, *args: Any, **kwargs: Any) -> None:
+        return await in_thread(self.bare.wait_version, *args, **kwargs)
+
+    async def send_async(self, *args: Any, **kwargs: Any) -> int:
+        """``send``, which returns nothing; the version is right where nobody else sends meanwhile."""
+        nothing = await in_thread(self.bare.send, *args, **kwargs)
+        assert nothing is None
+        return self.bare.version
+
+    async def receive(self, *args: Any, **kwargs: Any) -> Any:
+        return await in_thread(self.bare.receive, *args, **kwargs)
+
+    async def fetch(self, *args: Any, **kwargs: Any) -> Any:
+        return await in_thread(self.bare.fetch, *args, **kwargs)
+
+    async def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        return await in_thread(self.bare.shutdown, *args, **kwargs)
+
+    async def __aenter__(self) -> Face:
+        entered = await in_thread(self.bare.__enter__)
+        assert entered is self.bare
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await in_thread(self.bare.__exit__, *exc)
+
+
+def face(bare: Any) -> Any:
+    """The awaitable face of a blocking scheme or bus: always the same one."""
+    if (known := _faces.get(id(bare))) is None:
+        known = _faces[id(bare)] = Face(bare)
+    return known
+
+
+def bare(scheme: Any) -> Any:
+    """What is behind a face; asyncio's objects are bare."""
+    return scheme.bare if isinstance(scheme, Face) else scheme
+
+
+class Api:
+    """One of the two APIs; what has no name here is an attribute of its module.
+
+    Args:
+        name: of the test's parameter.
+        module: asyncsync or asyncsync.sync.
+    """
+
+    def __init__(self, name: str, module: ModuleType) -> None:
+        self.name = name
+        self.module = module
+        self.is_blocking = module is asyncsync.sync
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def either(self, asyncio_class: type, blocking_class: type) -> type:
+        """The one of a pair of classes that belongs to this API."""
+        return blocking_class if self.is_blocking else asyncio_class
+
+    def make(self, kind: type, *args: Any, bus: Any = None, **options: Any) -> Any:
+        """An object of a class of this API, behind the common face."""
+        if bus is not None:
+            options["bus"] = bare(bus)
+        made = kind(*args, **options)
+        return face(made) if self.is_blocking else made
+
+    def scheme(self, *args: Any, **options: Any) -> Any:
+        """A ZMQWeightSyncScheme."""
+        return self.make(self.module.ZMQWeightSyncScheme, *args, **options)
+
+    def bus(self, *args: Any, **options: Any) -> Any:
+        """A Bus."""
+        return self.make(self.module.Bus, *args, **options)
+
+    def crew(self, workers: int = 2, *, scheme: Any = None, **options: Any) -> AbstractAsyncContextManager[Crew]:
+        """:func:`helpers.pairs.crew` with the schemes of this API."""
+        return crew(workers, scheme=self.scheme() if scheme is None else scheme, **options)
+
+
+ASYNCIO = Api("asyncio", asyncsync)
+BLOCKING = Api("blocking", asyncsync.sync)
