@@ -6,19 +6,22 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from helpers.command import EXAMPLES, private_directories, run
 
 
-def example(path: Path, cwd: Path) -> str:
+def example(path: Path, cwd: Path, *arguments: str) -> str:
     """What a program prints that ends well and leaves nothing behind."""
-    code, out, err = run(path, cwd=cwd)
+    code, out, err = run(path, *arguments, cwd=cwd)
     assert (code, err) == (0, ""), err
     assert private_directories() == []
     return out
 
 
 def test_every_example_has_a_test() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"async_trainer", "many_models", "quickstart"}
+    found = {path.stem for path in EXAMPLES.rglob("*.py")}
+    assert found == {"async_trainer", "many_models", "mixed_trainer", "quickstart", "weight_sync_standalone"}
 
 
 def test_quickstart_delivers_every_version_and_says_goodbye(tmp_path: Path) -> None:
@@ -52,6 +55,22 @@ def test_many_models_switches_both_models_or_neither(tmp_path: Path) -> None:
     pairs = re.findall(r"worker \d: saw (\d+) pairs, (\d+) of them mixed", out)
     assert len(pairs) == 2
     assert all(int(seen) >= 1 and mixed == "0" for seen, mixed in pairs)
+
+
+def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: Path) -> None:
+    out = example(EXAMPLES / "mixed_trainer.py", tmp_path)
+    assert re.findall(r"step (\d+): version (\d+) is everywhere", out) == [(str(n), str(n + 1)) for n in range(1, 11)]
+    acted = re.findall(r"version (\d+): acted on by \[([\d, ]*)\], \[([\d., ]*)\]", out)
+    assert acted[-1] == ("11", "0, 1", "10.0")
+    assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_r035_r037_weight_sync_standalone_runs_with_every_start_method(tmp_path: Path, start_method: str) -> None:
+    out = example(EXAMPLES / "collectors" / "weight_sync_standalone.py", tmp_path, start_method)
+    assert re.findall(r"epoch (\d): version (\d+) is everywhere", out) == [(str(n), str(n + 2)) for n in range(10)]
+    ends = re.findall(r"worker (\d): (\d+) calls, the last with version 11: \[10.0, 10.0\]", out)
+    assert {worker for worker, _ in ends} == {"0", "1"}
 
 
 def test_the_readmes_program_runs(tmp_path: Path) -> None:

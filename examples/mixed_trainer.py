@@ -1,0 +1,70 @@
+"""An asynchronous trainer with workers that block: one scheme, two APIs. Run me: python mixed_trainer.py"""
+
+import asyncio
+import multiprocessing
+
+import torch
+from torch import nn
+
+from asyncsync import ClosedError, PartialSendError, ZMQWeightSyncScheme
+
+
+def work(scheme, index, rollouts):
+    """An ordinary program without an event loop: `scheme` has the blocking API here."""
+    policy = nn.Linear(4, 2)
+    scheme.init_on_receiver("policy", model=policy, worker_idx=index)
+    with scheme:
+        scheme.connect()
+        observation = torch.zeros(4)
+        try:
+            while True:
+                with scheme.hold():  # no update comes in between
+                    version, action = scheme.version, policy(observation).tolist()
+                rollouts.put((index, version, action))
+                scheme.receive(timeout=0.05)  # until the next update, at most so long
+        except ClosedError:
+            pass  # the trainer has said goodbye
+
+
+async def count(rollouts, seen):
+    """What else the trainer's event loop does while weights travel."""
+    while True:
+        index, version, action = await asyncio.to_thread(rollouts.get)
+        if index is None:
+            return
+        seen.setdefault(version, set()).add((index, action[0]))
+
+
+async def train(scheme, policy, rollouts):
+    seen = {}
+    async with scheme:
+        await scheme.connect()
+        counting = asyncio.create_task(count(rollouts, seen))
+        for step in range(1, 11):
+            nn.init.constant_(policy.bias, float(step))  # an optimizer's step
+            try:
+                version = await scheme.send_async(timeout=10)  # both workers act with it from now on
+            except PartialSendError as error:
+                print(f"step {step}: {error}")  # who has it, who has not, and why
+            else:
+                print(f"step {step}: version {version} is everywhere", flush=True)
+            await asyncio.sleep(0.1)  # the next batch
+    rollouts.put((None, 0, []))
+    await counting
+    for version, actions in sorted(seen.items()):
+        print(f"version {version}: acted on by {sorted(index for index, _ in actions)}, {sorted({a for _, a in actions})}")
+
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    policy, rollouts = nn.Linear(4, 2), spawn.Queue()
+    nn.init.zeros_(policy.weight)
+    nn.init.zeros_(policy.bias)
+    scheme = ZMQWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+    workers = [spawn.Process(target=work, args=(scheme.blocking, index, rollouts)) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    asyncio.run(train(scheme, policy, rollouts))
+    for worker in workers:
+        worker.join()
