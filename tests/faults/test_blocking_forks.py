@@ -1,0 +1,191 @@
+"""Blocking schemes in children that are forked, spawned, or of a fork server, also while this process's loop runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from asyncsync import loop_thread
+from asyncsync.sync import ZMQWeightSyncScheme
+from helpers.blocking_crew import crew, idle, in_fork, new_sender, start
+from helpers.blocking_workers import follow
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["before the loop runs", "while it runs"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_r035_workers_of_every_start_method(method: str, running: bool) -> None:
+    if running:
+        with crew() as (other, [receiver]):
+            follows(method)
+            other.send(other.model.fill(2))
+            assert receiver.model.value == 2
+    else:
+        follows(method)
+    assert idle()
+
+
+def follows(method: str) -> None:
+    sender = new_sender(1000, num_workers=2)
+    ends = [Pipe() for _ in range(2)]
+    workers = [start(follow, sender, i, 1000, ends[i][1], method=method) for i in range(2)]
+    try:
+        sender.connect()
+        assert [here.recv() for here, _ in ends] == [1, 1]
+        for value in (2, 3):
+            sender.send(sender.model.fill(value))
+            assert [here.recv() for here, _ in ends] == [value, value]
+        sender.shutdown()
+        for worker in workers:
+            worker.join(20)
+            assert worker.exitcode == 0
+    finally:
+        sender.shutdown()
+        for worker in workers:
+            worker.kill()
+            worker.join()
+            worker.close()
+        for here, there in ends:
+            here.close()
+            there.close()
+
+
+def test_r201_a_connected_scheme_refuses_every_method_in_a_forked_child() -> None:
+    with crew() as (sender, [receiver]):
+        calls: dict[str, Callable[[], Any]] = {
+            "connect": sender.connect,
+            "send": sender.send,
+            "publish": sender.publish,
+            "wait_version": lambda: sender.wait_version(1),
+            "status": sender.status,
+            "init_on_sender": lambda: sender.init_on_sender(model_id="policy", model=sender.model),
+            "receiver connect": receiver.connect,
+            "receive": receiver.receive,
+            "receive(0)": lambda: receiver.receive(0),
+            "fetch": receiver.fetch,
+            "receiver wait_version": lambda: receiver.wait_version(1),
+            "hold": receiver.hold,
+            "receiver status": receiver.status,
+            "weights": lambda: receiver.weights,
+            "bus send": lambda: sender.bus.send({"policy": sender.model}),
+            "bus publish": lambda: sender.bus.publish({"policy": sender.model}),
+            "bus wait_version": lambda: sender.bus.wait_version(1),
+            "bus connect": lambda: sender.bus.connect(),
+            "bus hold": receiver.bus.hold,
+            "bus status": sender.bus.status,
+        }
+
+        def child() -> dict[str, str]:
+            found = {}
+            for name, call in calls.items():
+                try:
+                    found[name] = f"returned {call()!r}"
+                except BaseException as error:
+                    found[name] = f"{type(error).__name__}: {error}"
+            for scheme in (sender, receiver):
+                scheme.shutdown()
+                scheme.shutdown()
+                scheme.bus.shutdown()
+                repr(scheme)
+            assert idle()
+            return found
+
+        found = in_fork(child)
+        wrong = {k: v for k, v in found.items() if not (v.startswith("RuntimeError") and "before the fork" in v)}
+        assert wrong == {}
+        sender.send(sender.model.fill(2))  # the parent's goes on
+        assert receiver.model.value == 2
+
+
+def test_r201_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs() -> None:
+    def child() -> float:
+        assert loop_thread._current is None
+        for _ in range(3):
+            with crew(workers=2) as (sender, receivers):
+                sender.send(sender.model.fill(7))
+                values = {r.model.value for r in receivers}
+            assert idle()
+        return values.pop()
+
+    with crew() as (sender, [receiver]):
+        for value in range(2, 5):
+            assert in_fork(child) == 7
+            sender.send(sender.model.fill(value))
+            assert receiver.model.value == value
+        assert in_fork(lambda: in_fork(child)) == 7
+
+
+def test_r201_a_forked_child_that_collects_the_parents_scheme_leaves_it_working() -> None:
+    schemes: list[Any] = []
+
+    def child() -> bool:
+        schemes.clear()
+        for link in [o for o in gc.get_objects() if type(o).__name__ in ("SenderLink", "ReceiverLink")]:
+            link.__dict__.clear()  # the worst that could happen to it
+        gc.collect()
+        return True
+
+    with crew() as (sender, [receiver]):
+        schemes += [sender, receiver]
+        assert in_fork(child)
+        for value in range(2, 5):
+            sender.send(sender.model.fill(value))
+            assert receiver.model.value == value
+
+
+def test_r201_a_scheme_that_is_initialised_only_works_on_both_sides_of_a_fork() -> None:
+    sender = new_sender(10)
+
+    def child() -> bool:
+        assert sender.version == 0
+        sender.shutdown()
+        other = ZMQWeightSyncScheme()
+        other.shutdown()
+        return idle()
+
+    assert in_fork(child)
+    assert not sender.closed
+    sender.shutdown()
+
+
+PROGRAM = """
+import gc, os, sys
+import uvloop
+if sys.argv[1] == "uvloop":
+    uvloop.install()
+from helpers.blocking_crew import crew
+
+with crew() as (sender, [receiver]):
+    for value in (2, 3):
+        pid = os.fork()
+        if pid == 0:
+            del sender, receiver
+            gc.collect()
+            if value == 2:
+                with crew() as (mine, [other]):
+                    mine.send(mine.model.fill(9))
+            sys.exit(7)  # an end like any other: modules are taken down, what is open is closed
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        sender.send(sender.model.fill(value), timeout=5)
+        assert receiver.model.value == value
+print("over")
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_r201_a_forked_child_that_ends_as_any_program_leaves_the_parents_scheme_working(loop: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, loop],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "over"

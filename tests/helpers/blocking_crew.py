@@ -1,0 +1,181 @@
+"""Blocking senders and receivers, in this process and in others, that hold :class:`~helpers.processes.Filled` weights.
+
+Usage::
+
+    with crew(1000, workers=2) as (sender, receivers):
+        sender.send(sender.model.fill(2))
+
+    in_process(function, 1, 2)        # what function(1, 2) returns in a process of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from asyncsync.sync import ZMQWeightSyncScheme
+from helpers import processes
+from helpers.processes import Filled
+
+__all__ = [
+    "connect",
+    "crew",
+    "idle",
+    "idle_soon",
+    "in_fork",
+    "in_process",
+    "in_threads",
+    "new_receiver",
+    "new_sender",
+    "start",
+]
+
+assert processes  # its import has the fork server load what we need
+
+
+def new_sender(numel: int, value: float = 1.0, **arguments: Any) -> Any:
+    scheme = ZMQWeightSyncScheme(**arguments)
+    scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
+    return scheme
+
+
+def new_receiver(sender: Any, worker_idx: int = 0, kind: type | None = None, **arguments: Any) -> Any:
+    """The sender's scheme as a worker gets it, initialised there; or one of another class on the same endpoint."""
+    scheme = pickle.loads(pickle.dumps(sender)) if kind is None else kind(endpoint=sender.bus.endpoint)
+    numel = sum(p.numel() for p in sender.model.parameters())
+    scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
+    return scheme
+
+
+def in_threads(*calls: Callable[[], Any], timeout: float = 50.0) -> list[Any]:
+    """Make blocking calls at the same time; returns their results, or raises what the first of them raised."""
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def make(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+        assert not thread.is_alive(), "it hangs"
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()
+    return results
+
+
+def connect(sender: Any, *receivers: Any) -> None:
+    in_threads(*(scheme.connect for scheme in (sender, *receivers)))
+
+
+def idle() -> bool:
+    """Whether the loop thread has ended."""
+    return all(t.name != "asyncsync-loop" for t in threading.enumerate())
+
+
+def idle_soon(timeout: float = 5.0) -> bool:
+    """The same, where a caller that was interrupted has not waited for its end."""
+    deadline = time.monotonic() + timeout
+    while not idle() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return idle()
+
+
+@contextlib.contextmanager
+def crew(numel: int = 1000, workers: int = 1, *, options: Any = None, **arguments: Any) -> Iterator[tuple[Any, Any]]:
+    """A connected sender and its receivers in this process; shut down afterwards. ``options`` are the receivers'."""
+    sender = new_sender(numel, num_workers=workers, **arguments)
+    receivers = [new_receiver(sender, i, **(options or {})) for i in range(workers)]
+    try:
+        connect(sender, *receivers)
+        yield sender, receivers
+    finally:
+        for scheme in (*receivers, sender):
+            scheme.shutdown()
+
+
+def start(function: Callable[..., Any], *args: Any, method: str = "forkserver", daemon: bool = True) -> Any:
+    """A process that runs ``function(*args)``."""
+    process = multiprocessing.get_context(method).Process(target=_one_thread, args=(function, args), daemon=daemon)
+    process.start()
+    return process
+
+
+def in_process(function: Callable[..., Any], *args: Any, method: str = "forkserver", timeout: float = 50.0) -> Any:
+    """What the function returns in a process of its own; its failure is one here."""
+    here, there = multiprocessing.Pipe()
+    process = start(_report, there, function, args, method=method)
+    there.close()
+    try:
+        assert here.poll(timeout), "it hangs"
+        try:
+            result, failure = here.recv()
+        except EOFError:
+            process.join(timeout)
+            raise AssertionError(f"the process has ended with {process.exitcode}") from None
+        process.join(10)
+        assert process.exitcode == 0, "it does not end"
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        here.close()
+    assert failure is None, failure
+    return result
+
+
+def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
+    """What the function returns in a child made by ``os.fork()``, which ends by ``os._exit``."""
+    here, there = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            here.close()
+            _report(there, function, ())
+            status = 0
+        finally:
+            os._exit(status)
+    there.close()
+    try:
+        assert here.poll(timeout), "it hangs"
+        result, failure = here.recv()
+    finally:
+        here.close()
+        os.kill(pid, signal.SIGKILL)  # it has nothing else to do
+        os.waitpid(pid, 0)
+    assert failure is None, failure
+    return result
+
+
+def _one_thread(function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    function(*args)
+
+
+def _report(connection: Connection, function: Callable[..., Any], args: Any) -> None:
+    try:
+        result, failure = function(*args), None
+    except BaseException:
+        result, failure = None, traceback.format_exc()
+    connection.send((result, failure))
+    connection.close()

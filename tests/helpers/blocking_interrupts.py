@@ -1,0 +1,126 @@
+"""Exceptions that strike this thread at any moment, as Ctrl-C and signal handlers do."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+__all__ = ["Interrupter", "Strike", "sigint_raises", "strike_everywhere"]
+
+
+# Destructors and weak references' callbacks: what strikes there the interpreter reports, and goes on.
+IGNORED = ("__del__", "_remove")
+
+
+class Strike(BaseException):
+    """What a signal handler raises."""
+
+
+def strike_everywhere(
+    modules: list[ModuleType], call: Callable[[], Any], deed: Callable[[], None], *, most: int = 2000
+) -> Iterator[tuple[int, Any, BaseException | None]]:
+    """Do a deed in this thread where a signal's handler may run: 0, 1, 2, … in these modules, during a call.
+
+    The interpreter runs handlers when a Python function is entered and when a C function has returned, which is when a
+    profiler is called. (Between two lines it does not: between a `with` block's body and its end, for one.)
+
+    Yields after each call: which place, what it returned, what it raised. Ends with the first call that is over before
+    its turn.
+    """
+    files = {module.__file__ for module in modules}
+
+    for k in range(most):
+        left = k
+        hit = False
+
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal left, hit
+            here: FrameType | None = frame
+            if event == "call" and frame.f_code.co_filename not in files:
+                here = frame.f_back
+            if frame.f_code.co_name in IGNORED:
+                return
+            if hit or event not in ("call", "c_return") or here is None or here.f_code.co_filename not in files:
+                return
+            left -= 1
+            if left < 0:
+                hit = True
+                sys.setprofile(None)
+                deed()
+
+        result: Any = None
+        raised: BaseException | None = None
+        sys.setprofile(profile)
+        try:
+            result = call()
+        except BaseException as error:
+            raised = error
+        finally:
+            sys.setprofile(None)
+        yield k, result, raised
+        if not hit:
+            return
+    raise AssertionError("it never ends")
+
+
+@contextlib.contextmanager
+def sigint_raises() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also in a test run that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Interrupter:
+    """``with Interrupter() as interrupted: …; interrupted(call, 0.01)`` sends this process a SIGINT after 0.01 s."""
+
+    def __init__(self) -> None:
+        self._delay: float | None = None
+        self._armed = threading.Semaphore(0)
+        self._sent = 0
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Interrupter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._delay = None
+        self._armed.release()
+        self._thread.join()
+
+    def __call__(self, call: Callable[[], Any], delay: float) -> tuple[Any, float]:
+        """What the call returned, if it was faster, and how long after the interrupt it ended (seconds)."""
+        result = None
+        expected = self._sent + 1
+        self._delay = delay
+        begin = time.monotonic()
+        try:
+            self._armed.release()
+            result = call()
+            while True:
+                time.sleep(0.001)
+        except KeyboardInterrupt:
+            took = time.monotonic() - begin - delay
+        while self._sent < expected:
+            time.sleep(0.001)
+        return result, took
+
+    def _run(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while True:
+            self._armed.acquire()
+            if self._delay is None:
+                return
+            time.sleep(self._delay)
+            signal.pthread_kill(main, signal.SIGINT)
+            self._sent += 1
