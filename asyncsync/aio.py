@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tensordict import TensorDict
 
+from asyncsync.backends import scheme_class
 from asyncsync.bus import DEFAULT_TIMEOUT, BusCore
 from asyncsync.gate import Hold
 from asyncsync.scheme import SchemeCore
@@ -127,6 +128,21 @@ class WeightSyncScheme(SchemeCore):
     """
 
     _bus_class: ClassVar[type[BusCore]] = Bus
+    _is_blocking: ClassVar[bool] = False
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """A scheme by the name of its backend: "none" (or "direct"), "zmq".
+
+        Args:
+            backend: the name.
+            kwargs: of that scheme's constructor.
+
+        Raises:
+            ValueError: no such backend; names those that there are.
+        """
+        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync")(**kwargs)
+        return scheme
 
     @property
     def aio(self) -> Self:

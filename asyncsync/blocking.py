@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync import loop_thread
+from asyncsync.backends import scheme_class
 from asyncsync.bus import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll
 from asyncsync.gate import Hold
+from asyncsync.link import check_timeout
 from asyncsync.receiver import ReceiverLink
 from asyncsync.scheme import SchemeCore
 
@@ -79,7 +81,7 @@ class Bus(BusCore):
 
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
-        self._check_send(timeout)
+        check_timeout(timeout)
         sources = self._take(weights, worker_ids)
         self._run(lambda: self._send_sources(sources, weights, worker_ids, timeout))
 
@@ -87,7 +89,7 @@ class Bus(BusCore):
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
-        self._check_send(timeout)
+        check_timeout(timeout)
         sources = self._take(weights, worker_ids)
         return await loop_thread.awaitable(lambda: self._send_sources(sources, weights, worker_ids, timeout))
 
@@ -95,7 +97,7 @@ class Bus(BusCore):
         """End all schemes of this bus; the other side learns of it. Idempotent."""
         if self._link is None:  # nothing runs on the loop
             self._closed = True
-        else:
+        elif not self._link.closed and not self._link.is_inherited:
             self._run(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:
@@ -104,22 +106,37 @@ class Bus(BusCore):
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
+    def _check_open(self, role: str) -> None:
+        loop_thread.check_exit()
+        super()._check_open(role)
+
+    def _check_fork(self) -> None:
+        if self._link is not None and self._link.is_inherited:
+            raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
+
     def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
         sources = _now(self._extract(weights, worker_ids))()
         return lambda: sources
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async def tended() -> T:
+            loop_thread.keep(self, True)  # also while it is connecting: the process may end meanwhile
             try:
                 return await make()
             finally:
-                loop_thread.keep(self, self._link is not None and not self._link.closed)
+                link = self._link
+                if link is None or link.closed or link.is_inherited:
+                    loop_thread.keep(self, False)
+                elif self._closed:  # by another thread, just before the link was opened
+                    await link.shutdown()
+                    loop_thread.keep(self, False)
 
         return loop_thread.run(tended)
 
     def _look(self, function: Callable[[], T]) -> T:
-        if self._link is None or self._link.closed or self._link.is_inherited or loop_thread.is_here():
+        if self._link is None or self._link.closed or loop_thread.is_here():
             return function()
+        self._check_fork()
 
         async def look() -> T:
             return function()
@@ -149,7 +166,22 @@ class WeightSyncScheme(SchemeCore):
     """
 
     _bus_class: ClassVar[type[BusCore]] = Bus
+    _is_blocking: ClassVar[bool] = True
     _bus: Bus
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """A scheme by the name of its backend: "none" (or "direct"), "zmq".
+
+        Args:
+            backend: the name.
+            kwargs: of that scheme's constructor.
+
+        Raises:
+            ValueError: no such backend; names those that there are.
+        """
+        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync.sync")(**kwargs)
+        return scheme
 
     @property
     def aio(self) -> aio.WeightSyncScheme:
@@ -264,14 +296,7 @@ class WeightSyncScheme(SchemeCore):
             ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
             Fenced: a newer incarnation of this worker has taken over.
         """
-        before = self._returned
-        try:
-            return self._bus._run(lambda: self._receive(timeout))
-        except Exception:
-            raise
-        except BaseException:
-            self._returned = before  # interrupted on its way to the caller: the next receive returns it
-            raise
+        return self._deliver(lambda: self._receive(timeout))
 
     def fetch(self, timeout: float = 30.0) -> TensorDict:
         """Pull: ask the sender for the current version, apply and return it, also if it is here already.
@@ -279,7 +304,37 @@ class WeightSyncScheme(SchemeCore):
         Raises:
             AckTimeout: not within the timeout (seconds).
         """
-        return self._bus._run(lambda: self._fetch(timeout))
+        weights = self._deliver(lambda: self._fetch(timeout))
+        assert weights is not None
+        return weights
+
+    def _deliver(self, make: Callable[[], Coroutine[Any, Any, TensorDict | None]]) -> TensorDict | None:
+        """Weights for the caller. An exception in its thread may strike until they are there: then the next receive
+        returns them."""
+        undo: list[Callable[[], None]] = []
+        gone = False
+
+        async def deliver() -> TensorDict | None:
+            before = self._returned
+            weights = await make()
+            mark = self._returned
+
+            def forget() -> None:
+                if self._returned == mark:
+                    self._returned = before
+
+            undo.append(forget)
+            if gone:  # for a second time, perhaps
+                forget()
+            return weights
+
+        try:
+            return self._bus._run(deliver)
+        except BaseException:
+            gone = True
+            for forget in undo:
+                forget()
+            raise
 
     def hold(self) -> Hold:
         """A block (``with`` or ``async with``) in which no update is applied."""
@@ -290,8 +345,9 @@ class WeightSyncScheme(SchemeCore):
     def weights(self) -> TensorDict | None:
         """A copy of the current weights; None when there are none."""
         link = self._bus._link
-        if not isinstance(link, ReceiverLink) or link.closed or link.is_inherited or loop_thread.is_here():
+        if not isinstance(link, ReceiverLink) or link.closed or loop_thread.is_here():
             return super().weights
+        self._bus._check_fork()
 
         async def copy() -> TensorDict | None:
             if link.subscriber.held(self._topic) is None:
@@ -304,7 +360,8 @@ class WeightSyncScheme(SchemeCore):
     def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
         schemes."""
-        if self._bus._link is None or self._closed:
+        link = self._bus._link
+        if link is None or link.closed or link.is_inherited:
             _now(self._shutdown(timeout))
         else:
             self._bus._run(lambda: self._shutdown(timeout))

@@ -308,10 +308,14 @@ class BusCore:
         already, self._closed = self._closed, True
         if self._gate is not None:
             self._gate.detach()
-        if self._link is not None and not already:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._link.shutdown()
+        try:
+            if self._link is not None and not already:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout):
+                        await self._link.shutdown()
+        finally:
+            for scheme in self._schemes.values():
+                await scheme._end_transport(timeout)
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-__all__ = ["resolve_model"]
+__all__ = ["has_model", "resolve_model"]
+
+logger = logging.getLogger("asyncsync")
 
 
 def resolve_model(context: Any, model_id: str | None) -> Any:
@@ -14,18 +17,43 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
     Raises:
         ValueError: it knows none.
     """
+    model, reason = _look(context, model_id)
+    if model is not None:
+        return model
+    kind = type(context).__name__
+    if not model_id:
+        raise ValueError(
+            f"{kind} cannot tell which model is meant: pass model_id (a name for its get_model(), or an attribute path)"
+        )
+    hint = "get_model() does not know it either" if hasattr(context, "get_model") else "it has no get_model()"
+    raise ValueError(f"{kind} has no model {model_id!r}: {reason}; {hint}") from reason
+
+
+def has_model(context: Any, model_id: str | None) -> bool:
+    """Whether a context knows a model under this name."""
+    return context is not None and _look(context, model_id)[0] is not None
+
+
+def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
+    """The model, or why there is none."""
     get_model = getattr(context, "get_model", None)
     if get_model is not None:
-        model = get_model(model_id)
-        if model is not None:
-            return model
+        try:
+            model = get_model(model_id)
+        except LookupError as error:
+            logger.debug("%s.get_model(%r) raised %r", type(context).__name__, model_id, error)
+        else:
+            if model is not None:
+                return model, None
+    if not model_id:
+        return None, None
     target = context
-    for name in (model_id or "").replace("[", ".[").split("."):
+    for name in model_id.replace("[", ".[").split("."):
         try:
             target = target[_index(name[1:-1])] if name.startswith("[") else getattr(target, name)
         except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{type(context).__name__} has no model {model_id!r}: {error}") from error
-    return target
+            return None, error
+    return target, None
 
 
 def _index(text: str) -> int | str:

@@ -170,6 +170,25 @@ class Overview:
                 return peer.refused[model_id, digest]
         return None
 
+    def _agreed(self, publication: Publication) -> bool:
+        """True if nothing else is pending, and everybody who is there has accepted these layouts and no others since:
+        then nobody need be asked or told. The rule in a training loop."""
+        if len(self.targets.pending) != 1 or self._gathering(publication):
+            return False
+        for peer in self.peers.values():
+            if peer.lost:
+                continue
+            for layout in publication.layouts:
+                model_id, digest = layout
+                if model_id in peer.hello.have and (
+                    layout not in peer.accepted
+                    or layout in peer.refused
+                    or peer.announced.get(model_id) != digest
+                    or not peer.ready
+                ):
+                    return False
+        return True
+
     def _unanswered(self, publication: Publication) -> set[int]:
         """The targeted workers that have not accepted these layouts."""
         gathering = self._gathering(publication)

@@ -157,6 +157,19 @@ class Peer:
         if self.transfer is not None and all(self.applied.get(m, 0) >= v for m, v in self.transfer.versions.items()):
             self.end_transfer()
 
+    def ahead(self, model_id: str) -> int:
+        """The version that the worker has applied or staged."""
+        applied = self.applied.get(model_id, 0)
+        return max(applied, self.staged[model_id]) if model_id in self.staged else applied
+
+    def undeliverable(self, descriptor: bytes, error: Exception) -> bool:
+        """A transport cannot bring the slab that this worker was told to fetch; False if it is not needed any more."""
+        if self.transfer is None or all(slab.descriptor != descriptor for _, slab in self.transfer.parts.values()):
+            return False
+        self.failed.update({model_id: (version, error) for model_id, version in self.transfer.versions.items()})
+        self.end_transfer()
+        return True
+
     def covers(self, versions: dict[str, int]) -> bool:
         """True if all of this is applied or staged."""
         return all(max(self.applied.get(m, 0), self.staged.get(m, 0)) >= v for m, v in versions.items())

@@ -84,6 +84,9 @@ class Publisher(Overview):
         """
         self.check_open()
         publication = self.targets.publish(parts, workers, now + self.settings.layout_patience)
+        if self._agreed(publication):
+            self._settle(publication)
+            return publication.version
         known = {w: self._objection(p, publication) for w, p in self.peers.items() if not p.lost}
         refusals = {w: error for w, error in known.items() if error is not None}
         if refusals:
@@ -116,6 +119,11 @@ class Publisher(Overview):
             raise Fenced(*self.fenced.args)
         if self.closed:
             raise ClosedError("the sender was shut down")
+
+    def whose(self, route: bytes) -> tuple[int, bytes] | None:
+        """The worker that is reached there, and its incarnation's nonce."""
+        peer = self._routes.get(route)
+        return None if peer is None else (peer.worker, peer.nonce)
 
     # -- what comes from the workers --------------------------------------------------------------------------------
 
@@ -334,6 +342,12 @@ class Publisher(Overview):
         elif not peer.local and now - peer.unreachable_since >= self.settings.retry_interval:
             self.lost(peer.worker, peer.nonce, "its connection is gone", now)
 
+    def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
+        """A transport could not hand a slab to this worker, which has been told to fetch it."""
+        peer = self.peers.get(worker)
+        if peer is not None and peer.nonce == nonce and peer.undeliverable(descriptor, error):
+            self._pump(peer)
+
     def clogged(self, route: bytes) -> None:
         """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
         if (peer := self._routes.get(route)) is not None:
@@ -413,19 +427,21 @@ class Publisher(Overview):
         if peer.transfer is not None or peer.lost or self.fenced is not None:
             return
         behind, blocked, fresh = {}, set(), False
-        for model_id in peer.models:
+        for model_id in peer.hello.have:
             target = self.targets.target(peer.worker, model_id)
-            if target is None or target.version <= max(peer.applied.get(model_id, 0), peer.staged.get(model_id, 0)):
+            if target is None or target.version <= peer.ahead(model_id):
                 continue
             if (model_id, target.slab.layout.digest) not in peer.accepted:
                 blocked.add(target.version)
                 continue
             behind[model_id] = target
             # What failed once is not sent again by itself, but goes along with whatever is new.
-            fresh = fresh or target.version > peer.failed.get(model_id, (0, None))[0]
+            fresh = fresh or model_id not in peer.failed or target.version > peer.failed[model_id][0]
+        if not fresh:
+            return
         # Models of one publication switch together or not at all.
         parts = {m: (t.version, t.slab) for m, t in behind.items() if t.version not in blocked}
-        if not parts or not fresh:
+        if not parts:
             return
         self._serial += 1
         self._started = True

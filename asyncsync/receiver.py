@@ -12,15 +12,17 @@ from typing import Any
 import zmq
 
 from asyncsync.binding import Binding
+from asyncsync.cascade import Cascade
 from asyncsync.endpoint import is_trustworthy
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.fetching import Fetches
 from asyncsync.gate import Gate
 from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.publisher import Settings
 from asyncsync.slab import Slab
 from asyncsync.staging import Staging
 from asyncsync.subscriber import Subscriber
-from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
 from asyncsync.wire import decode, encode
 
@@ -29,8 +31,8 @@ __all__ = ["Mark", "ReceiverLink"]
 logger = logging.getLogger("asyncsync")
 
 GATE_POLL = 0.05
-FETCH_DEADLINE = 60.0
 REQUEST_AGAIN = 1.0
+ENDING_SECONDS = 2.0
 
 Mark = tuple[tuple[int, int], int]
 """(epoch, version): where a receiver is in the sequence of updates."""
@@ -59,12 +61,12 @@ class ReceiverLink(Link):
         self._thread = threading.get_ident()
         self.manual: set[str] = set()
         self.wanted: list[str] = []
-        self.transports: dict[str, TransportBackend] = {}
+        self.cascade = Cascade()
         self.sender_lost = False
         self._offered: Staging | None = None
         self._inline: list[tuple[Staging, BaseException | None]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
-        self._fetches: set[asyncio.Task[None]] = set()
+        self._fetches = Fetches(self.subscriber, self._fetched)
         self._watch: ProcessWatch | None = None
         self._watched = 0
         socket = dealer(self.context)
@@ -80,9 +82,12 @@ class ReceiverLink(Link):
         self._raw = socket
         self._socket = LoopSocket(socket, self._receive, self.crash)
 
-    def register(self, model_id: str, binding: Binding, transport: TransportBackend, *, manual: bool) -> None:
-        """Take part in the updates of this model."""
-        self.transports[model_id] = transport
+    def register(
+        self, model_id: str, binding: Binding, transport: TransportCore, *, manual: bool, context: Any = None
+    ) -> None:
+        """Take part in the updates of this model, and pass them on to this context."""
+        self._fetches.transports[model_id] = transport
+        self.cascade.add(model_id, context)
         if manual:
             self.manual.add(model_id)
         self.subscriber.register(model_id, binding, self.loop.time())
@@ -139,21 +144,28 @@ class ReceiverLink(Link):
 
     def _flush(self, now: float) -> None:
         self._offer()
-        self._start_fetches()
+        self._fetches.start()
         outbox = self.subscriber.outbox
         if not self.subscriber.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
+        if not outbox:
+            return
         while outbox:
             instruction, payload = outbox.popleft()
-            self._socket.send([encode(instruction), *payload])
+            self._socket.send((encode(instruction), *payload))
+        self._socket.flushed()
+
+    def _fetched(self) -> None:
+        if not self.closed:
+            self.settle()
 
     # -- the gate ---------------------------------------------------------------------------------------------------
 
     def _offer(self) -> None:
         """Give the newest staging to the gate, unless one of its models is to wait for ``receive``."""
         staging = self.subscriber.staged
-        if staging is None or staging is self._offered or self.closed:
+        if staging is None or staging is self._offered or self.closed or self.cascade.task is not None:
             return
         if any(m in self.manual and m not in self.wanted for m in staging.parts):
             return
@@ -187,6 +199,20 @@ class ReceiverLink(Link):
     def _applied(self, staging: Staging, error: BaseException | None) -> None:
         if self._offered is staging:
             self._offered = None
+        if error is None and not staging.abandoned and self.cascade.concerns(staging.parts):
+            # No newer one goes through the gate until those below have this one, and it counts as applied.
+            slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
+            self.cascade.begin(slabs, lambda failure: self._passed_on(staging, failure))
+        else:
+            self._finished(staging, error)
+
+    def _passed_on(self, staging: Staging, failure: Exception | None) -> None:
+        with self.guard():
+            self._finished(staging, failure)
+            if not self.closed:
+                self.settle()
+
+    def _finished(self, staging: Staging, error: BaseException | None) -> None:
         now = self.loop.time()
         if error is None:
             self.subscriber.applied(staging, now)
@@ -208,33 +234,6 @@ class ReceiverLink(Link):
             return
         if self.gate.withdraw():
             self._offered = None
-
-    # -- transports with descriptors ----------------------------------------------------------------------------------
-
-    def _start_fetches(self) -> None:
-        while self.subscriber.fetches:
-            serial, index, part, slab = self.subscriber.fetches.popleft()
-            transport = self.transports[
-                part.model_id if part.model_id in self.transports else next(iter(self.transports))
-            ]
-            assert part.descriptor is not None
-            task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
-            self._fetches.add(task)
-            task.add_done_callback(self._fetches.discard)
-
-    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: TransportBackend) -> None:
-        failure: Exception | None = None
-        try:
-            async with asyncio.timeout(FETCH_DEADLINE):
-                await transport.fetch(descriptor, slab.memory, self.loop.time() + FETCH_DEADLINE)
-        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
-            failure = error
-        except asyncio.CancelledError:
-            slab.release()
-            raise
-        self.subscriber.fetched(serial, index, slab, failure, self.loop.time())
-        if not self.closed:
-            self.settle()
 
     # -- what schemes await -----------------------------------------------------------------------------------------
 
@@ -411,8 +410,9 @@ class ReceiverLink(Link):
         self.subscriber.bye("shutdown")
         self._flush(self.loop.time())
         self.closed = True
-        for task in self._fetches:
-            task.cancel()
+        ending = {*self._fetches, *([] if self.cascade.task is None else [self.cascade.task])}
+        self._fetches.cancel()
+        self.cascade.close()
         if self._gate_timer is not None:
             self._gate_timer.cancel()
         if self._watch is not None:
@@ -422,8 +422,9 @@ class ReceiverLink(Link):
         self._socket.close(LINGER_MS)
         self.conditions.notify()
         try:
-            if self._fetches:
-                await asyncio.wait(self._fetches)
+            if ending:
+                # A fetch ends at once, unless it is being written; a coroutine of the user's may take its time.
+                await asyncio.wait(ending, timeout=ENDING_SECONDS)
         finally:
             try:
                 await self._terminate()

@@ -10,7 +10,6 @@ rendezvous.
 
 from __future__ import annotations
 
-import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +25,24 @@ from asyncsync.bus import BusCore, Extract
 from asyncsync.context import resolve_model
 from asyncsync.errors import ClosedError
 from asyncsync.gate import Gate
-from asyncsync.layout import FlatWeights, flatten
 from asyncsync.link import check_timeout
+from asyncsync.receiver import ReceiverLink
 from asyncsync.slab import Slab
-from asyncsync.state import LOCAL, SchemeState, as_tensordict, by_worker
-from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
-from asyncsync.transports.base import TransportBackend
+from asyncsync.sources import Sources
+from asyncsync.state import LOCAL
+from asyncsync.strategy import WeightStrategy, resolve_strategy
+from asyncsync.transports.base import TransportCore
+from asyncsync.transports.making import make_receiver, make_sender
 from asyncsync.wire import MAX_NAME
 
 __all__ = ["SchemeCore"]
 
 
-class SchemeCore(SchemeState, ABC):
+class SchemeCore(Sources, ABC):
     """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
 
     _bus_class: ClassVar[type[BusCore]]
+    _is_blocking: ClassVar[bool]
 
     def __init__(
         self,
@@ -81,23 +83,13 @@ class SchemeCore(SchemeState, ABC):
     # -- hooks of a subclass ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def create_transport(self, **kwargs: Any) -> TransportBackend:
-        """The transport of this scheme; called by ``init_on_sender`` and ``init_on_receiver``, without
-        communication."""
+    def create_transport(self, **kwargs: Any) -> Any:
+        """The transport of this scheme: a :class:`TransportBackend` of either API. Without communication.
 
-    def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
-        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
-
-        Args:
-            weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
-            model_id: the model's name.
-            strategy: extracts.
-            context: resolves ``None`` and paths where no source was registered.
-
-        Returns:
-            TensorDict or dict; its leaves may alias the source.
+        ``init_on_sender`` calls it with ``worker_idx=0``. One that the bus can use serves all workers; of a blocking
+        transport of a user's own, every other worker gets one, too (of an elastic sender, when it is first served).
+        A receiver calls it with its own index, in ``init_on_receiver``, or in ``connect`` if that says which it is.
         """
-        return strategy.extract_weights(self._resolve_source(weights, model_id, context))
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the registered model now, whole or not at all.
@@ -130,7 +122,12 @@ class SchemeCore(SchemeState, ABC):
         twin._bus = self._bus._twin(twin_class._bus_class)
         if self._role is not None and self._pid == os.getpid():
             twin.__dict__.update({name: self.__dict__[name] for name in LOCAL})
-            twin._shared = twin.create_transport()
+            if self._role == "sender":
+                twin._shared = make_sender(twin, self._bus.num_workers)
+            elif self._worker_idx is not None:
+                twin._shared = make_receiver(twin, self._worker_idx)
+            if twin._bus._link is None:  # an earlier conversion of this scheme gives way
+                twin._bus._schemes.pop(self._topic, None)
             twin._bus._join(twin, self._role, self._topic)
         return twin
 
@@ -182,7 +179,7 @@ class SchemeCore(SchemeState, ABC):
         self._check_name(model_id)
         chosen = None if devices is None else [torch.device(d) for d in devices]
         self._check_fresh("sender")
-        transport = self.create_transport()
+        transport = make_sender(self, num_workers or self._bus.num_workers)
         self._bus._join(self, "sender", model_id or "", num_workers)
         self._reset()
         self._role, self._pid = "sender", os.getpid()
@@ -242,7 +239,7 @@ class SchemeCore(SchemeState, ABC):
             probe = Gate()
             probe.attach(model)
             probe.detach()
-        transport = self.create_transport()
+        transport = None if worker_idx is None else make_receiver(self, worker_idx)
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
         bus._join(self, "receiver", model_id)
         self._bus = bus
@@ -295,11 +292,13 @@ class SchemeCore(SchemeState, ABC):
         if self._worker_idx is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
         assert self._binding is not None
-        assert self._shared is not None
+        if self._shared is None:
+            self._shared = make_receiver(self, self._worker_idx)
         link = self._bus._open_receiver(self._worker_idx)
         if self._hooked:
             link.gate.attach(self._model)
-        link.register(self._topic, self._binding, self._shared, manual=self._manual)
+        link.register(self._topic, self._binding, self._shared, manual=self._manual, context=self._context)
+        self._shared.start(self._worker_idx)
         self._registered = True
 
     def _check_connect(self, weights: Any, worker_idx: int | None, timeout: float) -> None:
@@ -320,10 +319,13 @@ class SchemeCore(SchemeState, ABC):
     async def _connect_sender(self, initial: Extract | None, timeout: float) -> None:
         link = self._bus._open_sender()
         start = link.loop.time()
+        transport = self._transport()
+        transport.start(None)
+        await transport.ready(timeout)
         version = None
         if initial is not None:
             version = await link.publish(
-                lambda: {self._topic: initial()}, {self._topic: self._transport()}, None, serve=[self._topic]
+                lambda: {self._topic: initial()}, {self._topic: transport}, None, serve=[self._topic]
             )
         else:
             link.publisher.serve(self._topic, start)
@@ -335,7 +337,9 @@ class SchemeCore(SchemeState, ABC):
         self._register(worker_idx)
         link = self._bus._receiver()
         first = self._returned is None
+        start = link.loop.time()
         await link.connected(self._topic, timeout)
+        await self._transport().ready(max(0.0, start + timeout - link.loop.time()))
         if first:
             self._returned = link.mark(self._topic)
 
@@ -351,67 +355,11 @@ class SchemeCore(SchemeState, ABC):
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus._check_open(self._role)
 
-    def _transport(self) -> TransportBackend:
+    def _transport(self) -> TransportCore:
         assert self._shared is not None
         return self._shared
 
-    # -- weights ----------------------------------------------------------------------------------------------------
-
-    def _has_source(self) -> bool:
-        return (
-            self._model is not None
-            or self._weights is not None
-            or (self._context is not None and hasattr(self._context, "get_model"))
-        )
-
-    def _resolve_source(self, weights: Any, model_id: str | None, context: Any) -> Any:
-        if weights is None:
-            weights = self._model if self._model is not None else self._weights
-        if weights is None and context is not None:
-            weights = resolve_model(context, model_id)
-        if isinstance(weights, str):
-            weights = resolve_model(context, weights)
-        if weights is None:
-            raise ValueError(
-                "there are no weights to send: pass some, or register a model, weights or context with init_on_sender()"
-            )
-        return weights
-
-    async def _prepare(self, weights: Any) -> Any:
-        """A source that :meth:`_flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``."""
-        if weights is None and self._model is None and isinstance(self._weights, dict):
-            weights = self._weights
-        if by_worker(weights):
-            return {worker: await self._prepare_one(each) for worker, each in weights.items()}
-        return await self._prepare_one(weights)
-
-    async def _prepare_one(self, weights: Any) -> Any:
-        if type(self).prepare_weights is SchemeCore.prepare_weights:
-            return self._resolve_source(weights, self._model_id, self._context)
-        prepared = self.prepare_weights(weights, self._model_id, self.strategy, self._context)
-        if inspect.isawaitable(prepared):
-            prepared = await prepared
-        return flatten(prepared)
-
-    def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
-        if isinstance(source, dict) and by_worker(source):
-            count = self._bus.num_workers
-            wrong = [
-                w
-                for w in source
-                if w < 0 or (count is not None and w >= count) or (workers is not None and w not in workers)
-            ]
-            if wrong:
-                raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            return {worker: self._flat(each) for worker, each in source.items()}
-        if self._device_map_fn is not None:
-            chosen = range(self._bus.num_workers or 0) if workers is None else workers
-            weights = as_tensordict(self._flat(source))
-            return {worker: flatten(self._device_map_fn(worker, weights)) for worker in chosen}
-        return self._flat(source)
-
-    def _flat(self, source: Any) -> FlatWeights:
-        return source if isinstance(source, FlatWeights) else flat_weights(self.strategy, source)
+    # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _owned(self, slab: Slab) -> TensorDict:
         """A received slab's copy as the TensorDict that the caller owns."""
@@ -422,9 +370,14 @@ class SchemeCore(SchemeState, ABC):
                 weights = weights.to(device)
         return weights
 
-    async def _receive(self, timeout: float | None) -> TensorDict | None:
+    def _check_receive(self, timeout: float | None) -> None:
         check_timeout(timeout, or_none=True)
+        if timeout is not None and self._shared is not None and not self._shared.supports_timeout:
+            raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
         self._check_open()
+
+    async def _receive(self, timeout: float | None) -> TensorDict | None:
+        self._check_receive(timeout)
         link = self._bus._receiver()
         before = self._returned
         mark = await link.receive(self._topic, before, timeout, lambda: self._closed)
@@ -437,6 +390,14 @@ class SchemeCore(SchemeState, ABC):
             if self._returned == mark:  # no concurrent receive has returned a newer one meanwhile
                 self._returned = before  # not delivered: the next receive returns it
             raise
+        return weights
+
+    async def _current(self) -> TensorDict | None:
+        """A copy of what this receiver holds; None: nothing yet."""
+        link = self._bus._link
+        if not isinstance(link, ReceiverLink) or link.subscriber.held(self._topic) is None:
+            return None
+        weights: TensorDict = await link.copy(self._topic, self._owned)
         return weights
 
     async def _fetch(self, timeout: float) -> TensorDict:
@@ -458,12 +419,17 @@ class SchemeCore(SchemeState, ABC):
             return
         self._bus._check_loop()
         self._closed = True
-        if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
-            await self._bus._shutdown(timeout)
-        elif self._bus._link is not None:
-            self._bus._link.conditions.notify()
+        try:
+            if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
+                await self._bus._shutdown(timeout)
+            elif self._bus._link is not None:
+                self._bus._link.conditions.notify()
+        finally:
+            await self._end_transport(timeout)
+
+    async def _end_transport(self, timeout: float) -> None:
         if self._shared is not None:
-            self._shared.close()
+            await self._shared.end(timeout)
 
 
 def _agree(given: int | None, counted: int, what: str) -> int:

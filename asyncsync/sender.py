@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import zmq
@@ -17,9 +18,9 @@ from asyncsync.layout import FlatWeights, Layout
 from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.publisher import Publisher, Settings
 from asyncsync.slab import Slab, SlabPool, cuda_events, pack
-from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, router
-from asyncsync.wire import Bye, Hello, decode, encode
+from asyncsync.wire import Bye, Hello, Update, decode, encode
 
 __all__ = ["SenderLink"]
 
@@ -55,6 +56,7 @@ class SenderLink(Link):
         self.order = asyncio.Lock()
         self._layouts: dict[str, Layout] = {}
         self._watches: dict[bytes, ProcessWatch] = {}
+        self._served: dict[bytes, TransportCore] = {}  # by descriptor: those that act for each worker
         socket = router(self.context)
         try:
             socket.bind(endpoint)
@@ -117,13 +119,33 @@ class SenderLink(Link):
 
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
+        if not outbox:
+            return
         while outbox:
             route, instruction, payload = outbox.popleft()
-            outcome = self._socket.send([route, encode(instruction), *payload])
+            outcome = self._socket.send((route, encode(instruction), *payload))
             if outcome == zmq.EAGAIN:
                 self.publisher.clogged(route)
             elif outcome == zmq.EHOSTUNREACH:
                 self.publisher.unreachable(route, now)
+            elif self._served and isinstance(instruction, Update):
+                self._serve(route, instruction)
+        self._socket.flushed()
+
+    def _serve(self, route: bytes, update: Update) -> None:
+        """A worker is being told to fetch: the transport's turn, where that acts for each worker."""
+        whom = self.publisher.whose(route)
+        for part in update.parts:
+            transport = self._served.get(part.descriptor or b"")
+            if transport is not None and whom is not None:
+                assert part.descriptor is not None
+                transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
+
+    def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
+        with self.guard():
+            if not self.closed:
+                self.publisher.undeliverable(worker, nonce, descriptor, error)
+                self.settle()
 
     def _drained(self) -> None:
         # Called by pyzmq's collector thread.
@@ -137,7 +159,7 @@ class SenderLink(Link):
     async def publish(
         self,
         extract: Callable[[], Mapping[str, Source]],
-        transports: Mapping[str, TransportBackend],
+        transports: Mapping[str, TransportCore],
         workers: Iterable[int] | None,
         *,
         serve: Iterable[str] = (),
@@ -188,11 +210,17 @@ class SenderLink(Link):
         await self.run(lambda: pack(slab, flat, ready), layout.nbytes)
         return slab
 
-    async def _offer(self, transport: TransportBackend, slab: Slab, workers: Iterable[int] | None) -> None:
+    async def _offer(self, transport: TransportCore, slab: Slab, workers: Iterable[int] | None) -> None:
         descriptor = await transport.offer(slab, workers)
         if descriptor is not None:
             slab.descriptor = descriptor
-            slab.on_release = lambda: transport.retire(descriptor)
+            slab.on_release = partial(self._retire, transport, descriptor)
+            if type(transport).serve is not TransportCore.serve:
+                self._served[descriptor] = transport
+
+    def _retire(self, transport: TransportCore, descriptor: bytes) -> None:
+        self._served.pop(descriptor, None)
+        transport.retire(descriptor)
 
     async def connected(self, models: list[str], version: int | None, timeout: float, deadline: float) -> None:
         """Wait until the expected workers have these models and have applied what there is.

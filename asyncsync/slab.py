@@ -189,15 +189,19 @@ class SlabPool:
 
     def draining(self, nbytes: int) -> bool:
         """True if no spare fits, but a slab of this size is about to be given back."""
-        with self._locked():
+        if not self._draining and not self._came_back:
+            return False
+        self._settle()
+        with self._lock:
             fits = self._spare is not None and self._spare.buffer.numel() == nbytes
             return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         """A slab for this layout, with one reference; its content is undefined."""
-        with self._locked():
+        with self._lock:
             slab, self._spare = self._spare, None
             self._in_use += 1
+        self._settle()
         if slab is not None and slab.buffer.numel() == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab._reuse(layout)
         else:
@@ -205,38 +209,36 @@ class SlabPool:
             try:
                 slab = Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
             except BaseException:
-                with self._locked():
+                with self._lock:
                     self._in_use -= 1
                 raise
-        self.peak = max(self.peak, self.slabs)
+        if (count := self.slabs) > self.peak:
+            self.peak = count
         return slab
 
     def close(self) -> None:
         """Let go of the spare slab, and of every slab that comes back from now on."""
-        with self._locked():
+        with self._lock:
             self.on_idle = None
             self._closed = True
             self._spare = None
+        self._settle()
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._settle()
+    # Whoever takes the lock settles afterwards what came back meanwhile.
 
     def _exported(self, slab: Slab) -> None:
-        with self._locked():
+        with self._lock:
             slab.exports += 1
+        self._settle()
 
     def _released(self, slab: Slab) -> None:
-        with self._locked():
+        with self._lock:
             self._in_use -= 1
             if slab.exports:
                 self._draining.add(slab)
             else:
                 self._keep(slab)
+        self._settle()
 
     def _returned(self, slab: Slab) -> None:
         self._came_back.append(slab)

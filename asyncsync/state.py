@@ -5,7 +5,7 @@ Configuration travels with a pickled scheme; everything else belongs to one role
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from asyncsync.sender import SenderLink
 from asyncsync.slab import copy_flat
 from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy, flat_weights
-from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.base import TransportCore
+from asyncsync.transports.wrapped_receiver import WrappedReceiver
+from asyncsync.transports.wrapped_sender import WrappedSender
 
 __all__ = ["LOCAL", "SchemeState", "as_tensordict", "by_worker"]
 
@@ -45,7 +47,7 @@ class SchemeState:
         self._worker_idx: int | None = None
         self._binding: Binding | None = None
         self._manual = self._hooked = False
-        self._shared: TransportBackend | None = None
+        self._shared: TransportCore | None = None
         self._registered = False
         self._returned: Mark | None = None
         self._closed = False
@@ -109,24 +111,31 @@ class SchemeState:
         return None
 
     @property
-    def sender_transports(self) -> dict[int, TransportBackend]:
-        """``{worker_idx: transport}``; one object serves all. Empty on a receiver."""
+    def sender_transports(self) -> dict[int, Any]:
+        """``{worker_idx: transport}``; one object serves all, unless it is a blocking one of a user's own. Empty on a
+        receiver."""
         if self._role != "sender" or self._shared is None:
             return {}
         link = self._bus._link
+        workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
-            return dict.fromkeys(self._bus._look(link.publisher.expected), self._shared)
-        return dict.fromkeys(range(self._bus.num_workers or 0), self._shared)
+            workers = self._bus._look(link.publisher.expected)
+        if isinstance(self._shared, WrappedSender):
+            channels = self._shared.channels
+            return {worker: channels[worker] for worker in workers if worker in channels}
+        return dict.fromkeys(workers, self._shared)
 
     @property
-    def receiver_transport(self) -> TransportBackend | None:
-        """The receiver's transport; None on a sender."""
-        return self._shared if self._role == "receiver" else None
+    def receiver_transport(self) -> Any:
+        """The receiver's transport; None on a sender, and before ``connect`` where that says which worker this is."""
+        if self._role != "receiver":
+            return None
+        return self._shared.channel if isinstance(self._shared, WrappedReceiver) else self._shared
 
     @property
-    def shared_transport(self) -> TransportBackend | None:
-        """The transport that serves all workers; None on a receiver."""
-        return self._shared if self._role == "sender" else None
+    def shared_transport(self) -> Any:
+        """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
+        return None if self._role != "sender" or isinstance(self._shared, WrappedSender) else self._shared
 
     @property
     def version(self) -> int:

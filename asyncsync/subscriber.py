@@ -121,6 +121,8 @@ class Subscriber:
         if all(self.version(self._local(m)) >= v for m, v in told.items()):
             self._failure = None
         if staging.epoch == self.epoch:
+            if self.outbox and self.outbox[-1][0] == wire.Staged(staging.epoch, staging.serial):
+                self.outbox.pop()  # APPLIED says it all
             self._send(wire.Applied(staging.epoch, self._named(self._versions)))
 
     def failed(self, staging: Staging, error: BaseException, now: float) -> None:

@@ -38,8 +38,8 @@ from asyncsync.schemes.none import BlockingNoSync as _BlockingNoSync
 from asyncsync.schemes.zmq import ZMQCore as _ZMQCore
 from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy
-from asyncsync.transports.base import TransportBackend
-from asyncsync.transports.zmq import ZMQTransport
+from asyncsync.transports.blocking import TransportBackend
+from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
     "AckTimeout",

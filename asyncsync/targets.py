@@ -180,8 +180,8 @@ class Targets:
         if model is None:
             return None
         # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
-        own = model.own[worker].current if worker in model.own else None
-        return own or model.common.current
+        own = model.own.get(worker)
+        return model.common.current if own is None or own.current is None else own.current
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones."""
@@ -194,7 +194,7 @@ class Targets:
 
     def newest(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have once everything pending has been accepted."""
-        upcoming = self.upcoming(worker, model_id)
+        upcoming = self.upcoming(worker, model_id) if self.pending else None
         return upcoming[-1] if upcoming else self.target(worker, model_id)
 
     def rejection(self, worker: int, version: int) -> SchemaMismatch | None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["WorkThread", "finish"]
+__all__ = ["WorkThread", "as_exception", "finish"]
 
 T = TypeVar("T")
 
@@ -33,6 +33,15 @@ async def finish(future: asyncio.Future[T]) -> T:
             future.exception()  # retrieved: the cancellation is what the caller sees
         raise cancelled
     return future.result()
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What a user's code raised, as something that a future can carry and a caller can be told."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    shown = RuntimeError(repr(error))
+    shown.__cause__ = error
+    return shown
 
 
 class WorkThread:
@@ -76,6 +85,12 @@ class WorkThread:
         while (job := self._jobs.get()) is not None:
             job()
             del job
+
+    def abandon(self) -> None:
+        """End the thread after what was submitted, without waiting: it may be blocked for ever."""
+        if self._thread is not None:
+            self._thread = None
+            self._jobs.put(None)
 
     async def close(self) -> None:
         """End the thread after what was submitted; waits for it."""

@@ -12,7 +12,7 @@ from asyncsync import aio, blocking
 from asyncsync.bus import DEFAULT_TIMEOUT
 from asyncsync.scheme import SchemeCore
 from asyncsync.status import WorkerStatus
-from asyncsync.transports.zmq import ZMQTransport
+from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 __all__ = ["BlockingNoSync", "NoWeightSyncScheme"]
 
@@ -20,9 +20,9 @@ __all__ = ["BlockingNoSync", "NoWeightSyncScheme"]
 class NoSyncCore(SchemeCore):
     """The scheme without an API."""
 
-    def create_transport(self, **kwargs: Any) -> ZMQTransport:
-        """A transport that is never used."""
-        return ZMQTransport()
+    def create_transport(self, **kwargs: Any) -> ZMQTransport | BlockingZMQTransport:
+        """A transport that moves nothing, either."""
+        return BlockingZMQTransport() if self._is_blocking else ZMQTransport()
 
     def _join(self, worker_idx: int | None) -> None:
         self._check_open()

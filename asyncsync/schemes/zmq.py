@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncsync.aio import WeightSyncScheme
 from asyncsync.scheme import SchemeCore
-from asyncsync.transports.zmq import ZMQTransport
+from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 __all__ = ["ZMQCore", "ZMQWeightSyncScheme"]
 
@@ -14,9 +14,9 @@ __all__ = ["ZMQCore", "ZMQWeightSyncScheme"]
 class ZMQCore(SchemeCore):
     """The scheme without an API."""
 
-    def create_transport(self, **kwargs: Any) -> ZMQTransport:
-        """The bus's own transport; takes no configuration."""
-        return ZMQTransport()
+    def create_transport(self, **kwargs: Any) -> ZMQTransport | BlockingZMQTransport:
+        """The bus's own transport, of this scheme's API; takes no configuration."""
+        return BlockingZMQTransport() if self._is_blocking else ZMQTransport()
 
 
 class ZMQWeightSyncScheme(ZMQCore, WeightSyncScheme):

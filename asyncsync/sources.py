@@ -1,0 +1,89 @@
+"""Where the weights that a sender sends come from: an argument, the registered source, or a context."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from asyncsync.context import has_model, resolve_model
+from asyncsync.layout import FlatWeights, flatten
+from asyncsync.state import SchemeState, as_tensordict, by_worker
+from asyncsync.strategy import WeightStrategy, flat_weights
+
+__all__ = ["Sources"]
+
+
+class Sources(SchemeState):
+    """The half of a scheme that finds and prepares what is sent."""
+
+    def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
+        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
+
+        Args:
+            weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
+            model_id: the model's name.
+            strategy: extracts.
+            context: resolves ``None`` and paths where no source was registered.
+
+        Returns:
+            TensorDict or dict; its leaves may alias the source.
+        """
+        return strategy.extract_weights(self._resolve_source(weights, model_id, context))
+
+    def _has_source(self) -> bool:
+        if self._model is not None or self._weights is not None or hasattr(self._context, "get_model"):
+            return True
+        return has_model(self._context, self._model_id)
+
+    def _resolve_source(self, weights: Any, model_id: str | None, context: Any) -> Any:
+        if weights is None:
+            weights = self._model if self._model is not None else self._weights
+        if weights is None and context is not None:
+            weights = resolve_model(context, model_id)
+        if isinstance(weights, str):
+            if context is None:
+                raise ValueError(
+                    f"there is no model {weights!r}: a string is a path in the context, and init_on_sender() had none"
+                )
+            weights = resolve_model(context, weights)
+        if weights is None:
+            raise ValueError(
+                "there are no weights to send: pass some, or register a model, weights or context with init_on_sender()"
+            )
+        return weights
+
+    async def _prepare(self, weights: Any) -> Any:
+        """A source that :meth:`_flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``."""
+        if weights is None and self._model is None and isinstance(self._weights, dict):
+            weights = self._weights
+        if by_worker(weights):
+            return {worker: await self._prepare_one(each) for worker, each in weights.items()}
+        return await self._prepare_one(weights)
+
+    async def _prepare_one(self, weights: Any) -> Any:
+        if type(self).prepare_weights is Sources.prepare_weights:
+            return self._resolve_source(weights, self._model_id, self._context)
+        prepared = self.prepare_weights(weights, self._model_id, self.strategy, self._context)
+        if inspect.isawaitable(prepared):
+            prepared = await prepared
+        return flatten(prepared)
+
+    def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
+        if isinstance(source, dict) and by_worker(source):
+            count = self._bus.num_workers
+            wrong = [
+                w
+                for w in source
+                if w < 0 or (count is not None and w >= count) or (workers is not None and w not in workers)
+            ]
+            if wrong:
+                raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
+            return {worker: self._flat(each) for worker, each in source.items()}
+        if self._device_map_fn is not None:
+            chosen = range(self._bus.num_workers or 0) if workers is None else workers
+            weights = as_tensordict(self._flat(source))
+            return {worker: flatten(self._device_map_fn(worker, weights)) for worker in chosen}
+        return self._flat(source)
+
+    def _flat(self, source: Any) -> FlatWeights:
+        return source if isinstance(source, FlatWeights) else flat_weights(self.strategy, source)

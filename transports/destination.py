@@ -1,0 +1,134 @@
+"""Where received weights go besides being returned: a buffer of the caller's, a model of the caller's.
+
+Everything is checked before anything is changed: arguments when a :class:`Destination` is made, the fit when weights
+have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+
+from asyncsync.binding import Binding
+from asyncsync.errors import SchemaMismatch
+from asyncsync.layout import FlatWeights, Path, dotted, flatten
+from asyncsync.slab import copy_tensors
+
+if TYPE_CHECKING:
+    from asyncsync.scheme import SchemeCore
+    from asyncsync.strategy import WeightStrategy
+
+__all__ = ["Destination", "check_fit"]
+
+
+class Destination:
+    """A buffer, a model and a strategy, as the documented methods of a transport take them.
+
+    Args:
+        scheme: has a strategy, and perhaps the same model: then the bus updates that.
+        weights: TensorDict or dict of tensors, to be filled.
+        model: module, TensorDict or dict, to be updated.
+        strategy: how; a name or an object.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+
+    def __init__(self, scheme: SchemeCore, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
+        from asyncsync.strategy import resolve_strategy
+
+        if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
+            raise TypeError(
+                f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
+            )
+        self.scheme = scheme
+        self.weights = weights
+        self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
+        # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
+        # roll it back.
+        self.model = None if model is scheme.model else model
+
+    @staticmethod
+    def nbytes_of(weights: TensorDictBase) -> int:
+        return sum(tensor.nbytes for tensor in flatten(weights).tensors.values())
+
+    def take(self, received: TensorDictBase, before: Any) -> Any:
+        """Apply and fill in; returns what the documented method returns.
+
+        Args:
+            received: what the scheme has returned just now.
+            before: where the scheme was before: where it is again, if this raises.
+
+        Raises:
+            SchemaMismatch: the buffer or the model does not fit; neither was changed.
+        """
+        scheme, mark = self.scheme, self.scheme._returned
+        try:
+            return self._take(received)
+        except BaseException:
+            if scheme._returned == mark:
+                scheme._returned = before
+            raise
+
+    def _take(self, received: TensorDictBase) -> Any:
+        flat = flatten(received)
+        sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
+        buffer = None
+        if self.weights is not None:
+            buffer = {dotted(path): tensor for path, tensor in flatten(self.weights).tensors.items()}
+            check_fit(buffer, sent, "the buffer that was passed as weights=")
+        if self.model is not None:
+            self._apply(received, flat)
+        if buffer is None:
+            return received
+        with torch.no_grad():
+            copy_tensors([buffer[name] for name in sent], list(sent.values()))
+        for path, value in flat.values.items():
+            _set_value(self.weights, path, value)
+        return self.weights
+
+    def _apply(self, received: TensorDictBase, flat: FlatWeights) -> None:
+        from asyncsync.strategy import WeightStrategy
+
+        if type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
+            self.strategy.apply_weights(self.model, received)
+            return
+        prepared = Binding(self.model, self.strategy).prepare_flat(flat)
+        prepared.resolve()
+        prepared.apply()
+
+
+def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:
+    """Refuse tensors that are not those of an update; both by their dotted names.
+
+    Raises:
+        SchemaMismatch: keys, shapes or dtypes differ; says which.
+    """
+    problems = [f"{name!r} is missing" for name in sent.keys() - own.keys()]
+    problems += [f"{name!r} is not in the update" for name in own.keys() - sent.keys()]
+    for name, tensor in sent.items():
+        mine = own.get(name)
+        if mine is not None and (mine.shape != tensor.shape or mine.dtype != tensor.dtype):
+            problems.append(
+                f"{name!r} is {mine.dtype} {tuple(mine.shape)}, the update's {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise SchemaMismatch(f"{what} does not fit: {'; '.join(sorted(problems)[:5])}{more}")
+
+
+def _set_value(weights: Any, path: Path, value: Any) -> None:
+    """Extra state, which is no tensor, takes its place in the caller's buffer."""
+    if isinstance(weights, TensorDictBase):
+        weights.set(path, NonTensorData(value))
+        return
+    node = weights
+    for name in path[:-1]:
+        if not isinstance(node.get(name), MutableMapping):
+            weights[dotted(path)] = value  # a state dict has dotted names
+            return
+        node = node[name]
+    node[path[-1]] = value
