@@ -49,7 +49,7 @@ Path = tuple[str, ...]
 ALIGNMENT = 64
 # torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier: on
 # cores that are busy (with the workers, say) that takes a hundred times as long. Two cores copy no faster than one.
-LARGE_BYTES = 32 << 10
+LARGE_NUMEL = 32 << 10
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20
 MAX_VALUE_BYTES = 1 << 20
@@ -202,6 +202,11 @@ class Entry:
     offset: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.nbytes
+
 
 class Layout:
     """The packing table of one schema.
@@ -327,8 +332,8 @@ class Layout:
                     and len(before.shape) == len(entry.shape) > 0
                     and before.shape[1:] == entry.shape[1:]
                     and before.offset + before.nbytes == entry.offset
-                    and 0 < entry.nbytes < LARGE_BYTES
-                    and 0 < before.nbytes < LARGE_BYTES
+                    and 0 < entry.nbytes < LARGE_NUMEL
+                    and 0 < before.nbytes < LARGE_NUMEL
                 ):
                     runs[-1] = (start, i + 1)
                     continue

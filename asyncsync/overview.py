@@ -56,6 +56,18 @@ class Overview:
             self._judge(worker, version, self._models_of(worker, models), result)
         return result
 
+    def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
+        """True while somebody may still come to hold this version; the short form of :meth:`progress`."""
+        for worker in workers:
+            peer = self.peers.get(worker)
+            if peer is not None and models is not None:
+                applied = peer.applied
+                if all(applied.get(m, 0) >= version for m in models):
+                    continue
+            if self.progress(version, (worker,), models).waiting:
+                return True
+        return False
+
     def _judge(self, worker: int, version: int, models: list[str], result: Progress) -> None:
         peer = self.peers.get(worker)
         newest = {m: self.targets.newest(worker, m) for m in models}
@@ -169,6 +181,25 @@ class Overview:
             if not in_use and (model_id, digest) in peer.refused:
                 return peer.refused[model_id, digest]
         return None
+
+    def _agreed(self, publication: Publication) -> bool:
+        """True if nothing else is pending, and everybody who is there has accepted these layouts and no others since:
+        then nobody need be asked or told. The rule in a training loop."""
+        if len(self.targets.pending) != 1 or self._gathering(publication):
+            return False
+        for peer in self.peers.values():
+            if peer.lost:
+                continue
+            for layout in publication.layouts:
+                model_id, digest = layout
+                if model_id in peer.hello.have and (
+                    layout not in peer.accepted
+                    or layout in peer.refused
+                    or peer.announced.get(model_id) != digest
+                    or not peer.ready
+                ):
+                    return False
+        return True
 
     def _unanswered(self, publication: Publication) -> set[int]:
         """The targeted workers that have not accepted these layouts."""

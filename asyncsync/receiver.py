@@ -144,9 +144,12 @@ class ReceiverLink(Link):
         if not self.subscriber.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
+        if not outbox:
+            return
         while outbox:
             instruction, payload = outbox.popleft()
-            self._socket.send([encode(instruction), *payload])
+            self._socket.send((encode(instruction), *payload))
+        self._socket.flushed()
 
     # -- the gate ---------------------------------------------------------------------------------------------------
 

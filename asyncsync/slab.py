@@ -28,11 +28,22 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from asyncsync.layout import ALIGNMENT, LARGE_BYTES, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+from asyncsync.layout import ALIGNMENT, LARGE_NUMEL, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+PROGRESS_BYTES = 4 << 20
 
-__all__ = ["Slab", "SlabPool", "clone", "copy_flat", "copy_tensors", "cuda_events", "normal_tensors", "pack"]
+__all__ = [
+    "Slab",
+    "SlabPool",
+    "clone",
+    "copy_flat",
+    "copy_tensors",
+    "cuda_events",
+    "normal_tensors",
+    "pack",
+    "pack_slab_values",
+]
 
 
 @contextmanager
@@ -51,6 +62,7 @@ class Slab:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         on_release: called when the last reference is released.
+        packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
     """
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
@@ -62,8 +74,10 @@ class Slab:
         self.memory = memoryview(buffer.numpy().data)
         self.references = 1
         self.exports = 0
+        self.packed = layout.nbytes
         self._pool = pool
         self._views: list[torch.Tensor] | None = None
+        self._contents: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +137,12 @@ class Slab:
             weakref.finalize(piece, self._pool._returned, self).atexit = False
         return piece
 
+    def contents(self) -> bytes:
+        """All bytes, copied once however often they are asked for: for small slabs, which ride in instructions."""
+        if self._contents is None:
+            self._contents = bytes(self.memory)
+        return self._contents
+
     def _reuse(self, layout: Layout) -> None:
         """Start again, as a slab of another layout of the same size."""
         if layout is not self.layout and layout.digest != self.layout.digest:
@@ -130,6 +150,8 @@ class Slab:
         self.layout = layout
         self.references = 1
         self.values = b""
+        self.packed = layout.nbytes
+        self._contents = None
 
 
 def _views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -189,15 +211,19 @@ class SlabPool:
 
     def draining(self, nbytes: int) -> bool:
         """True if no spare fits, but a slab of this size is about to be given back."""
-        with self._locked():
+        if not self._draining and not self._came_back:
+            return False
+        self._settle()
+        with self._lock:
             fits = self._spare is not None and self._spare.buffer.numel() == nbytes
             return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         """A slab for this layout, with one reference; its content is undefined."""
-        with self._locked():
+        with self._lock:
             slab, self._spare = self._spare, None
             self._in_use += 1
+        self._settle()
         if slab is not None and slab.buffer.numel() == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab._reuse(layout)
         else:
@@ -205,38 +231,36 @@ class SlabPool:
             try:
                 slab = Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
             except BaseException:
-                with self._locked():
+                with self._lock:
                     self._in_use -= 1
                 raise
-        self.peak = max(self.peak, self.slabs)
+        if (count := self.slabs) > self.peak:
+            self.peak = count
         return slab
 
     def close(self) -> None:
         """Let go of the spare slab, and of every slab that comes back from now on."""
-        with self._locked():
+        with self._lock:
             self.on_idle = None
             self._closed = True
             self._spare = None
+        self._settle()
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._settle()
+    # Whoever takes the lock settles afterwards what came back meanwhile.
 
     def _exported(self, slab: Slab) -> None:
-        with self._locked():
+        with self._lock:
             slab.exports += 1
+        self._settle()
 
     def _released(self, slab: Slab) -> None:
-        with self._locked():
+        with self._lock:
             self._in_use -= 1
             if slab.exports:
                 self._draining.add(slab)
             else:
                 self._keep(slab)
+        self._settle()
 
     def _returned(self, slab: Slab) -> None:
         self._came_back.append(slab)
@@ -288,7 +312,7 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
     # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
     with torch.inference_mode():
-        large = [i for i, d in enumerate(destinations) if d.nbytes >= LARGE_BYTES and _copy_bytes(d, sources[i])]
+        large = [i for i, d in enumerate(destinations) if d.numel() >= LARGE_NUMEL and _copy_bytes(d, sources[i])]
         if large:
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
             done = set(large)
@@ -327,16 +351,24 @@ def _copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Te
     return destination, source
 
 
-def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None = None) -> None:
+def pack(
+    slab: Slab,
+    flat: FlatWeights,
+    ready: Mapping[torch.device, Any] | None = None,
+    progress: Callable[[], None] | None = None,
+) -> None:
     """Copy the weights into the slab. When this returns, the sources may change.
 
     Args:
         slab: a slab of ``Layout.of(flat)``.
         flat: the sources, on any device.
         ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
+        progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
+            slab's ``values`` must be there already, as they go out first.
     """
     layout = slab.layout
-    slab.values = pack_values([flat.values[p] for p in layout.value_paths], "the values") if layout.value_paths else b""
+    if progress is None:
+        pack_slab_values(slab, flat)
     tensors = [flat.tensors[e.path] for e in layout.entries]
     if ready is not None:
         _pack_cuda(slab, tensors, ready)
@@ -345,6 +377,7 @@ def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None
     on_cpu = False not in [t.is_cpu for t in tensors]
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
+    begun = 0
     with torch.inference_mode():
         for start, stop in layout.runs:
             if stop - start > 1 and on_cpu:
@@ -352,8 +385,24 @@ def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None
             else:
                 destinations += views[start:stop]
                 sources += tensors[start:stop]
+            if progress is not None and (end := layout.entries[stop - 1].end) - begun >= PROGRESS_BYTES:
+                copy_tensors(destinations, sources)
+                destinations, sources, begun = [], [], end
+                slab.packed = end
+                progress()
     if destinations:
         copy_tensors(destinations, sources)
+    slab.packed = layout.nbytes
+
+
+def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
+    """Encode what is no tensor (extra state).
+
+    Raises:
+        TypeError, LimitExceeded: msgpack cannot carry a value.
+    """
+    paths = slab.layout.value_paths
+    slab.values = pack_values([flat.values[p] for p in paths], "the values") if paths else b""
 
 
 def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
@@ -380,6 +429,8 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
 
 def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
     """An event per CUDA device of the sources, recorded on the caller's current stream; None without CUDA sources."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
     devices = {t.device for t in flat.tensors.values() if t.is_cuda}
     events = {}
     for device in devices:

@@ -76,6 +76,14 @@ class _Slot:
                 target.slab.release()
                 return
 
+    def take_back(self, version: int) -> None:
+        for target in (*self.pending, *([] if self.current is None else [self.current])):
+            if target.version == version:
+                target.slab.release()
+        self.pending = [t for t in self.pending if t.version != version]
+        if self.current is not None and self.current.version == version:
+            self.current = None
+
     def drop(self, below: float = math.inf) -> None:
         """Let go of everything older than this version."""
         if self.current is not None and self.current.version < below:
@@ -174,14 +182,22 @@ class Targets:
                 slot.reject(publication)
             model.forget_empty()
 
+    def abandon(self, version: int) -> None:
+        """Take back a version, wherever it stands."""
+        self.pending.pop(version, None)
+        for model in self.models.values():
+            for slot in (model.common, *model.own.values()):
+                slot.take_back(version)
+            model.forget_empty()
+
     def target(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have now."""
         model = self.models.get(model_id)
         if model is None:
             return None
         # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
-        own = model.own[worker].current if worker in model.own else None
-        return own or model.common.current
+        own = model.own.get(worker)
+        return model.common.current if own is None or own.current is None else own.current
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones."""
@@ -194,7 +210,7 @@ class Targets:
 
     def newest(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have once everything pending has been accepted."""
-        upcoming = self.upcoming(worker, model_id)
+        upcoming = self.upcoming(worker, model_id) if self.pending else None
         return upcoming[-1] if upcoming else self.target(worker, model_id)
 
     def rejection(self, worker: int, version: int) -> SchemaMismatch | None:

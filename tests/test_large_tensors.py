@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync.layout import LARGE_BYTES, Layout, flatten
+from asyncsync.layout import LARGE_NUMEL, Layout, flatten
 from asyncsync.slab import SlabPool, clone, copy_tensors, pack
 
-COUNT = LARGE_BYTES  # elements: at least so many bytes in every dtype
+COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype
 
 
 def whole(dtype: torch.dtype) -> torch.Tensor:

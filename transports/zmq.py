@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+from zmq.backend import Socket as Backend
 
 from asyncsync.transports.base import TransportBackend
 from asyncsync.wire import MAX_FRAME
@@ -24,6 +25,11 @@ DRAIN_SECONDS = 0.004
 HIGH_WATER_MARK = 1000
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 60_000
+# pyzmq's own layer: a small message costs a third of what it does through zmq.Socket, with its enums and options.
+_get: Callable[[Any, int], Any] = Backend.get
+_recv, _send = Backend.recv, Backend.send
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -84,6 +90,7 @@ class LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._descriptor: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._scheduled: asyncio.Handle | None = None
+        self._draining = False
         self._closed = False
         self._loop.add_reader(self._descriptor, self._drain)
         self._schedule()
@@ -96,46 +103,55 @@ class LoopSocket:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        stop = time.perf_counter() + DRAIN_SECONDS
-        while not self._closed:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            except zmq.ZMQError as error:
-                self._crash(error)
-                return
-            try:
+        socket = self._socket
+        stop = 0.0
+        self._draining = True
+        try:
+            # Asked for its events, a socket does not let go of the GIL, as it does for each receiving and sending.
+            while not self._closed and _get(socket, _EVENTS) & _POLLIN:
+                now = time.perf_counter()
+                if not stop:
+                    stop = now + DRAIN_SECONDS
+                elif now > stop:
+                    self._schedule()
+                    return
+                frame = _recv(socket, _NOBLOCK, False)
+                frames = [frame]
+                while frame.more:
+                    frame = _recv(socket, _NOBLOCK, False)
+                    frames.append(frame)
                 self._receive(frames)
-            except Exception as error:
-                self._crash(error)
-                return
-            del frames
-            if time.perf_counter() > stop:
-                self._schedule()
-                return
+                del frame, frames
+        except zmq.Again:
+            pass  # the events spoke of a message that is not whole yet
+        except Exception as error:
+            self._crash(error)
+        finally:
+            self._draining = False
 
     def send(self, frames: Sequence[Any]) -> int:
-        """Send without waiting; large frames are not copied.
+        """Send without waiting, to be followed by :meth:`flushed`; views of large memory are not copied.
 
         Returns:
             0, or ``zmq.EAGAIN`` (the queue is full, or nobody is connected), or ``zmq.EHOSTUNREACH`` (no such peer).
         """
+        socket = self._socket
+        last = len(frames) - 1
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            for i, frame in enumerate(frames):
+                _send(socket, frame, _NOBLOCK if i == last else _MORE, type(frame) is bytes)
         except zmq.Again:
             return zmq.EAGAIN
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return zmq.EHOSTUNREACH
-        finally:
-            # Sending consumes the edge that would have told of an incoming message.
-            if not self._closed:
-                events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
-                if events & zmq.POLLIN:
-                    self._schedule()
         return 0
+
+    def flushed(self) -> None:
+        """Sending consumes the edge that would have told of an incoming message: look for one."""
+        if not self._draining and not self._closed and _get(self._socket, _EVENTS) & _POLLIN:
+            self._schedule()
 
     def close(self, linger_ms: int = 0) -> None:
         """Stop watching and close; what is queued may still leave for ``linger_ms``. Idempotent."""
