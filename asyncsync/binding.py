@@ -16,7 +16,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import FlatWeights, Layout, dotted, nest, unpack_values
+from asyncsync.layout import FlatWeights, Layout, dotted, have_shapes, nest, unpack_values
 from asyncsync.places import Places, Plan, Specs
 from asyncsync.slab import Slab, clone, copy_tensors, normal_tensors
 
@@ -64,7 +64,7 @@ class Prepared:
             plan = self._plan = self._plan_again()
         try:
             found = [owner[key] for owner, key in plan.places]
-            fits = [t.shape for t in found] == plan.shapes and [t.dtype for t in found] == plan.dtypes
+            fits = have_shapes(found, plan.shapes) and [t.dtype for t in found] == plan.dtypes
         except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
             fits = False
         if not fits:

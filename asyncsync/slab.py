@@ -312,7 +312,12 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
     # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
     with torch.inference_mode():
-        large = [i for i, d in enumerate(destinations) if d.numel() >= LARGE_NUMEL and _copy_bytes(d, sources[i])]
+        sizes = list(map(torch.Tensor.numel, destinations))
+        large = (
+            [i for i, size in enumerate(sizes) if size >= LARGE_NUMEL and _copy_bytes(destinations[i], sources[i])]
+            if max(sizes, default=0) >= LARGE_NUMEL
+            else []
+        )
         if large:
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
             done = set(large)
