@@ -310,6 +310,11 @@ class Gate:
         # A thread that is inside already, by another task of its loop, would block the task that it waits for.
         return thread == self._loop_thread or any(entry.thread == thread for entry in self._entries.values())
 
+    @property
+    def nested(self) -> bool:
+        """Whether the caller is inside one of this gate's readers."""
+        return self._nested()
+
     def _nested(self) -> bool:
         token = _current.get()
         while token is not None and token.gate is not self:
