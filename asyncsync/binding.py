@@ -15,10 +15,11 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
+from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
 from asyncsync.layout import FlatWeights, Layout, dotted, have_shapes, nest, unpack_values
 from asyncsync.places import Places, Plan, Specs
-from asyncsync.slab import Slab, clone, copy_tensors, normal_tensors
+from asyncsync.slab import Slab, clone
 
 if TYPE_CHECKING:
     from asyncsync.strategy import WeightStrategy

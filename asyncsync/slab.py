@@ -19,18 +19,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import nn
 
-from asyncsync.layout import ALIGNMENT, LARGE_NUMEL, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+from asyncsync.copying import copy_tensors, copyable, normal_tensors
+from asyncsync.layout import ALIGNMENT, FlatWeights, Layout, Path, nest, pack_values, unpack_values
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 PROGRESS_BYTES = 4 << 20
 
 __all__ = [
@@ -38,19 +35,10 @@ __all__ = [
     "SlabPool",
     "clone",
     "copy_flat",
-    "copy_tensors",
     "cuda_events",
-    "normal_tensors",
     "pack",
     "pack_slab_values",
 ]
-
-
-@contextmanager
-def normal_tensors() -> Iterator[None]:
-    """What is created in here has no history and is no inference tensor, whatever mode the caller's task is in."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class Slab:
@@ -305,57 +293,6 @@ def copy_flat(flat: FlatWeights) -> FlatWeights:
     return FlatWeights({path: copies[id(tensor)] for path, tensor in flat.tensors.items()}, dict(flat.values))
 
 
-def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """``destination.copy_(source)`` for every pair, quickly; dtypes without a copy kernel go as bytes."""
-    if not RAW.isdisjoint([d.dtype for d in destinations]):
-        pairs = [_copyable(d, s) for d, s in zip(destinations, sources, strict=True)]
-        destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
-    # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
-    with torch.inference_mode():
-        sizes = list(map(torch.Tensor.numel, destinations))
-        large = (
-            [i for i, size in enumerate(sizes) if size >= LARGE_NUMEL and _copy_bytes(destinations[i], sources[i])]
-            if max(sizes, default=0) >= LARGE_NUMEL
-            else []
-        )
-        if large:
-            torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
-            done = set(large)
-            sources = [s for i, s in enumerate(sources) if i not in done]
-            destinations = [d for i, d in enumerate(destinations) if i not in done]
-        if destinations:
-            torch._foreach_copy_(destinations, sources)
-
-
-def _copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy on this thread alone; False if the two are not simply the same bytes."""
-    simple = (
-        destination.is_cpu
-        and source.is_cpu
-        and destination.dtype is source.dtype
-        and destination.shape == source.shape
-        and destination.is_contiguous()
-        and source.is_contiguous()
-        and destination.is_neg() is source.is_neg()
-        and destination.is_conj() is source.is_conj()
-        and type(destination) in _PLAIN
-        and type(source) in _PLAIN
-    )
-    if simple:
-        np.copyto(_as_bytes(destination), _as_bytes(source))  # releases the GIL
-    return simple
-
-
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
-
-
-def _copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if destination.dtype in RAW:
-        return destination.view(torch.uint8), source.view(torch.uint8)
-    return destination, source
-
-
 def pack(
     slab: Slab,
     flat: FlatWeights,
@@ -421,7 +358,7 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
                 with torch.cuda.stream(stream):
                     for view, tensor in zip(slab.views, tensors, strict=True):
                         if tensor.device == device:
-                            destination, source = _copyable(view, tensor)
+                            destination, source = copyable(view, tensor)
                             destination.copy_(source, non_blocking=pinned)
             others = [(v, t) for v, t in zip(slab.views, tensors, strict=True) if t.device not in streams]
             if others:
