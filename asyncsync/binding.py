@@ -15,10 +15,11 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
+from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import FlatWeights, Layout, dotted, nest, unpack_values
+from asyncsync.layout import FlatWeights, Layout, dotted, have_shapes, nest, unpack_values
 from asyncsync.places import Places, Plan, Specs
-from asyncsync.slab import Slab, clone, copy_tensors, normal_tensors
+from asyncsync.slab import Slab, clone
 
 if TYPE_CHECKING:
     from asyncsync.strategy import WeightStrategy
@@ -64,7 +65,7 @@ class Prepared:
             plan = self._plan = self._plan_again()
         try:
             found = [owner[key] for owner, key in plan.places]
-            fits = [t.shape for t in found] == plan.shapes and [t.dtype for t in found] == plan.dtypes
+            fits = have_shapes(found, plan.shapes) and [t.dtype for t in found] == plan.dtypes
         except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
             fits = False
         if not fits:

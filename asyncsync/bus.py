@@ -181,6 +181,9 @@ class BusCore:
     # -- links ------------------------------------------------------------------------------------------------------
 
     def _sender(self) -> SenderLink:
+        link = self._link
+        if type(link) is SenderLink and not self._closed and link.pid == os.getpid():
+            return link
         self._check_open("sender")
         if not isinstance(self._link, SenderLink):
             raise NotConnected("this sender is not connected; call connect() first")

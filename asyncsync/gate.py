@@ -200,14 +200,15 @@ class Gate:
     def poll(self) -> None:
         """Clear entries that were left behind and apply the pending update if nobody reads."""
         if self._update is not None or self._applying is not None:
-            self._sweep()
+            if self._entries or self._applying is not None:
+                self._sweep()
             self._apply()
 
     def _apply(self) -> None:
         """Apply the pending update, and those that are offered meanwhile, if there is nobody inside."""
         frame = sys._getframe()
         try:
-            while self._apply_one(frame):
+            while self._update is not None and self._apply_one(frame):
                 pass
         finally:
             # It refers to itself by this name, and to our callers with all they hold.
@@ -308,6 +309,11 @@ class Gate:
     def _may_join(self, thread: int) -> bool:
         # A thread that is inside already, by another task of its loop, would block the task that it waits for.
         return thread == self._loop_thread or any(entry.thread == thread for entry in self._entries.values())
+
+    @property
+    def nested(self) -> bool:
+        """Whether the caller is inside one of this gate's readers."""
+        return self._nested()
 
     def _nested(self) -> bool:
         token = _current.get()

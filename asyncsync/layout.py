@@ -19,7 +19,8 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import attrgetter, eq
 from typing import Any
 
 import msgpack
@@ -39,6 +40,7 @@ __all__ = [
     "Path",
     "dotted",
     "flatten",
+    "have_shapes",
     "nest",
     "pack_values",
     "unpack_values",
@@ -49,7 +51,7 @@ Path = tuple[str, ...]
 ALIGNMENT = 64
 # torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier: on
 # cores that are busy (with the workers, say) that takes a hundred times as long. Two cores copy no faster than one.
-LARGE_BYTES = 32 << 10
+LARGE_NUMEL = 32 << 10
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20
 MAX_VALUE_BYTES = 1 << 20
@@ -141,16 +143,35 @@ def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights
 
 
 def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
+    tensors = flat.tensors
     for key, value in weights.items():
         if not isinstance(key, str):
             raise TypeError(f"weights must have string keys; {key!r} is a {type(key).__name__}")
-        path = (*prefix, *key.split("."))
-        if isinstance(value, TensorDictBase):
+        path = (*prefix, *_split(key)) if prefix else _split(key)
+        if isinstance(value, torch.Tensor):
+            if path in tensors or path in flat.values:
+                raise ValueError(_collision(dotted(path)))
+            tensors[path] = value
+        elif isinstance(value, TensorDictBase):
             _flatten_tensordict(value, path, flat)
         elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
             _flatten_mapping(value, path, flat)
         else:
             _put(flat, path, value)
+
+
+_shape_of = attrgetter("shape")
+
+
+def have_shapes(tensors: Iterable[torch.Tensor], shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether these are the tensors' shapes, of as many tensors."""
+    # One at a time: a list of a thousand torch.Sizes would set off the garbage collector at every update.
+    return all(map(eq, map(_shape_of, tensors), shapes))
+
+
+@lru_cache(1 << 16)
+def _split(name: str) -> Path:
+    return tuple(name.split("."))
 
 
 def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
@@ -201,6 +222,11 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.nbytes
 
 
 class Layout:
@@ -284,14 +310,12 @@ class Layout:
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
             return False
         tensors = flat.tensors
-        pointers = []
+        paths, shapes, dtypes, filled = self._columns
         try:
-            for entry in self.entries:
-                tensor = tensors[entry.path]
-                if tensor.shape != entry.shape or tensor.dtype is not entry.dtype:
-                    return False
-                if entry.nbytes:
-                    pointers.append(tensor.data_ptr())
+            found = [tensors[path] for path in paths]
+            if [t.dtype for t in found] != dtypes or not have_shapes(found, shapes):
+                return False
+            pointers = [found[i].data_ptr() for i in filled] if filled is not None else [t.data_ptr() for t in found]
             if 0 in pointers:  # no memory: meta, distributed
                 return False
             if len(set(pointers)) != len(pointers):
@@ -303,6 +327,18 @@ class Layout:
             return all(_identity(tensors[p]) == _identity(tensors[entries[i].path]) for p, i in self.aliases.items())
         except (KeyError, RuntimeError):  # a key is gone, or torch knows no shape or memory of such a tensor
             return False
+
+    @cached_property
+    def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int] | None]:
+        """The entries by column, and which of them have any bytes (None: all)."""
+        entries = self.entries
+        filled = [i for i, e in enumerate(entries) if e.nbytes]
+        return (
+            [e.path for e in entries],
+            [e.shape for e in entries],
+            [e.dtype for e in entries],
+            None if len(filled) == len(entries) else filled,
+        )
 
     @property
     def paths(self) -> list[Path]:
@@ -327,8 +363,8 @@ class Layout:
                     and len(before.shape) == len(entry.shape) > 0
                     and before.shape[1:] == entry.shape[1:]
                     and before.offset + before.nbytes == entry.offset
-                    and 0 < entry.nbytes < LARGE_BYTES
-                    and 0 < before.nbytes < LARGE_BYTES
+                    and 0 < entry.nbytes < LARGE_NUMEL
+                    and 0 < before.nbytes < LARGE_NUMEL
                 ):
                     runs[-1] = (start, i + 1)
                     continue

@@ -63,38 +63,40 @@ class Conditions:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[bool], Callable[[], bool]] = {}
 
     def notify(self) -> None:
-        """The state may have changed: every waiter looks again."""
-        if self._waiters:
-            waiters, self._waiters = self._waiters, set()
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        """The state may have changed: look for every waiter, and wake those whose predicate holds."""
+        if not self._waiters:
+            return
+        for waiter, predicate in list(self._waiters.items()):
+            if not waiter.done():
+                try:
+                    if predicate():
+                        waiter.set_result(True)
+                except Exception as error:  # the waiter's own affair
+                    waiter.set_exception(error)
 
     async def until(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first."""
-        deadline = None if timeout is None else self._loop.time() + timeout
-        while not predicate():
-            remaining = None if deadline is None else deadline - self._loop.time()
-            if remaining is not None and remaining <= 0:
-                return False
-            waiter = self._loop.create_future()
-            timer = None if remaining is None else self._loop.call_later(remaining, _wake, waiter)
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
-                if timer is not None:
-                    timer.cancel()
-        return True
+        if predicate():
+            return True
+        if timeout is not None and timeout <= 0:
+            return False
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        timer = None if timeout is None else self._loop.call_later(timeout, _expire, waiter)
+        self._waiters[waiter] = predicate
+        try:
+            return await waiter
+        finally:
+            del self._waiters[waiter]
+            if timer is not None:
+                timer.cancel()
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
+def _expire(waiter: asyncio.Future[bool]) -> None:
     if not waiter.done():
-        waiter.set_result(None)
+        waiter.set_result(False)
 
 
 class ProcessWatch:
@@ -214,7 +216,8 @@ class Link(ABC):
             raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
         if self.closed:
             raise ClosedError("this scheme or bus was shut down")
-        self.check_loop()
+        if asyncio.get_running_loop() is not self.loop:
+            self.check_loop()
         if self.failure is not None:
             raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
 

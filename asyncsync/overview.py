@@ -56,6 +56,18 @@ class Overview:
             self._judge(worker, version, self._models_of(worker, models), result)
         return result
 
+    def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
+        """True while somebody may still come to hold this version; the short form of :meth:`progress`."""
+        for worker in workers:
+            peer = self.peers.get(worker)
+            if peer is not None and models is not None:
+                applied = peer.applied
+                if all(applied.get(m, 0) >= version for m in models):
+                    continue
+            if self.progress(version, (worker,), models).waiting:
+                return True
+        return False
+
     def _judge(self, worker: int, version: int, models: list[str], result: Progress) -> None:
         peer = self.peers.get(worker)
         newest = {m: self.targets.newest(worker, m) for m in models}

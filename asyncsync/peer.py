@@ -12,22 +12,58 @@ from asyncsync.settings import Settings
 from asyncsync.slab import Slab
 from asyncsync.wire import Buffer, Chunk, Epoch, Hello, Part, Update
 
-__all__ = ["Peer", "Transfer"]
+__all__ = ["Announcement", "Parts", "Peer", "Transfer"]
 
 KEPT_REFUSALS = 64
 
 
-class Transfer:
-    """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent."""
+Parts = dict[str, tuple[int, Slab]]
+"""What an update brings: version and slab of each model."""
 
-    def __init__(self, serial: int, parts: dict[str, tuple[int, Slab]], after_ping: int) -> None:
+
+class Announcement:
+    """An UPDATE and its payload frames, the same for all workers that are to have the same parts."""
+
+    def __init__(self, serial: int, parts: Parts, epoch: Epoch, *, eager_bytes: int, checksum: bool) -> None:
         self.serial = serial
-        self.parts = {model_id: (version, slab.retain()) for model_id, (version, slab) in parts.items()}
+        self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
+        eager = sum(slab.streamed for _, slab in parts.values()) <= eager_bytes
+        told, values, payload = [], [], []
+        for model_id, (version, slab) in parts.items():
+            crc = None
+            values.append(slab.values)
+            if eager:
+                piece = slab.contents() if slab.streamed else b""
+                payload.append(piece)
+                crc = zlib.crc32(piece) if checksum else None
+            told.append(Part(model_id, version, slab.layout.digest, slab.nbytes, crc, slab.descriptor))
+        self.update = Update(epoch, serial, eager, tuple(told))
+        self.payload: list[Buffer] = [*values, *payload]
+        self.nbytes = sum(map(len, self.payload))
+
+    def says(self, parts: Parts) -> bool:
+        """True for the very same versions and slabs."""
+        return self.key == [(m, version, id(slab)) for m, (version, slab) in parts.items()]
+
+
+class Transfer:
+    """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
+
+    Attributes:
+        granted: how many of the parts' bytes, laid end to end, the worker has given credit for.
+    """
+
+    def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
+        self.serial = announcement.serial
+        self.parts = parts
+        for _, slab in parts.values():
+            slab.retain()
         self.after_ping = after_ping
         self.restart = 0
-        self.sent = 0
-        self._ends = list(accumulate(slab.streamed for _, slab in self.parts.values()))
+        self.granted = 0
+        self._ends = list(accumulate(slab.streamed for _, slab in parts.values()))
         self.total = self._ends[-1]
+        self.sent = self.total if announcement.update.eager else 0
 
     @property
     def versions(self) -> dict[str, int]:
@@ -38,33 +74,18 @@ class Transfer:
             slab.release()
         self.parts = {}
 
-    def update(self, epoch: Epoch, *, eager_bytes: int, checksum: bool) -> tuple[Update, list[Buffer]]:
-        """The instruction that announces this transfer, with its payload frames."""
-        eager = self.total <= eager_bytes
-        parts, values, payload = [], [], []
-        for model_id, (version, slab) in self.parts.items():
-            crc = None
-            values.append(slab.values)
-            if eager:
-                piece = slab.export(0, slab.streamed)
-                payload.append(piece)
-                crc = zlib.crc32(piece) if checksum else None
-            parts.append(Part(model_id, version, slab.layout.digest, slab.nbytes, crc, slab.descriptor))
-        if eager:
-            self.sent = self.total
-        return Update(epoch, self.serial, eager, tuple(parts)), [*values, *payload]
-
-    def chunks(
-        self, epoch: Epoch, upto: int, *, chunk_bytes: int, checksum: bool
-    ) -> Iterator[tuple[Chunk, memoryview]]:
-        """The next pieces, as far as the worker's credit reaches."""
+    def chunks(self, epoch: Epoch, *, chunk_bytes: int, checksum: bool) -> Iterator[tuple[Chunk, memoryview]]:
+        """The next pieces, as far as the worker's credit reaches and the slabs are packed."""
+        if self.sent >= self.granted:
+            return
         slabs = [slab for _, slab in self.parts.values()]
-        upto = min(upto, self.total)
         for i, (slab, end) in enumerate(zip(slabs, self._ends, strict=True)):
             begin = end - slab.streamed
-            while self.sent < min(end, upto):
+            while self.sent < min(end, self.granted):
                 start = self.sent - begin
-                stop = min(start + chunk_bytes, slab.nbytes, upto - begin)
+                stop = min(start + chunk_bytes, slab.nbytes, self.granted - begin)
+                if stop > slab.packed:
+                    return
                 piece = slab.export(start, stop)
                 self.sent = begin + stop
                 yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
@@ -76,6 +97,7 @@ class Peer:
 
     Attributes:
         route: where the transport reaches it at present.
+        serial: of the last UPDATE that it was sent.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
     """
@@ -103,6 +125,7 @@ class Peer:
     pong_seq: int = 0
     last_ping: float = 0.0
     bytes_sent: int = 0
+    serial: int = 0
 
     @property
     def models(self) -> set[str]:

@@ -16,9 +16,9 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from asyncsync.copying import normal_tensors
 from asyncsync.errors import SchemaMismatch
 from asyncsync.layout import EXTRA_STATE
-from asyncsync.slab import normal_tensors
 
 __all__ = ["Place", "Places", "Plan", "Specs"]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.overview import Overview, Progress
-from asyncsync.peer import Peer, Transfer
+from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab
 from asyncsync.targets import Publication, Targets
@@ -61,6 +61,7 @@ class Publisher(Overview):
         self._routes: dict[bytes, Peer] = {}
         self._superseded: dict[bytes, None] = {}
         self._serial = 0
+        self._said: Announcement | None = None
         self._started = False
 
     # -- what the trainer does ------------------------------------------------------------------------------------
@@ -79,6 +80,8 @@ class Publisher(Overview):
     def publish(self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, now: float) -> int:
         """Make these slabs the targets; returns the version. The caller keeps its own references.
 
+        A large slab may still be being packed: then :meth:`packed` follows, or :meth:`abandon`.
+
         Raises:
             Fenced, ClosedError: this trainer may not publish any more.
         """
@@ -96,6 +99,19 @@ class Publisher(Overview):
             self._announce(peer)
         self._settle(publication)
         return publication.version
+
+    def packed(self) -> None:
+        """More of a slab that was published while it is being packed is there."""
+        for peer in self.peers.values():
+            if peer.transfer is not None:
+                self._stream(peer, peer.transfer)
+
+    def abandon(self, version: int) -> None:
+        """A slab of this version will never be complete: nobody gets it, and its model has no target until the next."""
+        self.targets.abandon(version)
+        for peer in self.peers.values():
+            if peer.transfer is not None and version in peer.transfer.versions.values():
+                peer.end_transfer()
 
     def assemble(self, model_id: str) -> None:
         """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
@@ -198,6 +214,7 @@ class Publisher(Overview):
         if hello.epoch[0] >= wire.MAX_START:
             raise ProtocolError(f"worker {hello.worker} claims an epoch that none can follow")
         self.epoch = (hello.epoch[0] + 1, self.epoch[1])
+        self._said = None
         for peer in self.peers.values():
             if not peer.lost:
                 peer.reconnect(peer.hello, peer.route, {}, peer.last_seen)
@@ -250,10 +267,12 @@ class Publisher(Overview):
         if fetch.restart > transfer.restart:
             transfer.restart = fetch.restart
             transfer.sent = min(fetch.start, transfer.total)
+        transfer.granted = min(fetch.upto, transfer.total)
+        self._stream(peer, transfer)
+
+    def _stream(self, peer: Peer, transfer: Transfer) -> None:
         settings = self.settings
-        for chunk, piece in transfer.chunks(
-            self.epoch, fetch.upto, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum
-        ):
+        for chunk, piece in transfer.chunks(self.epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum):
             peer.bytes_sent += len(piece)
             self._send(peer.route, chunk, [piece])
 
@@ -443,14 +462,21 @@ class Publisher(Overview):
         parts = {m: (t.version, t.slab) for m, t in behind.items() if t.version not in blocked}
         if not parts:
             return
-        self._serial += 1
-        self._started = True
-        transfer = peer.transfer = Transfer(self._serial, parts, peer.ping_seq)
-        update, payload = transfer.update(
-            self.epoch, eager_bytes=self.settings.eager_bytes, checksum=self.settings.checksum
-        )
-        peer.bytes_sent += sum(len(frame) for frame in payload)
-        self._send(peer.route, update, payload)
+        said = self._said
+        if said is None or said.serial <= peer.serial or not said.says(parts):
+            self._serial += 1
+            self._started = True
+            said = self._said = Announcement(
+                self._serial,
+                parts,
+                self.epoch,
+                eager_bytes=self.settings.eager_bytes,
+                checksum=self.settings.checksum,
+            )
+        peer.transfer = Transfer(said, parts, peer.ping_seq)
+        peer.serial = said.serial
+        peer.bytes_sent += said.nbytes
+        self._send(peer.route, said.update, said.payload)
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {

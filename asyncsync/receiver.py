@@ -288,6 +288,8 @@ class ReceiverLink(Link):
             return "the sender has not answered yet"
         if model_id not in subscriber.served:
             return f"the sender serves {sorted(subscriber.served)}, not {model_id!r}; use one model_id on both sides"
+        if self.gate.pending:
+            return f"an update waits at the gate for {self.gate.readers} reader(s) to leave (a hold() or a forward)"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     def _ending(self) -> WeightSyncError:
@@ -313,6 +315,11 @@ class ReceiverLink(Link):
         self.wanted.append(model_id)
         try:
             self.settle()
+            if timeout is None and self.gate.nested and not (newer() or subscriber.ended is not None or left()):
+                raise RuntimeError(
+                    "receive() without a timeout would wait for itself inside a hold() of its own, which keeps updates "
+                    "out: leave the hold first, or give a timeout"
+                )
             found = await self.wait(lambda: newer() or subscriber.ended is not None or left(), timeout)
         finally:
             self.wanted.remove(model_id)

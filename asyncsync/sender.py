@@ -8,16 +8,18 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import zmq
 
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.layout import FlatWeights, Layout
-from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
+from asyncsync.link import INLINE_BYTES, LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.publisher import Publisher, Settings
-from asyncsync.slab import Slab, SlabPool, cuda_events, pack
+from asyncsync.slab import Slab, SlabPool, cuda_events, pack, pack_slab_values
+from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, router
 from asyncsync.wire import Bye, Hello, Update, decode, encode
@@ -30,6 +32,17 @@ logger = logging.getLogger("asyncsync")
 DRAIN_PATIENCE = 0.05
 
 Source = FlatWeights | Mapping[int, FlatWeights]
+
+
+class _Job(NamedTuple):
+    """What has to be packed, and where."""
+
+    slab: Slab
+    flat: FlatWeights
+    ready: Mapping[torch.device, Any] | None
+
+    def pack(self, progress: Callable[[], None] | None = None) -> None:
+        pack(self.slab, self.flat, self.ready, progress)
 
 
 class SenderLink(Link):
@@ -121,9 +134,12 @@ class SenderLink(Link):
         outbox = self.publisher.outbox
         if not outbox:
             return
+        last, header = None, b""
         while outbox:
             route, instruction, payload = outbox.popleft()
-            outcome = self._socket.send((route, encode(instruction), *payload))
+            if instruction is not last:  # all workers are told the same, mostly
+                last, header = instruction, encode(instruction)
+            outcome = self._socket.send((route, header, *payload))
             if outcome == zmq.EAGAIN:
                 self.publisher.clogged(route)
             elif outcome == zmq.EHOSTUNREACH:
@@ -172,33 +188,88 @@ class SenderLink(Link):
             self.check()
             self.publisher.check_open()
             sources = extract()
-            slabs: list[Slab] = []
+            jobs: list[_Job] = []
             try:
                 parts: dict[str, Slab | dict[int, Slab]] = {}
                 for model_id, source in sources.items():
                     if isinstance(source, FlatWeights):
-                        parts[model_id] = await self._pack(model_id, source, slabs)
+                        parts[model_id] = await self._acquire(model_id, source, jobs)
                     else:
-                        parts[model_id] = {w: await self._pack(model_id, flat, slabs) for w, flat in source.items()}
+                        parts[model_id] = {w: await self._acquire(model_id, f, jobs) for w, f in source.items()}
+                large = sum(job.slab.nbytes for job in jobs) > INLINE_BYTES
+                if large and self._can_overlap(jobs, [transports[m] for m in parts]):
+                    return await self._publish_packing(parts, workers, serve, jobs)
+                for job in jobs:
+                    await self.run(job.pack, job.slab.nbytes)
                 for model_id, part in parts.items():
                     for whom, slab in (
                         [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]
                     ):
                         await self._offer(transports[model_id], slab, whom)
                 self.check()
-                now = self.loop.time()
-                for model_id in serve:
-                    # Announced by publish, together with its weights: a worker must not take it for a model without
-                    # any.
-                    self.publisher.targets.add_model(model_id)
-                version = self.publisher.publish(parts, workers, now)
+                version = self._announce(parts, workers, serve)
             finally:
-                for slab in slabs:
-                    slab.release()
+                for job in jobs:
+                    job.slab.release()
             self.settle()
             return version
 
-    async def _pack(self, model_id: str, flat: FlatWeights, slabs: list[Slab]) -> Slab:
+    def _announce(
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        serve: Iterable[str],
+    ) -> int:
+        for model_id in serve:
+            # Announced by publish, together with its weights: a worker must not take it for a model without any.
+            self.publisher.targets.add_model(model_id)
+        return self.publisher.publish(parts, workers, self.loop.time())
+
+    def _can_overlap(self, jobs: list[_Job], transports: list[TransportCore]) -> bool:
+        """Whether chunks may go out while the rest is still being packed."""
+        return all(type(t).offer is TransportCore.offer for t in transports) and not any(j.ready for j in jobs)
+
+    async def _publish_packing(
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        serve: Iterable[str],
+        jobs: list[_Job],
+    ) -> int:
+        """Announce first, and send what is packed while the rest is: the copy costs no time of its own then."""
+        for job in jobs:
+            pack_slab_values(job.slab, job.flat)
+            job.slab.packed = 0
+        version = self._announce(parts, workers, serve)
+        self.settle()
+
+        def pack_all() -> None:
+            for job in jobs:
+                job.pack(self._progress)
+            self._progress()
+
+        try:
+            await finish(self.thread.submit(pack_all))
+        finally:
+            if any(job.slab.packed < job.slab.nbytes for job in jobs) and not self.closed:
+                self.publisher.abandon(version)
+        self.check()
+        return version
+
+    def _progress(self) -> None:
+        """Called by the thread that packs."""
+        try:
+            self.loop.call_soon_threadsafe(self._packed)
+        except RuntimeError:
+            pass  # the loop is closed: nobody sends
+
+    def _packed(self) -> None:
+        if not self.closed:
+            with self.guard():
+                self.publisher.packed()
+                self.settle()
+
+    async def _acquire(self, model_id: str, flat: FlatWeights, jobs: list[_Job]) -> Slab:
         layout = self._layouts.get(model_id)
         if layout is None or not layout.describes(flat):
             layout = self._layouts[model_id] = Layout.of(flat)
@@ -206,8 +277,7 @@ class SenderLink(Link):
             await self.wait(lambda: not self.pool.draining(layout.nbytes), DRAIN_PATIENCE)
         ready = cuda_events(flat)
         slab = self.pool.acquire(layout, pinned=ready is not None)
-        slabs.append(slab)
-        await self.run(lambda: pack(slab, flat, ready), layout.nbytes)
+        jobs.append(_Job(slab, flat, ready))
         return slab
 
     async def _offer(self, transport: TransportCore, slab: Slab, workers: Iterable[int] | None) -> None:
@@ -305,7 +375,7 @@ class SenderLink(Link):
 
         def done() -> bool:
             publisher.check_open()
-            return not publisher.progress(version, chosen, models).waiting
+            return not publisher.outstanding(version, chosen, models)
 
         await self.wait(done, timeout)
         progress = publisher.progress(version, chosen, models)

@@ -32,8 +32,8 @@ class Settings:
     """
 
     eager_bytes: int = 64 << 10
-    chunk_bytes: int = 2 << 20
-    window_bytes: int = 16 << 20
+    chunk_bytes: int = 4 << 20
+    window_bytes: int = 32 << 20
     ping_interval: float = 1.0
     slow_after: float = 3.0
     retry_interval: float = 5.0

@@ -19,27 +19,26 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import nn
 
-from asyncsync.layout import ALIGNMENT, LARGE_BYTES, RAW, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+from asyncsync.copying import copy_tensors, copyable, normal_tensors
+from asyncsync.layout import ALIGNMENT, FlatWeights, Layout, Path, nest, pack_values, unpack_values
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+PROGRESS_BYTES = 4 << 20
 
-__all__ = ["Slab", "SlabPool", "clone", "copy_flat", "copy_tensors", "cuda_events", "normal_tensors", "pack"]
-
-
-@contextmanager
-def normal_tensors() -> Iterator[None]:
-    """What is created in here has no history and is no inference tensor, whatever mode the caller's task is in."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+__all__ = [
+    "Slab",
+    "SlabPool",
+    "clone",
+    "copy_flat",
+    "cuda_events",
+    "pack",
+    "pack_slab_values",
+]
 
 
 class Slab:
@@ -51,6 +50,7 @@ class Slab:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         on_release: called when the last reference is released.
+        packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
     """
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
@@ -62,8 +62,10 @@ class Slab:
         self.memory = memoryview(buffer.numpy().data)
         self.references = 1
         self.exports = 0
+        self.packed = layout.nbytes
         self._pool = pool
         self._views: list[torch.Tensor] | None = None
+        self._contents: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +125,12 @@ class Slab:
             weakref.finalize(piece, self._pool._returned, self).atexit = False
         return piece
 
+    def contents(self) -> bytes:
+        """All bytes, copied once however often they are asked for: for small slabs, which ride in instructions."""
+        if self._contents is None:
+            self._contents = bytes(self.memory)
+        return self._contents
+
     def _reuse(self, layout: Layout) -> None:
         """Start again, as a slab of another layout of the same size."""
         if layout is not self.layout and layout.digest != self.layout.digest:
@@ -130,6 +138,8 @@ class Slab:
         self.layout = layout
         self.references = 1
         self.values = b""
+        self.packed = layout.nbytes
+        self._contents = None
 
 
 def _views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -283,62 +293,24 @@ def copy_flat(flat: FlatWeights) -> FlatWeights:
     return FlatWeights({path: copies[id(tensor)] for path, tensor in flat.tensors.items()}, dict(flat.values))
 
 
-def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """``destination.copy_(source)`` for every pair, quickly; dtypes without a copy kernel go as bytes."""
-    if not RAW.isdisjoint([d.dtype for d in destinations]):
-        pairs = [_copyable(d, s) for d, s in zip(destinations, sources, strict=True)]
-        destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
-    # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
-    with torch.inference_mode():
-        large = [i for i, d in enumerate(destinations) if d.nbytes >= LARGE_BYTES and _copy_bytes(d, sources[i])]
-        if large:
-            torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
-            done = set(large)
-            sources = [s for i, s in enumerate(sources) if i not in done]
-            destinations = [d for i, d in enumerate(destinations) if i not in done]
-        if destinations:
-            torch._foreach_copy_(destinations, sources)
-
-
-def _copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy on this thread alone; False if the two are not simply the same bytes."""
-    simple = (
-        destination.is_cpu
-        and source.is_cpu
-        and destination.dtype is source.dtype
-        and destination.shape == source.shape
-        and destination.is_contiguous()
-        and source.is_contiguous()
-        and destination.is_neg() is source.is_neg()
-        and destination.is_conj() is source.is_conj()
-        and type(destination) in _PLAIN
-        and type(source) in _PLAIN
-    )
-    if simple:
-        np.copyto(_as_bytes(destination), _as_bytes(source))  # releases the GIL
-    return simple
-
-
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
-
-
-def _copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if destination.dtype in RAW:
-        return destination.view(torch.uint8), source.view(torch.uint8)
-    return destination, source
-
-
-def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None = None) -> None:
+def pack(
+    slab: Slab,
+    flat: FlatWeights,
+    ready: Mapping[torch.device, Any] | None = None,
+    progress: Callable[[], None] | None = None,
+) -> None:
     """Copy the weights into the slab. When this returns, the sources may change.
 
     Args:
         slab: a slab of ``Layout.of(flat)``.
         flat: the sources, on any device.
         ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
+        progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
+            slab's ``values`` must be there already, as they go out first.
     """
     layout = slab.layout
-    slab.values = pack_values([flat.values[p] for p in layout.value_paths], "the values") if layout.value_paths else b""
+    if progress is None:
+        pack_slab_values(slab, flat)
     tensors = [flat.tensors[e.path] for e in layout.entries]
     if ready is not None:
         _pack_cuda(slab, tensors, ready)
@@ -347,6 +319,7 @@ def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None
     on_cpu = False not in [t.is_cpu for t in tensors]
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
+    begun = 0
     with torch.inference_mode():
         for start, stop in layout.runs:
             if stop - start > 1 and on_cpu:
@@ -354,8 +327,24 @@ def pack(slab: Slab, flat: FlatWeights, ready: Mapping[torch.device, Any] | None
             else:
                 destinations += views[start:stop]
                 sources += tensors[start:stop]
+            if progress is not None and (end := layout.entries[stop - 1].end) - begun >= PROGRESS_BYTES:
+                copy_tensors(destinations, sources)
+                destinations, sources, begun = [], [], end
+                slab.packed = end
+                progress()
     if destinations:
         copy_tensors(destinations, sources)
+    slab.packed = layout.nbytes
+
+
+def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
+    """Encode what is no tensor (extra state).
+
+    Raises:
+        TypeError, LimitExceeded: msgpack cannot carry a value.
+    """
+    paths = slab.layout.value_paths
+    slab.values = pack_values([flat.values[p] for p in paths], "the values") if paths else b""
 
 
 def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
@@ -369,7 +358,7 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
                 with torch.cuda.stream(stream):
                     for view, tensor in zip(slab.views, tensors, strict=True):
                         if tensor.device == device:
-                            destination, source = _copyable(view, tensor)
+                            destination, source = copyable(view, tensor)
                             destination.copy_(source, non_blocking=pinned)
             others = [(v, t) for v, t in zip(slab.views, tensors, strict=True) if t.device not in streams]
             if others:
@@ -382,6 +371,8 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
 
 def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
     """An event per CUDA device of the sources, recorded on the caller's current stream; None without CUDA sources."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
     devices = {t.device for t in flat.tensors.values() if t.is_cuda}
     events = {}
     for device in devices:

@@ -84,6 +84,37 @@ class Coverage:
         return self._stops[0] if self._starts and self._starts[0] == 0 else 0
 
 
+def fill_eagerly(
+    parts: Sequence[Part], layouts: Sequence[Layout], payload: Sequence[Buffer], pool: SlabPool
+) -> list[Slab]:
+    """The slabs of an update that has brought all its bytes: a frame of values per part, then a frame of bytes each.
+
+    Raises:
+        ProtocolError: too many values, or a wrong checksum. No slab is kept.
+    """
+    slabs: list[Slab] = []
+    count = len(parts)
+    try:
+        for i, part in enumerate(parts):
+            values, data = payload[i], payload[count + i]
+            if len(values) > MAX_VALUE_BYTES:
+                raise _too_many_values(len(values))
+            if part.crc is not None and zlib.crc32(data) != part.crc:
+                raise ProtocolError(f"the bytes of part {i} have a wrong checksum")
+            slabs.append(slab := pool.acquire(layouts[i]))
+            slab.values = bytes(values)
+            slab.memory[:] = data
+    except BaseException:
+        for slab in slabs:
+            slab.release()
+        raise
+    return slabs
+
+
+def _too_many_values(nbytes: int) -> ProtocolError:
+    return ProtocolError(f"{nbytes} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+
+
 class Incoming:
     """An announced update whose bytes are arriving.
 
@@ -100,13 +131,12 @@ class Incoming:
         self.parts: tuple[Part, ...] = update.parts
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
-                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+                raise _too_many_values(len(frame))
         self.slabs: list[Slab] = []
         try:
             for layout, frame in zip(layouts, values, strict=True):
-                slab = pool.acquire(layout)
+                self.slabs.append(slab := pool.acquire(layout))
                 slab.values = bytes(frame)
-                self.slabs.append(slab)
         except BaseException:
             self.release()
             raise
@@ -153,15 +183,6 @@ class Incoming:
             return False
         self.slabs[part].memory[offset : offset + len(data)] = data
         return True
-
-    def fill(self, payload: Sequence[Buffer]) -> None:
-        """Write the parts of an eager update; where one is wrong, let go of all."""
-        try:
-            for i, (part, frame) in enumerate(zip(self.parts, payload, strict=True)):
-                self.write(i, 0, frame, part.crc)
-        except BaseException:
-            self.release()
-            raise
 
     def write_chunk(self, chunk: Chunk, data: Buffer) -> bool:
         return self.write(chunk.part, chunk.offset, data, chunk.crc)

@@ -5,6 +5,7 @@ Configuration travels with a pickled scheme; everything else belongs to one role
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,10 +14,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.binding import Binding
 from asyncsync.bus import BusCore
+from asyncsync.errors import WeightSyncError
 from asyncsync.layout import FlatWeights, nest
 from asyncsync.receiver import Mark, ReceiverLink
 from asyncsync.sender import SenderLink
-from asyncsync.slab import copy_flat
+from asyncsync.slab import Slab, copy_flat
 from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.base import TransportCore
@@ -107,7 +109,7 @@ class SchemeState:
             return None if held is None else held[2].copy().weights()
         if isinstance(link, SenderLink):
             target = link.publisher.targets.newest(-1, self._topic)
-            return None if target is None else target.slab.copy().weights()
+            return None if target is None else _packed(target.slab).copy().weights()
         return None
 
     @property
@@ -164,6 +166,16 @@ LOCAL = {
     "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
     "_hooked", "_shared", "_registered", "_returned", "_closed",
 }  # fmt: skip
+
+
+def _packed(slab: Slab) -> Slab:
+    """Wait for the thread that packs this slab: it needs nobody's help, and milliseconds."""
+    deadline = time.monotonic() + 10.0
+    while slab.packed < slab.nbytes:
+        if time.monotonic() > deadline:
+            raise WeightSyncError("the weights are still being packed after 10 s")
+        time.sleep(0.0005)
+    return slab
 
 
 def by_worker(weights: Any) -> bool:

@@ -24,7 +24,7 @@ from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, S
 from asyncsync.layout import Layout
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab, SlabPool
-from asyncsync.staging import Incoming, KnownLayouts, StagedPart, Staging, failure
+from asyncsync.staging import Incoming, KnownLayouts, StagedPart, Staging, failure, fill_eagerly
 from asyncsync.wire import Buffer, Epoch, Instruction
 
 __all__ = ["Subscriber"]
@@ -121,7 +121,7 @@ class Subscriber:
         if all(self.version(self._local(m)) >= v for m, v in told.items()):
             self._failure = None
         if staging.epoch == self.epoch:
-            if self.outbox and self.outbox[-1][0] == wire.Staged(staging.epoch, staging.serial):
+            if self.outbox and type(said := self.outbox[-1][0]) is wire.Staged and said.serial == staging.serial:
                 self.outbox.pop()  # APPLIED says it all
             self._send(wire.Applied(staging.epoch, self._named(self._versions)))
 
@@ -278,27 +278,36 @@ class Subscriber:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
         count = len(update.parts)
+        versions = {self._local(p.model_id): p.version for p in update.parts}
         try:
+            if update.eager and all(p.descriptor is None for p in update.parts):
+                slabs = fill_eagerly(update.parts, layouts, payload, self.pool)
+                self._drop_incoming()
+                self._serial = update.serial
+                self._aim(versions)
+                self.bytes_received += sum([p.nbytes for p in update.parts])
+                self._stage(update.serial, versions, slabs)
+                return
             incoming = Incoming(update, layouts, payload[:count], self.pool, now)
         except (MemoryError, RuntimeError) as error:  # torch reports exhausted memory as a RuntimeError
             self._serial = update.serial
-            self._fail(update.serial, {self._local(p.model_id): p.version for p in update.parts}, error)
+            self._fail(update.serial, versions, error)
             return
-        if update.eager:
-            incoming.fill(payload[count:])
-            self.bytes_received += incoming.total
         self._drop_incoming()
         self._serial = update.serial
         self._incoming = incoming
-        for part in update.parts:
-            model_id = self._local(part.model_id)
-            self.targets[model_id] = max(self.targets.get(model_id, 0), part.version)
+        self._aim(versions)
         for index in sorted(incoming.fetching):
             self.fetches.append((update.serial, index, update.parts[index], incoming.slabs[index].retain()))
         if incoming.complete:
-            self._stage()
+            self._complete()
         elif incoming.coverage.covered < incoming.total:
             self._grant(incoming)
+
+    def _aim(self, versions: Mapping[str, int]) -> None:
+        for model_id, version in versions.items():
+            if version > self.targets.get(model_id, 0):
+                self.targets[model_id] = version
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
         """A transport has brought one part of :attr:`fetches` (or failed to), and lets go of its slab."""
@@ -316,7 +325,7 @@ class Subscriber:
         incoming.fetching.discard(index)
         incoming.last_progress = now
         if incoming.complete:
-            self._stage()
+            self._complete()
 
     def _on_chunk(self, chunk: wire.Chunk, data: Buffer, now: float) -> None:
         incoming = self._incoming
@@ -327,7 +336,7 @@ class Subscriber:
             incoming.fruitless = 0
             self.bytes_received += len(data)
         if incoming.complete:
-            self._stage()
+            self._complete()
         elif incoming.granted < incoming.total and incoming.ahead <= self.settings.window_bytes // 2:
             self._grant(incoming)
 
@@ -338,15 +347,17 @@ class Subscriber:
         incoming.granted = min(gap + self.settings.window_bytes, incoming.total)
         self._send(wire.Fetch(self.epoch, incoming.serial, incoming.restarts, gap, incoming.granted))
 
-    def _stage(self) -> None:
-        """All bytes are here: convert, check, and merge with what still waits for the gate."""
+    def _complete(self) -> None:
         incoming, self._incoming = self._incoming, None
         assert incoming is not None
-        assert self.epoch is not None
         versions = {self._local(p.model_id): p.version for p in incoming.parts}
+        self._stage(incoming.serial, versions, incoming.take())
+
+    def _stage(self, serial: int, versions: Mapping[str, int], slabs: Sequence[Slab]) -> None:
+        """All bytes are here: convert, check, and merge with what still waits for the gate."""
+        assert self.epoch is not None
         parts: dict[str, StagedPart] = {}
         waiting = self.staged.parts if self.staged is not None else {}
-        slabs = incoming.take()
         try:
             for (model_id, version), slab in zip(versions.items(), slabs, strict=True):
                 ahead = waiting[model_id].version if model_id in waiting else self.version(model_id)
@@ -356,16 +367,16 @@ class Subscriber:
         except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
             for part in parts.values():
                 part.slab.release()
-            self._fail(incoming.serial, versions, error)
+            self._fail(serial, versions, error)
             return
         finally:
             for slab in slabs:
                 slab.release()
-        self._send(wire.Staged(self.epoch, incoming.serial))
+        self._send(wire.Staged(self.epoch, serial))
         if not parts:
             self._send(wire.Applied(self.epoch, self._named(self._versions)))
             return
-        self.staged = Staging(self.epoch, incoming.serial, parts).replacing(self.staged)
+        self.staged = Staging(self.epoch, serial, parts).replacing(self.staged)
 
     def _fail(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         assert self.epoch is not None

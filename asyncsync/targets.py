@@ -76,6 +76,14 @@ class _Slot:
                 target.slab.release()
                 return
 
+    def take_back(self, version: int) -> None:
+        for target in (*self.pending, *([] if self.current is None else [self.current])):
+            if target.version == version:
+                target.slab.release()
+        self.pending = [t for t in self.pending if t.version != version]
+        if self.current is not None and self.current.version == version:
+            self.current = None
+
     def drop(self, below: float = math.inf) -> None:
         """Let go of everything older than this version."""
         if self.current is not None and self.current.version < below:
@@ -172,6 +180,14 @@ class Targets:
             model = self.models[model_id]
             for slot in (model.common, *model.own.values()):
                 slot.reject(publication)
+            model.forget_empty()
+
+    def abandon(self, version: int) -> None:
+        """Take back a version, wherever it stands."""
+        self.pending.pop(version, None)
+        for model in self.models.values():
+            for slot in (model.common, *model.own.values()):
+                slot.take_back(version)
             model.forget_empty()
 
     def target(self, worker: int, model_id: str) -> Target | None:

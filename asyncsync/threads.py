@@ -76,8 +76,13 @@ class WorkThread:
                 pass  # the loop was closed meanwhile: nobody awaits this any more
 
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, and starts no threads any more
+                job()
+                return future
+            self._thread = thread
         self._jobs.put(job)
         return future
 

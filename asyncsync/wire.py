@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -346,6 +347,7 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*(f.name for f in fields(cls)))
 
 
+_WITH_PAYLOAD = {Welcome, Update, Chunk}
 _BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
 _VALUES = {cls: _values(cls) for cls in INSTRUCTIONS}
@@ -375,24 +377,16 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     header = frames[0]
     if len(header) > MAX_HEADER:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
-    # In a small header even nested, lying counts cannot make the decoder allocate much.
-    small = len(header) <= _SMALL_HEADER
-    if not small:
-        check_structure(header, max_depth=8, max_items=MAX_VALUES)
-    limit = _SMALL_HEADER if small else MAX_HEADER
     try:
-        raw = msgpack.unpackb(
-            header,
-            raw=False,
-            strict_map_key=True,
-            object_pairs_hook=_without_duplicates,
-            max_ext_len=0,
-            max_array_len=_SMALL_ARRAY if small else limit,
-            max_map_len=_SMALL_MAP if small else limit,
-            max_str_len=limit,
-            max_bin_len=limit,
-        )
+        # In a small header even nested, lying counts cannot make the decoder allocate much.
+        if len(header) <= _SMALL_HEADER:
+            raw = _unpack_small(header)
+        else:
+            check_structure(header, max_depth=8, max_items=MAX_VALUES)
+            raw = _unpack_large(header)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        if isinstance(error, ProtocolError):
+            raise
         raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {show(str(error))}") from error
     if not isinstance(raw, list) or len(raw) < 2:
         raise ProtocolError(f"not an instruction: {show(raw)}")
@@ -402,13 +396,16 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     cls = _BY_KIND.get(raw[1]) if type(raw[1]) is int else None
     if cls is None:
         raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
-    instruction: Instruction = _build(cls, raw[2:])
+    del raw[:2]
+    instruction: Instruction = _build(cls, raw)
     payload = frames[1:]
-    if any(len(frame) > MAX_FRAME for frame in payload):
-        raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
     if len(payload) > cls.max_payload:
         raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
-    _check_payload(instruction, payload)
+    if payload or cls in _WITH_PAYLOAD:
+        for frame in payload:
+            if len(frame) > MAX_FRAME:
+                raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+        _check_payload(instruction, payload)
     return instruction, payload
 
 
@@ -419,10 +416,29 @@ def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return table
 
 
+def _unpacker(limit: int, max_array: int, max_map: int) -> Callable[[Buffer], Any]:
+    return partial(
+        msgpack.unpackb,
+        raw=False,
+        strict_map_key=True,
+        object_pairs_hook=_without_duplicates,
+        max_ext_len=0,
+        max_array_len=max_array,
+        max_map_len=max_map,
+        max_str_len=limit,
+        max_bin_len=limit,
+    )
+
+
+_unpack_small = _unpacker(_SMALL_HEADER, _SMALL_ARRAY, _SMALL_MAP)
+_unpack_large = _unpacker(MAX_HEADER, MAX_HEADER, MAX_HEADER)
+
+
 def _build(cls: Any, raw: Any) -> Any:
-    if not isinstance(raw, list) or len(raw) != len(cls._checks):
-        raise ProtocolError(f"{cls.__name__} takes {len(cls._checks)} fields, not {show(raw)}")
-    return cls(*(check(value) for check, value in zip(cls._checks, raw, strict=True)))
+    checks = cls._checks
+    if not isinstance(raw, list) or len(raw) != len(checks):
+        raise ProtocolError(f"{cls.__name__} takes {len(checks)} fields, not {show(raw)}")
+    return cls(*[check(value) for check, value in zip(checks, raw, strict=True)])
 
 
 def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:

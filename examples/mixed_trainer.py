@@ -52,7 +52,8 @@ async def train(scheme, policy, rollouts):
     rollouts.put((None, 0, []))
     await counting
     for version, actions in sorted(seen.items()):
-        print(f"version {version}: acted on by {sorted(index for index, _ in actions)}, {sorted({a for _, a in actions})}")
+        workers, values = sorted(index for index, _ in actions), sorted({value for _, value in actions})
+        print(f"version {version}: acted on by {workers}, {values}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from asyncsync.binding import Binding, Prepared
+from asyncsync.copying import copy_tensors
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.layout import Layout, flatten
-from asyncsync.slab import Slab, SlabPool, copy_tensors, pack
+from asyncsync.slab import Slab, SlabPool, pack
 from asyncsync.strategy import WeightStrategy, flat_weights
 
 

@@ -1,17 +1,21 @@
-"""Large tensors are copied on one thread, as bytes where they are nothing else: the result is that of torch's copy."""
+"""Large tensors are copied as bytes where they are nothing else, and on several cores; the result is that of torch."""
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from asyncsync.layout import LARGE_BYTES, Layout, flatten
-from asyncsync.slab import SlabPool, clone, copy_tensors, pack
+from asyncsync import copying
+from asyncsync.copying import copy_tensors
+from asyncsync.layout import LARGE_NUMEL, Layout, flatten
+from asyncsync.slab import SlabPool, clone, pack
 
-COUNT = LARGE_BYTES  # elements: at least so many bytes in every dtype
+COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype
 
 
 def whole(dtype: torch.dtype) -> torch.Tensor:
@@ -93,3 +97,49 @@ def test_a_parameter_made_in_inference_mode_can_be_written() -> None:
         parameter = torch.ones(COUNT)
     copy_tensors([parameter], [torch.full((COUNT,), 2.0)])
     assert set(parameter.tolist()) == {2.0}
+
+
+def test_very_large_copies_are_shared_among_threads_that_last_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr(copying, "_cores", lambda: 3)
+    copied_in = []
+    real = copying._copy_all
+    monkeypatch.setattr(copying, "_copy_all", lambda pairs: (copied_in.append(threading.current_thread()), real(pairs)))
+    sources = [torch.randn(size) for size in (COUNT, 7, 3 * COUNT + 1, COUNT, COUNT + 5)]
+    destinations = [torch.zeros_like(source) for source in sources]
+    before = threading.enumerate()
+    copy_tensors(destinations, sources)
+    assert threading.enumerate() == before
+    assert len(set(copied_in)) == 3
+    for destination, source in zip(destinations, sources, strict=True):
+        assert torch.equal(destination, source)
+
+
+def test_without_another_thread_the_copy_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr(copying, "_cores", lambda: 4)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    source, destination = torch.randn(4 * COUNT), torch.zeros(4 * COUNT)
+    copy_tensors([destination], [source])
+    assert torch.equal(destination, source)
+
+
+def test_interrupted_a_shared_copy_raises_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr(copying, "_cores", lambda: 2)
+    main, real, over = threading.get_ident(), copying._copy_all, []
+
+    def interrupted(pairs: list[Any]) -> None:
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        real(pairs)
+        over.append(True)
+
+    monkeypatch.setattr(copying, "_copy_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_tensors([torch.zeros(4 * COUNT)], [torch.randn(4 * COUNT)])
+    assert over == [True]

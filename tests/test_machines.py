@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.peer import Peer, Transfer
+from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.publisher import Publisher
 from asyncsync.staging import Coverage, Incoming
 from asyncsync.subscriber import Subscriber
@@ -43,7 +43,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
-    if not parts or not fresh:"""
+    if not parts:"""
 
 weighted = [name for name, weight in OPERATIONS.items() for _ in range(max(1, weight))]
 numbers = st.integers(0, 63)
@@ -85,8 +85,14 @@ MUTATIONS = {
     ],
     "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
     "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "self.staged.abandon()", "return")],
-    "everybody gets the same": [(Targets, "target", "if worker in model.own", "if False")],
-    "parts go one by one": [(Publisher, "_pump", "if not parts or not fresh:", ONE_BY_ONE)],
+    "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
+    "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
+    "an announcement is used again for other parts": [(Announcement, "says", "return", "return True or")],
+    "nobody is asked, because all accepted something else": [
+        (Publisher, "_agreed", "layout not in peer.accepted", "False"),
+        (Publisher, "_pump", "not in peer.accepted", "is None"),
+    ],
+    "parts go one by one": [(Publisher, "_pump", "if not parts:", ONE_BY_ONE)],
     "a part is sent without the one that is refused": [(Publisher, "_pump", "if t.version not in blocked", "")],
     "a part is withdrawn with a newer one that is refused": [
         (

@@ -912,3 +912,48 @@ def test_a_worker_asks_for_its_targets(desk: Desk) -> None:
     pongs = desk.take()
     assert [p.versions for p in pongs] == [{"policy": first}, {"policy": second}]  # type: ignore[attr-defined]
     assert [p.seq for p in pongs] == [9, 9]  # type: ignore[attr-defined]
+
+
+def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
+    desk = Desk(1, settings=SMALL)
+    desk.join(0)
+    slab = slab_of(desk.pool, 1)  # 128 bytes, in chunks of 40
+    slab.packed = 0
+    version = desk.publisher.publish({"policy": slab}, None, desk.now)
+    desk.ready(0)
+    (update,) = desk.take(wire.Update)
+    serial = update.serial  # type: ignore[attr-defined]
+
+    def offsets() -> list[int]:
+        return [chunk.offset for chunk in desk.take(wire.Chunk)]  # type: ignore[attr-defined]
+
+    desk.receive(0, wire.Fetch(EPOCH, serial, 0, 0, 80))
+    assert offsets() == []
+    slab.packed = 40
+    desk.publisher.packed()
+    assert offsets() == [0]
+    slab.packed = 79
+    desk.publisher.packed()
+    assert offsets() == []
+    slab.packed = slab.nbytes
+    desk.publisher.packed()
+    assert offsets() == [40], "no further than the worker's credit"
+    desk.receive(0, wire.Fetch(EPOCH, serial, 0, 40, slab.nbytes))
+    assert offsets()[:1] == [80]
+    assert desk.publisher.progress(version, [0]).waiting == {0}
+    slab.release()
+
+
+def test_a_version_whose_packing_failed_is_taken_back(desk: Desk) -> None:
+    slab = slab_of(desk.pool, 1)
+    slab.packed = 0
+    version = desk.publisher.publish({"policy": slab}, None, desk.now)
+    desk.ready(0)
+    desk.ready(1)
+    desk.publisher.abandon(version)
+    assert slab.references == 1, "nobody else holds it"
+    slab.release()
+    assert desk.publisher.targets.target(0, "policy") is None
+    desk.take()
+    assert desk.publish(2) == version + 1
+    assert len(desk.take(wire.Update)) == 2

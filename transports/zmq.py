@@ -27,7 +27,8 @@ HIGH_WATER_MARK = 1000
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 60_000
 # pyzmq's own layer: a small message costs a third of what it does through zmq.Socket, with its enums and options.
-_get, _recv, _send = Backend.get, Backend.recv, Backend.send
+_get: Callable[[Any, int], Any] = Backend.get
+_recv, _send = Backend.recv, Backend.send
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

@@ -35,7 +35,8 @@ def worker_fn(scheme, worker_idx):
         with torch.no_grad():
             model(observation)
         calls += 1
-    print(f"worker {worker_idx}: {calls} calls, the last with version {scheme.version}: {model.bias.tolist()}", flush=True)
+    bias = model.bias.tolist()
+    print(f"worker {worker_idx}: {calls} calls, the last with version {scheme.version}: {bias}", flush=True)
     scheme.shutdown()
 
 

@@ -15,6 +15,7 @@ import zmq
 
 import asyncsync
 from asyncsync import (
+    AckTimeout,
     ClosedError,
     NotConnected,
     PartialSendError,
@@ -401,3 +402,19 @@ async def test_r210_after_the_senders_goodbye_receivers_are_closed(api: Api) -> 
                 await late.receive(timeout)
         assert blocked.closed
         assert [read(m) for m in models] == [{3}, {3}], "the models keep what they have"
+
+
+@pytest.mark.parametrize("apply", ["auto", "on_receive"])
+async def test_r042_receive_without_a_timeout_is_refused_where_it_would_wait_for_itself(api: Api, apply: str) -> None:
+    async with api.crew(1, receiver={"apply": apply}) as (sender, [receiver], [model]):
+        with receiver.hold():
+            await sender.publish(Model(2))
+            with pytest.raises(RuntimeError, match="would wait for itself"):
+                await receiver.receive()
+            assert await receiver.receive(timeout=0.01) is None
+            with pytest.raises(AckTimeout, match=r"waits at the gate for 1 reader\(s\) to leave"):
+                await receiver.fetch(timeout=0.2)
+        weights = await receiver.receive(timeout=10)
+        assert read(weights) == read(model) == {2}
+        await sender.send_async(Model(3)) if apply == "auto" else await sender.publish(Model(3))
+        await receiver.receive(timeout=10)

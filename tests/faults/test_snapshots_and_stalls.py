@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from asyncsync.layout import FlatWeights
+from asyncsync.slab import Slab
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 
 pytestmark = pytest.mark.timeout(90)
@@ -160,3 +162,37 @@ async def test_r189_small_updates_need_no_thread_at_all(schemes: Schemes) -> Non
         for receiver in receivers:
             await receiver.receive()
     assert {t for t in set(threading.enumerate()) - before if not type(t).__module__.startswith("zmq.")} == set()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("cancelled", [False, True], ids=["", "cancelled meanwhile"])
+async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
+    schemes: Schemes, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """Large weights are sent while they are being packed."""
+    sender, receivers = await schemes.connected(THREAD, workers=2)
+    peers = sender.bus._link.publisher.peers.values()
+    half_sent = threading.Event()
+
+    def fail_half_way(slab: Slab, flat: FlatWeights, ready: None, progress: Callable[[], None] | None) -> None:
+        assert progress is not None
+        slab.packed = slab.nbytes // 2
+        progress()
+        assert half_sent.wait(10)
+        raise MemoryError("no page for it")
+
+    sent = sum(p.bytes_sent for p in peers)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncsync.sender.pack", fail_half_way)
+        publishing = asyncio.create_task(sender.publish(sender.model.fill(2)))
+        await eventually(lambda: sum(p.bytes_sent for p in peers) >= sent + THREAD * 4)
+        if cancelled:
+            publishing.cancel()
+        half_sent.set()
+        with pytest.raises(asyncio.CancelledError if cancelled else MemoryError):
+            await publishing
+    assert all(r.model.value == 1 and r.version == 1 for r in receivers)
+    await sender.send_async(sender.model.fill(3))
+    assert all(r.model.value == 3 for r in receivers)
+    assert [value_of(await r.receive(0)) for r in receivers] == [3, 3]
+    await eventually(lambda: sender.bus._link.pool.slabs <= 2)

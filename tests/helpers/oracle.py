@@ -35,12 +35,14 @@ class Oracle:
             if peer.transfer is not None:
                 holders.update(slab for _, slab in peer.transfer.parts.values())
                 assert not peer.lost
+        packing = [slab for slab, _ in trainer.packing]
+        holders.update(packing)
         for slab, count in holders.items():
             assert slab.references == count, f"{slab.references} references to a slab that {count} hold"
         assert len(holders) <= trainer.pool.slabs <= len(holders) + 1, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
         fetching = sum(len(p.transfer.parts) for p in publisher.peers.values() if p.transfer is not None)
-        assert trainer.pool.slabs <= targets + fetching + 1
+        assert trainer.pool.slabs <= targets + fetching + len(packing) + 1
         for publication in publisher.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"
 

@@ -129,6 +129,7 @@ class Trainer:
         self.pool = SlabPool()
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
+        self.packing: list[tuple[Slab, bytes]] = []
         self.publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
@@ -142,6 +143,26 @@ class Trainer:
         assert refusals
         self.records[publication.version - 1].reject()
         self._reject(publication, refusals)
+
+    def unpack(self, slabs: list[Slab]) -> None:
+        """Let these slabs be packed from now on, by and by; what is not there yet must not be sent."""
+        for slab in slabs:
+            self.packing.append((slab.retain(), bytes(slab.memory)))
+            slab.memory[:] = b"\xaa" * slab.nbytes
+            slab.packed = 0
+
+    def pack(self, nbytes: int | None = None) -> None:
+        """So many bytes more; None: all."""
+        while self.packing and nbytes != 0:
+            slab, content = self.packing[0]
+            stop = slab.nbytes if nbytes is None else min(slab.packed + nbytes, slab.nbytes)
+            nbytes = None if nbytes is None else nbytes - (stop - slab.packed)
+            slab.memory[slab.packed : stop] = content[slab.packed : stop]
+            slab.packed = stop
+            if stop == slab.nbytes:
+                self.packing.pop(0)[0].release()
+        if self.usable:
+            self.publisher.packed()
 
     @property
     def usable(self) -> bool:

@@ -60,6 +60,7 @@ OPERATIONS = {
     "publish": 8,
     "publish_some": 3,
     "publish_each": 3,
+    "pack": 6,
     "hold": 4,
     "begin": 3,
     "finish": 2,
@@ -78,6 +79,10 @@ OPERATIONS = {
     "restart_trainer": 1,
 }
 ALWAYS = {"flow", "publish", "tick"}
+
+
+def version_is_packed_first(version: int) -> bool:
+    return version % 3 == 0
 
 
 def draw_operations(source: random.Random, count: int) -> list[tuple[str, int, int]]:
@@ -179,6 +184,11 @@ class Simulation(Oracle):
     def _do_publish_each(self, a: int, b: int) -> None:
         """To each its own."""
         self._publish(self._some_models(a), self._some_workers(a // 2), self._dtype(b), each=True)
+
+    def _do_pack(self, a: int, b: int) -> None:
+        """The trainer has packed some more of what it has published already."""
+        self.trainer.pack(1 + a)
+        self._settle()
 
     def _do_hold(self, a: int, b: int) -> None:
         """Somebody reads the model (or no longer)."""
@@ -338,6 +348,7 @@ class Simulation(Oracle):
         assert set(progress.acked) == set(range(self.world.workers)), progress
 
     def _until(self, done: Callable[[], str | None], what: str) -> None:
+        self.trainer.pack()
         deadline = self.now + ENOUGH
         while True:
             self._repair()
@@ -562,6 +573,7 @@ class Simulation(Oracle):
         publisher = trainer.publisher
         if not trainer.usable:
             return  # its every call raises Fenced or ClosedError, which test_publisher.py shows
+        trainer.pack()  # publications do not overtake each other
         slabs: list[Slab] = []
         numbers: dict[str, dict[int | None, int]] = {}
         dtypes: dict[int, torch.dtype] = {}
@@ -598,6 +610,8 @@ class Simulation(Oracle):
         record.replaces = [older for older in pending if older.asks_like(record)]
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
+        if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
+            trainer.unpack(slabs)
         version = publisher.publish(parts, None if each else workers, self.now)
         assert version == record.version
         for slab in slabs:

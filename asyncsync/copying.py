@@ -1,0 +1,142 @@
+"""Copying tensors quickly: many small ones by one call, large ones as bytes, very large ones on several cores.
+
+torch's own threads wait for each other at a barrier and spin there, which costs tens of milliseconds where workers
+keep the cores busy; so nothing large is left to them. The threads here are plain ones that last for one copy: they
+share a busy core like anybody else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from asyncsync.layout import LARGE_NUMEL, RAW
+
+__all__ = ["copy_tensors", "copyable", "normal_tensors"]
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+# One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
+BYTES_PER_THREAD = 16 << 20
+MAX_THREADS = 4
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """What is created in here has no history and is no inference tensor, whatever mode the caller's task is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``destination.copy_(source)`` for every pair, quickly; dtypes without a copy kernel go as bytes."""
+    if not RAW.isdisjoint([d.dtype for d in destinations]):
+        pairs = [copyable(d, s) for d, s in zip(destinations, sources, strict=True)]
+        destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
+    # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
+    with torch.inference_mode():
+        sizes = list(map(torch.Tensor.numel, destinations))
+        if max(sizes, default=0) >= LARGE_NUMEL:
+            large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _same_bytes(destinations[i], sources[i])]
+            _copy_bytes([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
+            torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
+            done = set(large)
+            sources = [s for i, s in enumerate(sources) if i not in done]
+            destinations = [d for i, d in enumerate(destinations) if i not in done]
+        if destinations:
+            torch._foreach_copy_(destinations, sources)
+
+
+def copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of a dtype without a copy kernel as the bytes that they are stored in; others as they are."""
+    if destination.dtype in RAW:
+        return destination.view(torch.uint8), source.view(torch.uint8)
+    return destination, source
+
+
+def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy of one to the other is simply one of their bytes."""
+    return (
+        destination.is_cpu
+        and source.is_cpu
+        and destination.dtype is source.dtype
+        and destination.shape == source.shape
+        and destination.is_contiguous()
+        and source.is_contiguous()
+        and destination.is_neg() is source.is_neg()
+        and destination.is_conj() is source.is_conj()
+        and type(destination) in _PLAIN
+        and type(source) in _PLAIN
+    )
+
+
+def _as_bytes(tensor: torch.Tensor) -> _Bytes:
+    array: _Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    """Copy (to, from) in this thread, and in others for as long as it lasts if there is much."""
+    total = sum([len(d) for d, _ in pairs])
+    count = min(total // BYTES_PER_THREAD, MAX_THREADS, _cores())
+    if count <= 1:
+        _copy_all(pairs)
+        return
+    mine, *others = _shares(pairs, -(-total // count))
+    threads = [
+        threading.Thread(target=_copy_all, args=(share,), name="asyncsync-copy", daemon=True) for share in others
+    ]
+    started = []
+    try:
+        for thread, share in zip(threads, others, strict=True):
+            try:
+                thread.start()
+                started.append(thread)
+            except RuntimeError:  # no more threads, or the interpreter is ending
+                _copy_all(share)
+        _copy_all(mine)
+    finally:
+        # Whatever comes (Ctrl-C): when this returns or raises, nobody writes any more.
+        interrupt: BaseException | None = None
+        while started:
+            try:
+                started[-1].join()
+                started.pop()
+            except BaseException as error:  # raised below, when the threads have ended
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _copy_all(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    for destination, source in pairs:
+        np.copyto(destination, source)  # releases the GIL
+
+
+def _shares(pairs: list[tuple[_Bytes, _Bytes]], nbytes: int) -> list[list[tuple[_Bytes, _Bytes]]]:
+    """The pairs, cut into lists of so many bytes."""
+    shares: list[list[tuple[_Bytes, _Bytes]]] = [[]]
+    room = nbytes
+    for destination, source in pairs:
+        start = 0
+        while start < len(destination):
+            if not room:
+                shares.append([])
+                room = nbytes
+            stop = min(start + room, len(destination))
+            shares[-1].append((destination[start:stop], source[start:stop]))
+            room -= stop - start
+            start = stop
+    return shares
