@@ -73,9 +73,11 @@ def test_r035_r037_weight_sync_standalone_runs_with_every_start_method(tmp_path:
     assert {worker for worker, _ in ends} == {"0", "1"}
 
 
-def test_the_readmes_program_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1], ids=["asyncio", "blocking"])
+def test_the_readmes_programs_run(tmp_path: Path, number: int) -> None:
     source = Path(os.environ.get("ASYNCSYNC_SOURCE", EXAMPLES.parent))  # `make test` runs a copy of the tests
-    (program,) = re.findall(r"^```python\n(.*?)^```", (source / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    programs = re.findall(r"^```python\n(.*?)^```", (source / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(programs) == 2
     path = tmp_path / "readme.py"
-    path.write_text(program)
+    path.write_text(programs[number])
     assert example(path, tmp_path) == ""

@@ -1,0 +1,77 @@
+"""The documents say what the code does: names, defaults and links in them are compared with it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncsync
+import asyncsync.sync
+
+SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
+DOCUMENTS = ["README.md", "docs/lifecycle.md", "docs/guarantees.md"]
+
+
+def rows(document: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its own heading."""
+    text = (SOURCE / document).read_text().split(f"{heading}\n", 1)[1]
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def default(method: Any, parameter: str) -> Any:
+    return inspect.signature(method).parameters[parameter].default
+
+
+def test_r217_lifecycle_tells_for_every_scheme_what_each_side_does_in_both_phases() -> None:
+    table = rows("docs/lifecycle.md", "## Two phases")
+    told = {name for row in table for name in re.findall(r"`(\w+Scheme)`", row[0])}
+    assert told == {n for n in asyncsync.__all__ if n.endswith("Scheme")} - {"WeightSyncScheme"}
+    phases = [row[1].strip("`") for row in table]
+    assert phases[:4] == ["init", "connect", "send", "shutdown"]
+    assert all(all(row[2:]) for row in table), "sender, receiver, communication"
+    assert table[0][4] == "none", "phase 1 is without communication"
+
+
+@pytest.mark.parametrize("module", [asyncsync, asyncsync.sync])
+def test_r217_the_documented_timeouts_are_the_defaults(module: Any) -> None:
+    scheme, seen = module.WeightSyncScheme, set()
+    for names, seconds, _ in rows("docs/lifecycle.md", "## Timeouts"):
+        for name in re.findall(r"`(\w+)`", names):
+            if name == "send" and module is asyncsync:
+                continue  # not there
+            expected = None if seconds == "None" else float(seconds)
+            assert default(getattr(scheme, name), "timeout") == expected, name
+            seen.add(name)
+    assert seen >= {"connect", "send_async", "wait_version", "receive", "fetch", "shutdown"}
+    for transport in (module.TransportBackend, module.ZMQTransport):
+        assert default(transport.receive_weights, "timeout") is None
+        assert transport.supports_timeout
+
+
+@pytest.mark.parametrize("module", [asyncsync, asyncsync.sync])
+def test_r217_the_documented_calling_conventions_are_those_of_the_code(module: Any) -> None:
+    accepted = inspect.signature(module.WeightSyncScheme.init_on_sender).parameters
+    overloads = [row[0] for row in rows("docs/lifecycle.md", "## Where weights come from, and where they go")]
+    named = [set(re.findall(r"\w+", arguments)) for cell in overloads for arguments in re.findall(r"\((.*?)\)", cell)]
+    assert len(named) == 9
+    assert all(arguments <= accepted.keys() for arguments in named)
+    hooks = {
+        name for row in rows("docs/lifecycle.md", "## Writing your own") for name in re.findall(r"`(_?\w+)", row[0])
+    }
+    assert hooks >= {"create_transport", "prepare_weights", "apply_weights", "shutdown"}
+    assert all(hasattr(module.WeightSyncScheme, name) for name in hooks)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_leads_somewhere(document: str) -> None:
+    path = SOURCE / document
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
