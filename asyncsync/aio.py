@@ -263,6 +263,7 @@ class WeightSyncScheme(SchemeCore):
             ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
             Fenced: a newer incarnation of this worker has taken over.
         """
+        self._check_not_held(timeout)
         return await self._receive(timeout)
 
     async def fetch(self, timeout: float = 30.0) -> TensorDict:

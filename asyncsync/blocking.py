@@ -296,6 +296,7 @@ class WeightSyncScheme(SchemeCore):
             ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
             Fenced: a newer incarnation of this worker has taken over.
         """
+        self._check_not_held(timeout)
         return self._deliver(lambda: self._receive(timeout))
 
     def fetch(self, timeout: float = 30.0) -> TensorDict:

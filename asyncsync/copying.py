@@ -92,7 +92,7 @@ def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
         return
     mine, *others = _shares(pairs, -(-total // count))
     threads = [
-        threading.Thread(target=_copy_all, args=(share,), name="asyncsync-copy", daemon=True) for share in others
+        threading.Thread(target=_copy_all, args=(share,), name="asyncsync-copying", daemon=True) for share in others
     ]
     started = []
     try:

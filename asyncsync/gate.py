@@ -44,13 +44,14 @@ _current: ContextVar[_Entry | None] = ContextVar("asyncsync_reader", default=Non
 class _Entry:
     """One reader inside, and the token by which readers nested in it are known."""
 
-    __slots__ = ("abandoned", "frame", "gate", "key", "parent", "thread")
+    __slots__ = ("abandoned", "frame", "gate", "key", "parent", "task", "thread")
 
     def __init__(self, gate: Gate, frame: FrameType | None = None) -> None:
         self.gate: Gate | None = gate  # None once closed, so that a token inherited by a task keeps nothing alive
         self.frame = frame
         self.key: object = self if frame is None else frame
         self.thread = threading.get_ident()
+        self.task: object = None  # of a hold: whose it is, if a task's
         self.abandoned = False
         self.parent: _Entry | None = _current.get()
         while self.parent is not None and self.parent.gate is None:
@@ -87,6 +88,10 @@ def _finished(frame: FrameType | None) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _task() -> object:
+    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:
@@ -311,9 +316,14 @@ class Gate:
         return thread == self._loop_thread or any(entry.thread == thread for entry in self._entries.values())
 
     @property
-    def nested(self) -> bool:
-        """Whether the caller is inside one of this gate's readers."""
-        return self._nested()
+    def held_by_caller(self) -> bool:
+        """Whether this thread and task has a hold() of this gate open: no update can come before it leaves that."""
+        token = _current.get()
+        while token is not None:
+            if token.gate is self and token.frame is None and token.thread == threading.get_ident():
+                return token.task is _task()
+            token = token.parent
+        return False
 
     def _nested(self) -> bool:
         token = _current.get()
@@ -427,6 +437,7 @@ class Hold:
         if self._entry is not None and self._entry.gate is not None:
             raise RuntimeError("this Hold is open already; call hold() again for a nested one")
         self._entry = _Entry(self._gate)
+        self._entry.task = _task()
         return self._entry
 
     def __enter__(self) -> None:

@@ -27,6 +27,7 @@ import msgpack
 import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import LimitExceeded, ProtocolError
@@ -74,6 +75,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 # torch has no copy kernel for the sub-byte integers: they are copied as the bytes they are stored in.
 RAW = {DTYPES[name] for name in _DTYPE_NAMES[-14:] if name in DTYPES}
+_PLAIN = {torch.Tensor, nn.Parameter}
 # torch.cat of many small tensors costs two thirds of as many copies; it is used for the plain dtypes only.
 _CATABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _CATABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -143,16 +145,12 @@ def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights
 
 
 def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
-    tensors = flat.tensors
+    if not (prefix or flat.tensors or flat.values) and _PLAIN.issuperset(map(type, weights.values())):
+        flat.tensors = dict(zip(_paths(tuple(weights)), weights.values(), strict=True))
+        return
     for key, value in weights.items():
-        if not isinstance(key, str):
-            raise TypeError(f"weights must have string keys; {key!r} is a {type(key).__name__}")
-        path = (*prefix, *_split(key)) if prefix else _split(key)
-        if isinstance(value, torch.Tensor):
-            if path in tensors or path in flat.values:
-                raise ValueError(_collision(dotted(path)))
-            tensors[path] = value
-        elif isinstance(value, TensorDictBase):
+        path = (*prefix, *_split(key))
+        if isinstance(value, TensorDictBase):
             _flatten_tensordict(value, path, flat)
         elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
             _flatten_mapping(value, path, flat)
@@ -169,8 +167,18 @@ def have_shapes(tensors: Iterable[torch.Tensor], shapes: Iterable[tuple[int, ...
     return all(map(eq, map(_shape_of, tensors), shapes))
 
 
-@lru_cache(1 << 16)
+@lru_cache(16)
+def _paths(names: tuple[str, ...]) -> list[Path]:
+    """The paths of a state dict's names: the same in every publication."""
+    paths = [_split(name) for name in names]
+    if len(set(paths)) != len(paths):
+        raise ValueError(_collision(next(n for n, p in zip(names, paths, strict=True) if paths.count(p) > 1)))
+    return paths
+
+
 def _split(name: str) -> Path:
+    if not isinstance(name, str):
+        raise TypeError(f"weights must have string keys; {name!r} is a {type(name).__name__}")
     return tuple(name.split("."))
 
 
@@ -306,27 +314,30 @@ class Layout:
         return layout
 
     def describes(self, flat: FlatWeights) -> bool:
-        """True if these weights have exactly this schema, ties included: the cheap check before re-using a layout."""
+        """True if these weights have exactly this schema, ties included."""
+        return self.arrange(flat) is not None
+
+    def arrange(self, flat: FlatWeights) -> list[torch.Tensor] | None:
+        """The stored tensors in slab order; None unless :meth:`describes`. The cheap check at every publication."""
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
-            return False
+            return None
         tensors = flat.tensors
         paths, shapes, dtypes, filled = self._columns
         try:
             found = [tensors[path] for path in paths]
             if [t.dtype for t in found] != dtypes or not have_shapes(found, shapes):
-                return False
-            pointers = [found[i].data_ptr() for i in filled] if filled is not None else [t.data_ptr() for t in found]
+                return None
+            stored = found if filled is None else [found[i] for i in filled]
+            pointers = [t.data_ptr() for t in stored]
             if 0 in pointers:  # no memory: meta, distributed
-                return False
-            if len(set(pointers)) != len(pointers):
-                # One memory, yet several entries: fine as long as they see it differently.
-                stored = [_identity(tensors[e.path]) for e in self.entries if e.nbytes]
-                if len(set(stored)) != len(stored):
-                    return False
-            entries = self.entries
-            return all(_identity(tensors[p]) == _identity(tensors[entries[i].path]) for p, i in self.aliases.items())
+                return None
+            # One memory, yet several entries: fine as long as they see it differently.
+            if len(set(pointers)) != len(pointers) and len(set(map(_identity, stored))) != len(stored):
+                return None
+            tied = all(_identity(tensors[p]) == _identity(found[i]) for p, i in self.aliases.items())
         except (KeyError, RuntimeError):  # a key is gone, or torch knows no shape or memory of such a tensor
-            return False
+            return None
+        return found if tied else None
 
     @cached_property
     def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int] | None]:

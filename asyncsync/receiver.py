@@ -315,11 +315,6 @@ class ReceiverLink(Link):
         self.wanted.append(model_id)
         try:
             self.settle()
-            if timeout is None and self.gate.nested and not (newer() or subscriber.ended is not None or left()):
-                raise RuntimeError(
-                    "receive() without a timeout would wait for itself inside a hold() of its own, which keeps updates "
-                    "out: leave the hold first, or give a timeout"
-                )
             found = await self.wait(lambda: newer() or subscriber.ended is not None or left(), timeout)
         finally:
             self.wanted.remove(model_id)

@@ -376,6 +376,15 @@ class SchemeCore(Sources, ABC):
             raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
         self._check_open()
 
+    def _check_not_held(self, timeout: float | None) -> None:
+        """In the caller's thread: refuse what would never end."""
+        gate = self._bus._gate
+        if timeout is None and gate is not None and gate.held_by_caller:
+            raise RuntimeError(
+                "receive() without a timeout inside a hold() of one's own, which keeps updates out, would wait for "
+                "itself: leave the hold first, or give a timeout"
+            )
+
     async def _receive(self, timeout: float | None) -> TensorDict | None:
         self._check_receive(timeout)
         link = self._bus._receiver()

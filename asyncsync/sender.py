@@ -40,9 +40,10 @@ class _Job(NamedTuple):
     slab: Slab
     flat: FlatWeights
     ready: Mapping[torch.device, Any] | None
+    tensors: list[torch.Tensor] | None
 
     def pack(self, progress: Callable[[], None] | None = None) -> None:
-        pack(self.slab, self.flat, self.ready, progress)
+        pack(self.slab, self.flat, self.ready, progress, self.tensors)
 
 
 class SenderLink(Link):
@@ -271,13 +272,14 @@ class SenderLink(Link):
 
     async def _acquire(self, model_id: str, flat: FlatWeights, jobs: list[_Job]) -> Slab:
         layout = self._layouts.get(model_id)
-        if layout is None or not layout.describes(flat):
+        tensors = None if layout is None else layout.arrange(flat)
+        if layout is None or tensors is None:
             layout = self._layouts[model_id] = Layout.of(flat)
         if self.pool.draining(layout.nbytes):
             await self.wait(lambda: not self.pool.draining(layout.nbytes), DRAIN_PATIENCE)
         ready = cuda_events(flat)
         slab = self.pool.acquire(layout, pinned=ready is not None)
-        jobs.append(_Job(slab, flat, ready))
+        jobs.append(_Job(slab, flat, ready, tensors))
         return slab
 
     async def _offer(self, transport: TransportCore, slab: Slab, workers: Iterable[int] | None) -> None:

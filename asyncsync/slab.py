@@ -298,6 +298,7 @@ def pack(
     flat: FlatWeights,
     ready: Mapping[torch.device, Any] | None = None,
     progress: Callable[[], None] | None = None,
+    tensors: list[torch.Tensor] | None = None,
 ) -> None:
     """Copy the weights into the slab. When this returns, the sources may change.
 
@@ -307,11 +308,15 @@ def pack(
         ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
         progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
             slab's ``values`` must be there already, as they go out first.
+        tensors: what ``Layout.arrange(flat)`` returned, if that is known.
     """
     layout = slab.layout
     if progress is None:
         pack_slab_values(slab, flat)
-    tensors = [flat.tensors[e.path] for e in layout.entries]
+    if tensors is None:
+        tensors = [flat.tensors[e.path] for e in layout.entries]
+    if not tensors:
+        return
     if ready is not None:
         _pack_cuda(slab, tensors, ready)
         return

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.layout import Layout, dotted, flatten, nest
-from asyncsync.slab import Slab, copy_tensors, normal_tensors
+from asyncsync.slab import Slab
 from asyncsync.threads import as_exception
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.destination import check_fit
