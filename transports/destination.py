@@ -13,9 +13,9 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.binding import Binding
+from asyncsync.copying import copy_tensors
 from asyncsync.errors import SchemaMismatch
 from asyncsync.layout import FlatWeights, Path, dotted, flatten
-from asyncsync.copying import copy_tensors
 
 if TYPE_CHECKING:
     from asyncsync.scheme import SchemeCore
