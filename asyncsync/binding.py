@@ -9,6 +9,7 @@ module, a TensorDict, a dict of tensors, or None (nothing to apply to: ``receive
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import FlatWeights, Layout, dotted, have_shapes, nest, unpack_values
+from asyncsync.layout import FlatWeights, Layout, dotted, have_dtypes, have_shapes, nest, unpack_values
 from asyncsync.places import Places, Plan, Specs
 from asyncsync.slab import Slab, clone
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Binding", "Prepared", "apply_now"]
 
+_is_meta = attrgetter("is_meta")
 SHOWN_KEYS = 12
 KEPT_PLANS = 4
 
@@ -65,7 +67,7 @@ class Prepared:
             plan = self._plan = self._plan_again()
         try:
             found = [owner[key] for owner, key in plan.places]
-            fits = have_shapes(found, plan.shapes) and [t.dtype for t in found] == plan.dtypes
+            fits = have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)
         except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
             fits = False
         if not fits:
@@ -74,7 +76,7 @@ class Prepared:
         if len(set(map(id, found))) != len(found):
             self._check_ties(found)
         self._copies, self._repointed, self._replaced = ([], []), [], []
-        if self._binding.inplace and True not in [t.is_meta for t in found]:
+        if self._binding.inplace and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
         else:
             self._elsewhere(found)

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from asyncsync.copying import copy_tensors, copyable, normal_tensors
 from asyncsync.layout import ALIGNMENT, FlatWeights, Layout, Path, nest, pack_values, unpack_values
 
 PROGRESS_BYTES = 4 << 20
+_is_cpu = attrgetter("is_cpu")
 
 __all__ = [
     "Slab",
@@ -321,7 +323,7 @@ def pack(
         _pack_cuda(slab, tensors, ready)
         return
     views = slab.views
-    on_cpu = False not in [t.is_cpu for t in tensors]
+    on_cpu = all(map(_is_cpu, tensors))
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     begun = 0
