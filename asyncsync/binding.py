@@ -18,7 +18,8 @@ from torch import nn
 
 from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import FlatWeights, Layout, dotted, have_dtypes, have_shapes, nest, unpack_values
+from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest
+from asyncsync.layout import Layout, unpack_values
 from asyncsync.places import Places, Plan, Specs
 from asyncsync.slab import Slab, clone
 

@@ -8,7 +8,7 @@ No sockets, no asyncio, no clock.
 
 Usage::
 
-    flat = flatten(weights)                  # {path: tensor} and msgpack values
+    flat = flatten(weights)                  # {path: tensor} and msgpack values; see asyncsync.flat
     layout = Layout.of(flat)
     layout.describes(flat)                   # before it is used for the next version
 """
@@ -18,37 +18,25 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from operator import attrgetter, eq
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgpack
-import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.flat import FlatWeights, Path, collision, dotted, have_dtypes, have_shapes
 from asyncsync.packing import check_structure
 
 __all__ = [
     "DTYPES",
     "Entry",
-    "FlatWeights",
     "Layout",
-    "Path",
-    "dotted",
-    "flatten",
-    "have_dtypes",
-    "have_shapes",
-    "nest",
     "pack_values",
     "unpack_values",
 ]
-
-Path = tuple[str, ...]
 
 ALIGNMENT = 64
 # torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier: on
@@ -62,7 +50,6 @@ MAX_VALUE_DEPTH = 64
 MAX_SLAB_BYTES = 1 << 42
 MAX_PATH_PARTS = 64
 MAX_DIMENSIONS = 64
-EXTRA_STATE = "_extra_state"
 
 # The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them.
 _DTYPE_NAMES = [
@@ -76,128 +63,9 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 # torch has no copy kernel for the sub-byte integers: they are copied as the bytes they are stored in.
 RAW = {DTYPES[name] for name in _DTYPE_NAMES[-14:] if name in DTYPES}
-_PLAIN = {torch.Tensor, nn.Parameter}
 # torch.cat of many small tensors costs two thirds of as many copies; it is used for the plain dtypes only.
 _CATABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _CATABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-
-
-def dotted(path: Path) -> str:
-    """The name a person would write: ``("0", "weight")`` is ``"0.weight"``."""
-    return ".".join(path)
-
-
-@dataclass(slots=True)
-class FlatWeights:
-    """Weights without nesting: tensors and msgpack values, each under its key path."""
-
-    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
-    values: dict[Path, Any] = field(default_factory=dict)
-
-
-def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
-    """Flatten a TensorDict, a (nested) dict or a state dict.
-
-    Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
-    as they are. Leaves may be tensors, NumPy arrays, or values that msgpack can carry (extra state).
-
-    Raises:
-        TypeError: a key is not a string, or a NumPy array has no tensor's dtype.
-        ValueError: two keys have the same dotted name.
-    """
-    flat = FlatWeights()
-    if isinstance(weights, TensorDictBase):
-        _flatten_tensordict(weights, (), flat)
-    else:
-        _flatten_mapping(weights, (), flat)
-    return flat
-
-
-def _collision(name: str) -> str:
-    return f"two entries are called {name!r}; rename one (nested and dotted keys must not collide)"
-
-
-def _put(flat: FlatWeights, path: Path, value: Any) -> None:
-    if path in flat.tensors or path in flat.values:
-        raise ValueError(_collision(dotted(path)))
-    if isinstance(value, torch.Tensor):
-        flat.tensors[path] = value
-    elif isinstance(value, np.ndarray):
-        flat.tensors[path] = _from_numpy(path, value)
-    else:
-        flat.values[path] = value.data if isinstance(value, NonTensorData) else value
-
-
-def _from_numpy(path: Path, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    try:
-        # torch warns of arrays that it could write to but must not, and takes no negative strides.
-        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
-    except TypeError as error:
-        raise TypeError(f"{dotted(path)!r} is a NumPy array that cannot be a tensor: {error}") from None
-
-
-def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights) -> None:
-    for key, value in weights.items():
-        path = (*prefix, str(key))
-        if isinstance(value, TensorDictBase):
-            _flatten_tensordict(value, path, flat)
-        else:
-            _put(flat, path, value)
-
-
-def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
-    if not (prefix or flat.tensors or flat.values) and _PLAIN.issuperset(map(type, weights.values())):
-        flat.tensors = dict(zip(_paths(tuple(weights)), weights.values(), strict=True))
-        return
-    for key, value in weights.items():
-        path = (*prefix, *_split(key))
-        if isinstance(value, TensorDictBase):
-            _flatten_tensordict(value, path, flat)
-        elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
-            _flatten_mapping(value, path, flat)
-        else:
-            _put(flat, path, value)
-
-
-# Python's own loops take twice as long, which shows where there are a thousand tensors.
-_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
-
-
-def have_shapes(tensors: Iterable[torch.Tensor], shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether these are the tensors' shapes, of as many tensors."""
-    # One at a time: a list of a thousand torch.Sizes would set off the garbage collector at every update.
-    return all(map(eq, map(_shape_of, tensors), shapes))
-
-
-def have_dtypes(tensors: Iterable[torch.Tensor], dtypes: list[torch.dtype]) -> bool:
-    """Whether these are the tensors' dtypes."""
-    return list(map(_dtype_of, tensors)) == dtypes
-
-
-@lru_cache(16)
-def _paths(names: tuple[str, ...]) -> list[Path]:
-    """The paths of a state dict's names: the same in every publication."""
-    paths = [_split(name) for name in names]
-    if len(set(paths)) != len(paths):
-        raise ValueError(_collision(next(n for n, p in zip(names, paths, strict=True) if paths.count(p) > 1)))
-    return paths
-
-
-def _split(name: str) -> Path:
-    if not isinstance(name, str):
-        raise TypeError(f"weights must have string keys; {name!r} is a {type(name).__name__}")
-    return tuple(name.split("."))
-
-
-def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
-    """A nested TensorDict (batch size ``[]``) over the given tensors; values become non-tensor data."""
-    tree: dict[str, Any] = {}
-    for path, leaf in (*tensors.items(), *((p, NonTensorData(v)) for p, v in (values or {}).items())):
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = leaf
-    return TensorDict(tree, batch_size=[])
 
 
 def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
@@ -282,7 +150,7 @@ class Layout:
             if not 0 < len(path) <= MAX_PATH_PARTS:
                 raise LimitExceeded(f"a key path of {len(path)} parts; 1 to {MAX_PATH_PARTS} are possible")
             if (name := dotted(path)) in names:
-                raise ValueError(_collision(name))
+                raise ValueError(collision(name))
             names.add(name)
             while (path := path[:-1]) and path not in groups:
                 groups.add(path)

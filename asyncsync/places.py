@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.copying import normal_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import EXTRA_STATE
+from asyncsync.flat import EXTRA_STATE
 
 __all__ = ["Place", "Places", "Plan", "Specs"]
 

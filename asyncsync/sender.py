@@ -15,7 +15,8 @@ import zmq
 
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
-from asyncsync.layout import FlatWeights, Layout
+from asyncsync.flat import FlatWeights
+from asyncsync.layout import Layout
 from asyncsync.link import INLINE_BYTES, LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.publisher import Publisher, Settings
 from asyncsync.slab import Slab, SlabPool, cuda_events, pack, pack_slab_values

@@ -27,7 +27,8 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.copying import copy_tensors, copyable, normal_tensors
-from asyncsync.layout import ALIGNMENT, FlatWeights, Layout, Path, nest, pack_values, unpack_values
+from asyncsync.flat import FlatWeights, Path, nest
+from asyncsync.layout import ALIGNMENT, Layout, pack_values, unpack_values
 
 PROGRESS_BYTES = 4 << 20
 _is_cpu = attrgetter("is_cpu")

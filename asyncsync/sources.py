@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from asyncsync.context import has_model, resolve_model
-from asyncsync.layout import FlatWeights, flatten
+from asyncsync.flat import FlatWeights, flatten
 from asyncsync.state import SchemeState, as_tensordict, by_worker
 from asyncsync.strategy import WeightStrategy, flat_weights
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from asyncsync.binding import Binding
 from asyncsync.bus import BusCore
 from asyncsync.errors import WeightSyncError
-from asyncsync.layout import FlatWeights, nest
+from asyncsync.flat import FlatWeights, nest
 from asyncsync.receiver import Mark, ReceiverLink
 from asyncsync.sender import SenderLink
 from asyncsync.slab import Slab, copy_flat

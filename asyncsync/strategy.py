@@ -29,7 +29,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from asyncsync.binding import apply_now
-from asyncsync.layout import EXTRA_STATE, FlatWeights, Path, flatten, nest
+from asyncsync.flat import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
 __all__ = ["WeightStrategy", "flat_weights", "resolve_strategy"]
 
@@ -130,7 +130,7 @@ def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
     """What the strategy's sender half extracts, flattened.
 
     Raises:
-        TypeError, ValueError: as :func:`asyncsync.layout.flatten` and the strategy document.
+        TypeError, ValueError: as :func:`asyncsync.flat.flatten` and the strategy document.
     """
     plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
     if plain and isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):

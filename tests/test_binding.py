@@ -15,7 +15,8 @@ from torch import nn
 from asyncsync.binding import Binding, Prepared
 from asyncsync.copying import copy_tensors
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.layout import Layout, flatten
+from asyncsync.flat import flatten
+from asyncsync.layout import Layout
 from asyncsync.slab import Slab, SlabPool, pack
 from asyncsync.strategy import WeightStrategy, flat_weights
 

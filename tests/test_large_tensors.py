@@ -12,7 +12,8 @@ from torch import nn
 
 from asyncsync import copying
 from asyncsync.copying import copy_tensors
-from asyncsync.layout import LARGE_NUMEL, Layout, flatten
+from asyncsync.flat import flatten
+from asyncsync.layout import LARGE_NUMEL, Layout
 from asyncsync.slab import SlabPool, clone, pack
 
 COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype

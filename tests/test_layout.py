@@ -22,17 +22,8 @@ from torch import nn
 
 from asyncsync import slab as slab_module
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.layout import (
-    ALIGNMENT,
-    DTYPES,
-    MAX_VALUE_BYTES,
-    FlatWeights,
-    Layout,
-    flatten,
-    nest,
-    pack_values,
-    unpack_values,
-)
+from asyncsync.flat import FlatWeights, flatten, nest
+from asyncsync.layout import ALIGNMENT, DTYPES, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
 from asyncsync.packing import check_structure
 from asyncsync.slab import Slab, SlabPool, clone, copy_flat, cuda_events, pack
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from asyncsync.binding import Binding
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import Layout, flatten
+from asyncsync.flat import flatten
+from asyncsync.layout import Layout
 from asyncsync.slab import Slab, SlabPool, pack
 from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
 

@@ -15,7 +15,7 @@ from tensordict import NonTensorData, TensorDictBase
 from asyncsync.binding import Binding
 from asyncsync.copying import copy_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import FlatWeights, Path, dotted, flatten
+from asyncsync.flat import FlatWeights, Path, dotted, flatten
 
 if TYPE_CHECKING:
     from asyncsync.scheme import SchemeCore

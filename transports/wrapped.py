@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from asyncsync.layout import nest
+from asyncsync.flat import nest
 from asyncsync.slab import Slab
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.blocking import TransportBackend

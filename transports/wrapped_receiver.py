@@ -13,7 +13,8 @@ from tensordict import TensorDict
 
 from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.layout import Layout, dotted, flatten, nest
+from asyncsync.flat import dotted, flatten, nest
+from asyncsync.layout import Layout
 from asyncsync.slab import Slab
 from asyncsync.threads import as_exception
 from asyncsync.transports.base import TransportCore

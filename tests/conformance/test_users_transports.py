@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 import asyncsync
 from asyncsync import NotConnected, PartialSendError, PeerLost, RemoteError, SchemaMismatch, sync
-from asyncsync.layout import Layout, flatten
+from asyncsync.flat import flatten
+from asyncsync.layout import Layout
 from asyncsync.slab import Slab, SlabPool, pack
 from asyncsync.transports import TAG, wrapped_receiver
 from asyncsync.transports.wrapped import tagged

@@ -19,7 +19,8 @@ import torch
 import zmq
 
 from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme, wire
-from asyncsync.layout import FlatWeights, Layout
+from asyncsync.flat import FlatWeights
+from asyncsync.layout import Layout
 from asyncsync.transports.zmq import LoopSocket, router
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 

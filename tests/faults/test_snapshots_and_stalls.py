@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from asyncsync.layout import FlatWeights
+from asyncsync.flat import FlatWeights
 from asyncsync.slab import Slab
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 

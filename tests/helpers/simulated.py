@@ -10,7 +10,8 @@ import torch
 from asyncsync import wire
 from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import FlatWeights, Layout
+from asyncsync.flat import FlatWeights
+from asyncsync.layout import Layout
 from asyncsync.publisher import Publisher
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab, SlabPool

@@ -24,7 +24,7 @@ import torch
 
 from asyncsync import wire
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.layout import FlatWeights
+from asyncsync.flat import FlatWeights
 from asyncsync.slab import Slab, pack
 from helpers.oracle import Oracle
 from helpers.simulated import (

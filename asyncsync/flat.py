@@ -1,0 +1,155 @@
+"""Flat weights: a TensorDict, a state dict or a nested dict as ``{path: tensor}`` and msgpack values, and back.
+
+Usage::
+
+    flat = flatten(weights)
+    nest(flat.tensors, flat.values)          # a nested TensorDict over the same tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter, eq
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import nn
+
+__all__ = [
+    "EXTRA_STATE",
+    "FlatWeights",
+    "Path",
+    "collision",
+    "dotted",
+    "flatten",
+    "have_dtypes",
+    "have_shapes",
+    "nest",
+]
+
+Path = tuple[str, ...]
+
+EXTRA_STATE = "_extra_state"
+_PLAIN = {torch.Tensor, nn.Parameter}
+
+
+def dotted(path: Path) -> str:
+    """The name a person would write: ``("0", "weight")`` is ``"0.weight"``."""
+    return ".".join(path)
+
+
+@dataclass(slots=True)
+class FlatWeights:
+    """Weights without nesting: tensors and msgpack values, each under its key path."""
+
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
+
+
+def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
+    """Flatten a TensorDict, a (nested) dict or a state dict.
+
+    Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
+    as they are. Leaves may be tensors, NumPy arrays, or values that msgpack can carry (extra state).
+
+    Raises:
+        TypeError: a key is not a string, or a NumPy array has no tensor's dtype.
+        ValueError: two keys have the same dotted name.
+    """
+    flat = FlatWeights()
+    if isinstance(weights, TensorDictBase):
+        _flatten_tensordict(weights, (), flat)
+    else:
+        _flatten_mapping(weights, (), flat)
+    return flat
+
+
+def collision(name: str) -> str:
+    return f"two entries are called {name!r}; rename one (nested and dotted keys must not collide)"
+
+
+def _put(flat: FlatWeights, path: Path, value: Any) -> None:
+    if path in flat.tensors or path in flat.values:
+        raise ValueError(collision(dotted(path)))
+    if isinstance(value, torch.Tensor):
+        flat.tensors[path] = value
+    elif isinstance(value, np.ndarray):
+        flat.tensors[path] = _from_numpy(path, value)
+    else:
+        flat.values[path] = value.data if isinstance(value, NonTensorData) else value
+
+
+def _from_numpy(path: Path, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    try:
+        # torch warns of arrays that it could write to but must not, and takes no negative strides.
+        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+    except TypeError as error:
+        raise TypeError(f"{dotted(path)!r} is a NumPy array that cannot be a tensor: {error}") from None
+
+
+def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights) -> None:
+    for key, value in weights.items():
+        path = (*prefix, str(key))
+        if isinstance(value, TensorDictBase):
+            _flatten_tensordict(value, path, flat)
+        else:
+            _put(flat, path, value)
+
+
+def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
+    if not (prefix or flat.tensors or flat.values) and _PLAIN.issuperset(map(type, weights.values())):
+        flat.tensors = dict(zip(_paths(tuple(weights)), weights.values(), strict=True))
+        return
+    for key, value in weights.items():
+        path = (*prefix, *_split(key))
+        if isinstance(value, TensorDictBase):
+            _flatten_tensordict(value, path, flat)
+        elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
+            _flatten_mapping(value, path, flat)
+        else:
+            _put(flat, path, value)
+
+
+# Python's own loops take twice as long, which shows where there are a thousand tensors.
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+def have_shapes(tensors: Iterable[torch.Tensor], shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether these are the tensors' shapes, of as many tensors."""
+    # One at a time: a list of a thousand torch.Sizes would set off the garbage collector at every update.
+    return all(map(eq, map(_shape_of, tensors), shapes))
+
+
+def have_dtypes(tensors: Iterable[torch.Tensor], dtypes: list[torch.dtype]) -> bool:
+    """Whether these are the tensors' dtypes."""
+    return list(map(_dtype_of, tensors)) == dtypes
+
+
+@lru_cache(16)
+def _paths(names: tuple[str, ...]) -> list[Path]:
+    """The paths of a state dict's names: the same in every publication."""
+    paths = [_split(name) for name in names]
+    if len(set(paths)) != len(paths):
+        raise ValueError(collision(next(n for n, p in zip(names, paths, strict=True) if paths.count(p) > 1)))
+    return paths
+
+
+def _split(name: str) -> Path:
+    if not isinstance(name, str):
+        raise TypeError(f"weights must have string keys; {name!r} is a {type(name).__name__}")
+    return tuple(name.split("."))
+
+
+def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
+    """A nested TensorDict (batch size ``[]``) over the given tensors; values become non-tensor data."""
+    tree: dict[str, Any] = {}
+    for path, leaf in (*tensors.items(), *((p, NonTensorData(v)) for p, v in (values or {}).items())):
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return TensorDict(tree, batch_size=[])
