@@ -255,6 +255,7 @@ class SenderLink(Link):
         finally:
             if any(job.slab.packed < job.slab.nbytes for job in jobs) and not self.closed:
                 self.publisher.abandon(version)
+                self.settle()
         self.check()
         return version
 
