@@ -93,29 +93,38 @@ def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
         _copy_all(pairs)
         return
     mine, *others = _shares(pairs, -(-total // count))
-    threads = [
-        threading.Thread(target=_copy_all, args=(share,), name="asyncsync-copying", daemon=True) for share in others
-    ]
-    started = []
+    failures: list[BaseException] = []
+
+    def copy(share: list[tuple[_Bytes, _Bytes]]) -> None:
+        try:
+            _copy_all(share)
+        except BaseException as error:  # raised by the thread that waits for this one
+            failures.append(error)
+
+    threads = [threading.Thread(target=copy, args=(share,), name="asyncsync-copying", daemon=True) for share in others]
+    begun: list[threading.Thread] = []
     try:
         for thread, share in zip(threads, others, strict=True):
+            begun.append(thread)  # first: an interrupt may strike between two lines
             try:
                 thread.start()
-                started.append(thread)
             except RuntimeError:  # no more threads, or the interpreter is ending
                 _copy_all(share)
         _copy_all(mine)
     finally:
         # Whatever comes (Ctrl-C): when this returns or raises, nobody writes any more.
         interrupt: BaseException | None = None
-        while started:
+        while begun:
             try:
-                started[-1].join()
-                started.pop()
+                if begun[-1].ident is not None:
+                    begun[-1].join()
+                begun.pop()
             except BaseException as error:  # raised below, when the threads have ended
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+    if failures:
+        raise failures[0]
 
 
 def _cores() -> int:

@@ -63,7 +63,7 @@ class Conditions:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiters: dict[asyncio.Future[bool], Callable[[], bool]] = {}
+        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def notify(self) -> None:
         """The state may have changed: look for every waiter, and wake those whose predicate holds."""
@@ -73,30 +73,35 @@ class Conditions:
             if not waiter.done():
                 try:
                     if predicate():
-                        waiter.set_result(True)
+                        waiter.set_result(None)
                 except Exception as error:  # the waiter's own affair
                     waiter.set_exception(error)
 
     async def until(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
-        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first."""
-        if predicate():
-            return True
-        if timeout is not None and timeout <= 0:
-            return False
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        timer = None if timeout is None else self._loop.call_later(timeout, _expire, waiter)
-        self._waiters[waiter] = predicate
-        try:
-            return await waiter
-        finally:
-            del self._waiters[waiter]
-            if timer is not None:
-                timer.cancel()
+        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first.
+
+        When this returns, the predicate holds: what it saw when it woke the waiter may be over a moment later.
+        """
+        deadline = None if timeout is None else self._loop.time() + timeout
+        while not predicate():
+            remaining = None if deadline is None else deadline - self._loop.time()
+            if remaining is not None and remaining <= 0:
+                return False
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            timer = None if remaining is None else self._loop.call_later(remaining, _wake, waiter)
+            self._waiters[waiter] = predicate
+            try:
+                await waiter
+            finally:
+                del self._waiters[waiter]
+                if timer is not None:
+                    timer.cancel()
+        return True
 
 
-def _expire(waiter: asyncio.Future[bool]) -> None:
+def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
-        waiter.set_result(False)
+        waiter.set_result(None)
 
 
 class ProcessWatch:

@@ -27,7 +27,9 @@ class Announcement:
     def __init__(self, serial: int, parts: Parts, epoch: Epoch, *, eager_bytes: int, checksum: bool) -> None:
         self.serial = serial
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        eager = sum(slab.streamed for _, slab in parts.values()) <= eager_bytes
+        slabs = [slab for _, slab in parts.values()]
+        packed = all(slab.packed == slab.nbytes for slab in slabs)  # what is not there yet can only follow as chunks
+        eager = packed and sum(slab.streamed for slab in slabs) <= eager_bytes
         told, values, payload = [], [], []
         for model_id, (version, slab) in parts.items():
             crc = None

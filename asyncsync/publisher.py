@@ -23,7 +23,7 @@ from asyncsync.overview import Overview, Progress
 from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab
-from asyncsync.targets import Publication, Targets
+from asyncsync.targets import Kept, Publication, Targets
 from asyncsync.wire import Buffer, Epoch, Instruction
 
 __all__ = ["Identity", "Progress", "Publisher", "Settings"]
@@ -106,12 +106,18 @@ class Publisher(Overview):
             if peer.transfer is not None:
                 self._stream(peer, peer.transfer)
 
-    def abandon(self, version: int) -> None:
-        """A slab of this version will never be complete: nobody gets it, and its model has no target until the next."""
-        self.targets.abandon(version)
+    def abandon(self, version: int | None, kept: Kept) -> None:
+        """The slab of this version will never be complete: nobody gets it, and what it has replaced stands again.
+
+        Args:
+            version: None: it was not published.
+            kept: what :meth:`Targets.keep` has returned before that.
+        """
+        self.targets.abandon(version, kept)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
+            self._pump(peer)
 
     def assemble(self, model_id: str) -> None:
         """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
@@ -267,7 +273,8 @@ class Publisher(Overview):
         if fetch.restart > transfer.restart:
             transfer.restart = fetch.restart
             transfer.sent = min(fetch.start, transfer.total)
-        transfer.granted = min(fetch.upto, transfer.total)
+            transfer.granted = 0
+        transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         self._stream(peer, transfer)
 
     def _stream(self, peer: Peer, transfer: Transfer) -> None:

@@ -137,18 +137,20 @@ class SenderLink(Link):
         if not outbox:
             return
         last, header = None, b""
-        while outbox:
-            route, instruction, payload = outbox.popleft()
-            if instruction is not last:  # all workers are told the same, mostly
-                last, header = instruction, encode(instruction)
-            outcome = self._socket.send((route, header, *payload))
-            if outcome == zmq.EAGAIN:
-                self.publisher.clogged(route)
-            elif outcome == zmq.EHOSTUNREACH:
-                self.publisher.unreachable(route, now)
-            elif self._served and isinstance(instruction, Update):
-                self._serve(route, instruction)
-        self._socket.flushed()
+        try:
+            while outbox:
+                route, instruction, payload = outbox.popleft()
+                if instruction is not last:  # all workers are told the same, mostly
+                    last, header = instruction, encode(instruction)
+                outcome = self._socket.send((route, header, *payload))
+                if outcome == zmq.EAGAIN:
+                    self.publisher.clogged(route)
+                elif outcome == zmq.EHOSTUNREACH:
+                    self.publisher.unreachable(route, now)
+                elif self._served and isinstance(instruction, Update):
+                    self._serve(route, instruction)
+        finally:
+            self._socket.flushed()
 
     def _serve(self, route: bytes, update: Update) -> None:
         """A worker is being told to fetch: the transport's turn, where that acts for each worker."""
@@ -190,6 +192,8 @@ class SenderLink(Link):
             self.check()
             self.publisher.check_open()
             sources = extract()
+            if missing := sorted(m for m in sources if m not in self.publisher.targets.models and m not in serve):
+                raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
             jobs: list[_Job] = []
             try:
                 parts: dict[str, Slab | dict[int, Slab]] = {}
@@ -198,9 +202,8 @@ class SenderLink(Link):
                         parts[model_id] = await self._acquire(model_id, source, jobs)
                     else:
                         parts[model_id] = {w: await self._acquire(model_id, f, jobs) for w, f in source.items()}
-                large = sum(job.slab.nbytes for job in jobs) > INLINE_BYTES
-                if large and self._can_overlap(jobs, [transports[m] for m in parts]):
-                    return await self._publish_packing(parts, workers, serve, jobs)
+                if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
+                    return await self._publish_packing(parts, workers, serve, jobs[0])
                 for job in jobs:
                     await self.run(job.pack, job.slab.nbytes)
                 for model_id, part in parts.items():
@@ -227,34 +230,43 @@ class SenderLink(Link):
             self.publisher.targets.add_model(model_id)
         return self.publisher.publish(parts, workers, self.loop.time())
 
-    def _can_overlap(self, jobs: list[_Job], transports: list[TransportCore]) -> bool:
+    def _can_overlap(self, job: _Job, transports: Mapping[str, TransportCore]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
-        return all(type(t).offer is TransportCore.offer for t in transports) and not any(j.ready for j in jobs)
+        chunked = all(type(t).offer is TransportCore.offer for t in transports.values())
+        return job.slab.nbytes > INLINE_BYTES and chunked and job.ready is None
 
     async def _publish_packing(
         self,
         parts: Mapping[str, Slab | Mapping[int, Slab]],
         workers: Iterable[int] | None,
         serve: Iterable[str],
-        jobs: list[_Job],
+        job: _Job,
     ) -> int:
-        """Announce first, and send what is packed while the rest is: the copy costs no time of its own then."""
-        for job in jobs:
-            pack_slab_values(job.slab, job.flat)
-            job.slab.packed = 0
-        version = self._announce(parts, workers, serve)
-        self.settle()
+        """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
 
-        def pack_all() -> None:
-            for job in jobs:
-                job.pack(self._progress)
-            self._progress()
-
+        One slab only: of several, the first might be applied somewhere when the second cannot be packed. Cancelled, it
+        is published all the same: the copy cannot be stopped, and is a snapshot like any other.
+        """
+        pack_slab_values(job.slab, job.flat)
+        job.slab.packed = 0
+        targets = self.publisher.targets
+        replaced = targets.keep(parts)
+        version = None
         try:
+            version = self._announce(parts, workers, serve)
+            self.settle()
+
+            def pack_all() -> None:
+                job.pack(self._progress)
+                self._progress()
+
             await finish(self.thread.submit(pack_all))
         finally:
-            if any(job.slab.packed < job.slab.nbytes for job in jobs) and not self.closed:
-                self.publisher.abandon(version)
+            complete = job.slab.packed == job.slab.nbytes
+            if self.closed or complete:
+                targets.forget(replaced)
+            else:
+                self.publisher.abandon(version, replaced)
                 self.settle()
         self.check()
         return version

@@ -131,6 +131,7 @@ class Slab:
     def contents(self) -> bytes:
         """All bytes, copied once however often they are asked for: for small slabs, which ride in instructions."""
         if self._contents is None:
+            assert self.packed == self.nbytes
             self._contents = bytes(self.memory)
         return self._contents
 

@@ -184,6 +184,15 @@ class Incoming:
         self.slabs[part].memory[offset : offset + len(data)] = data
         return True
 
+    def fill(self, payload: Sequence[Buffer]) -> None:
+        """Write what an update has brought with it; where a piece is wrong, let go of all."""
+        try:
+            for i, (part, frame) in enumerate(zip(self.parts, payload, strict=True)):
+                self.write(i, 0, frame, part.crc)
+        except BaseException:
+            self.release()
+            raise
+
     def write_chunk(self, chunk: Chunk, data: Buffer) -> bool:
         return self.write(chunk.part, chunk.offset, data, chunk.crc)
 

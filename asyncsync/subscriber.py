@@ -279,24 +279,29 @@ class Subscriber:
             layouts.append(layout)
         count = len(update.parts)
         versions = {self._local(p.model_id): p.version for p in update.parts}
+        whole = update.eager and all(p.descriptor is None for p in update.parts)
+        slabs: list[Slab] = []
         try:
-            if update.eager and all(p.descriptor is None for p in update.parts):
+            if whole:
                 slabs = fill_eagerly(update.parts, layouts, payload, self.pool)
-                self._drop_incoming()
-                self._serial = update.serial
-                self._aim(versions)
-                self.bytes_received += sum([p.nbytes for p in update.parts])
-                self._stage(update.serial, versions, slabs)
-                return
-            incoming = Incoming(update, layouts, payload[:count], self.pool, now)
+            else:
+                incoming = Incoming(update, layouts, payload[:count], self.pool, now)
+        except ProtocolError:
+            raise
         except (MemoryError, RuntimeError) as error:  # torch reports exhausted memory as a RuntimeError
             self._serial = update.serial
             self._fail(update.serial, versions, error)
             return
-        self._drop_incoming()
-        self._serial = update.serial
+        if whole:
+            self._begin(update, versions)
+            self.bytes_received += sum([p.nbytes for p in update.parts])
+            self._stage(update.serial, versions, slabs)
+            return
+        if update.eager:  # beside parts that a transport fetches
+            incoming.fill(payload[count:])
+            self.bytes_received += incoming.total
+        self._begin(update, versions)
         self._incoming = incoming
-        self._aim(versions)
         for index in sorted(incoming.fetching):
             self.fetches.append((update.serial, index, update.parts[index], incoming.slabs[index].retain()))
         if incoming.complete:
@@ -304,7 +309,9 @@ class Subscriber:
         elif incoming.coverage.covered < incoming.total:
             self._grant(incoming)
 
-    def _aim(self, versions: Mapping[str, int]) -> None:
+    def _begin(self, update: wire.Update, versions: Mapping[str, int]) -> None:
+        self._drop_incoming()
+        self._serial = update.serial
         for model_id, version in versions.items():
             if version > self.targets.get(model_id, 0):
                 self.targets[model_id] = version

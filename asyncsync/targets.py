@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from asyncsync.errors import SchemaMismatch
 from asyncsync.slab import Slab
 
-__all__ = ["Publication", "Target", "Targets"]
+__all__ = ["Kept", "Publication", "Target", "Targets"]
 
 KEPT_REJECTIONS = 16
 
@@ -50,6 +50,10 @@ class Target:
     version: int
     slab: Slab
     publication: Publication
+
+
+Kept = list[tuple[str, int | None, Target]]
+"""Targets that a publication may replace: model, worker (None: everybody's), target."""
 
 
 @dataclass(slots=True)
@@ -182,12 +186,36 @@ class Targets:
                 slot.reject(publication)
             model.forget_empty()
 
-    def abandon(self, version: int) -> None:
-        """Take back a version, wherever it stands."""
-        self.pending.pop(version, None)
-        for model in self.models.values():
-            for slot in (model.common, *model.own.values()):
+    def keep(self, models: Iterable[str]) -> Kept:
+        """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`forget`."""
+        kept: Kept = []
+        for model_id in models:
+            if (model := self.models.get(model_id)) is not None:
+                for worker, slot in ((None, model.common), *model.own.items()):
+                    if slot.current is not None:
+                        slot.current.slab.retain()
+                        kept.append((model_id, worker, slot.current))
+        return kept
+
+    def forget(self, kept: Kept) -> None:
+        """What was kept is not needed any more."""
+        for _, _, target in kept:
+            target.slab.release()
+
+    def abandon(self, version: int | None, kept: Kept) -> None:
+        """Take back a version, wherever it stands; what it has replaced is the target again."""
+        if version is not None:
+            self.pending.pop(version, None)
+            for slot in self.slots():
                 slot.take_back(version)
+        for model_id, worker, target in kept:
+            model = self.models[model_id]
+            slot = model.common if worker is None else model.own.setdefault(worker, _Slot())
+            if slot.current is None:
+                slot.current = target
+            else:
+                target.slab.release()
+        for model in self.models.values():
             model.forget_empty()
 
     def target(self, worker: int, model_id: str) -> Target | None:

@@ -128,6 +128,21 @@ def test_without_another_thread_the_copy_is_made_all_the_same(monkeypatch: pytes
     assert torch.equal(destination, source)
 
 
+def test_what_a_copying_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr(copying, "_cores", lambda: 2)
+    main, real = threading.get_ident(), copying._copy_all
+
+    def fail_elsewhere(pairs: list[Any]) -> None:
+        if threading.get_ident() != main:
+            raise MemoryError("no page for it")
+        real(pairs)
+
+    monkeypatch.setattr(copying, "_copy_all", fail_elsewhere)
+    with pytest.raises(MemoryError):
+        copy_tensors([torch.zeros(4 * COUNT)], [torch.randn(4 * COUNT)])
+
+
 def test_interrupted_a_shared_copy_raises_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
     monkeypatch.setattr(copying, "_cores", lambda: 2)

@@ -947,13 +947,31 @@ def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
 def test_a_version_whose_packing_failed_is_taken_back(desk: Desk) -> None:
     slab = slab_of(desk.pool, 1)
     slab.packed = 0
+    kept = desk.publisher.targets.keep(["policy"])
     version = desk.publisher.publish({"policy": slab}, None, desk.now)
     desk.ready(0)
     desk.ready(1)
-    desk.publisher.abandon(version)
+    desk.publisher.abandon(version, kept)
     assert slab.references == 1, "nobody else holds it"
     slab.release()
     assert desk.publisher.targets.target(0, "policy") is None
     desk.take()
     assert desk.publish(2) == version + 1
     assert len(desk.take(wire.Update)) == 2
+
+
+def test_what_a_version_that_failed_has_replaced_is_the_target_again(desk: Desk) -> None:
+    before = desk.publish(1)
+    own = desk.publish(2, [1])
+    desk.take()
+    slab = slab_of(desk.pool, 3)
+    slab.packed = 0
+    kept = desk.publisher.targets.keep(["policy"])
+    version = desk.publisher.publish({"policy": slab}, None, desk.now)
+    assert desk.publisher.targets.target(1, "policy").version == version  # type: ignore[union-attr]
+    desk.publisher.abandon(version, kept)
+    assert desk.publisher.targets.target(0, "policy").version == before  # type: ignore[union-attr]
+    assert desk.publisher.targets.target(1, "policy").version == own  # type: ignore[union-attr]
+    assert slab.references == 1
+    slab.release()
+    assert desk.pool.slabs <= 3

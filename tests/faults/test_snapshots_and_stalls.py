@@ -11,8 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from asyncsync import ZMQWeightSyncScheme
 from asyncsync.flat import FlatWeights
 from asyncsync.slab import Slab
+from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 
 pytestmark = pytest.mark.timeout(90)
@@ -195,7 +197,38 @@ async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
         with pytest.raises(asyncio.CancelledError if cancelled else MemoryError):
             await publishing
     assert all(r.model.value == 1 and r.version == 1 for r in receivers)
+    assert value_of(await receivers[0].fetch(10)) == 1, "what was there before is the target again"
     await sender.send_async(sender.model.fill(3))
     assert all(r.model.value == 3 for r in receivers)
     assert [value_of(await r.receive(0)) for r in receivers] == [3, 3]
     await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+
+
+async def test_r194_small_weights_beside_large_ones_are_sent_when_they_are_packed() -> None:
+    """Each worker gets its own: one of them much, the other little, which rides in the instruction."""
+    sizes = (THREAD, EAGER)
+    sender = ZMQWeightSyncScheme(num_workers=2)
+    sender.init_on_sender(model_id="policy")
+    receivers = [receiver_of(sender, i, {"w": torch.zeros(n)}) for i, n in enumerate(sizes)]
+    await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
+    for value in range(1, 15):
+        await sender.send_async({i: {"w": torch.full((n,), float(value))} for i, n in enumerate(sizes)})
+        assert [r.model["w"].unique().tolist() for r in receivers] == [[value], [value]]
+    await asyncio.gather(sender.shutdown(), *(r.shutdown() for r in receivers))
+
+
+async def test_r042_fetching_beside_a_trainer_that_publishes_all_the_time_is_never_confused(schemes: Schemes) -> None:
+    sender, [receiver] = await schemes.connected(EAGER)
+
+    async def publish() -> None:
+        for value in range(2, 1500):
+            await sender.publish(sender.model.fill(value))
+            await asyncio.sleep(0)
+
+    publishing = asyncio.create_task(publish())
+    seen = []
+    while not publishing.done():
+        seen.append(value_of(await receiver.fetch(10)))
+    await publishing
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 10
