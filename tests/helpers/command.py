@@ -22,10 +22,12 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 def start(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Python with these arguments, in a process group of its own as a shell would have it; killed with the block."""
     package = Path(asyncsync.__file__).resolve().parent.parent  # the checkout, if it is not installed
+    # Unbuffered, a line and its end are written apart, and those of several processes get mixed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(package)},
+        env=environment | {"PYTHONPATH": str(package)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
