@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from asyncsync import ZMQWeightSyncScheme
 from asyncsync.flat import FlatWeights
-from asyncsync.slab import Slab
+from asyncsync.slab import Slab, pack
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 
@@ -232,3 +233,27 @@ async def test_r042_fetching_beside_a_trainer_that_publishes_all_the_time_is_nev
     await publishing
     assert seen == sorted(seen)
     assert len(set(seen)) > 10
+
+
+async def test_r194_of_several_slabs_none_is_delivered_if_one_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = ZMQWeightSyncScheme(num_workers=2)
+    sender.init_on_sender(model_id="policy", weights={"w": torch.ones(THREAD)})
+    receivers = [receiver_of(sender, i, {"w": torch.zeros(THREAD)}) for i in range(2)]
+    await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
+    packed = []
+
+    def fail_the_second(*arguments: Any) -> None:
+        packed.append(arguments)
+        if len(packed) == 2:
+            raise MemoryError("no page for it")
+        pack(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncsync.sender.pack", fail_the_second)
+        with pytest.raises(MemoryError):
+            await sender.publish({i: {"w": torch.full((THREAD,), 7.0)} for i in range(2)})
+    assert len(packed) == 2
+    for receiver in receivers:
+        assert value_of(await receiver.fetch(10)) == 1
+    assert [(r.version, r.model["w"].unique().tolist()) for r in receivers] == [(1, [1]), (1, [1])]
+    await asyncio.gather(sender.shutdown(), *(r.shutdown() for r in receivers))
