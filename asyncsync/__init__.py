@@ -36,10 +36,13 @@ from asyncsync.errors import (
     WeightSyncError,
 )
 from asyncsync.schemes.none import NoWeightSyncScheme
+from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy
 from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.multiprocess import MPTransport
+from asyncsync.transports.shared_memory import SharedMemTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += [
@@ -48,6 +51,8 @@ __all__ += [
     "ClosedError",
     "Fenced",
     "LimitExceeded",
+    "MPTransport",
+    "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "NotConnected",
     "PartialSendError",
@@ -55,6 +60,8 @@ __all__ += [
     "ProtocolError",
     "RemoteError",
     "SchemaMismatch",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
     "TransportBackend",
     "WeightStrategy",
     "WeightSyncError",

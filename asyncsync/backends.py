@@ -7,10 +7,14 @@ from typing import Any
 
 __all__ = ["scheme_class"]
 
-# A scheme has one name in both APIs' modules. Those to come: shared (thread), process (multiprocessing), distributed,
-# rpc, ray.
-_SCHEMES = {"none": "NoWeightSyncScheme", "zmq": "ZMQWeightSyncScheme"}
-_ALIASES = {"direct": "none"}
+# A scheme has one name in both APIs' modules. Those to come: distributed, rpc, ray.
+_SCHEMES = {
+    "none": "NoWeightSyncScheme",
+    "shared": "SharedMemWeightSyncScheme",
+    "process": "MultiProcessWeightSyncScheme",
+    "zmq": "ZMQWeightSyncScheme",
+}
+_ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
 
 def scheme_class(backend: str, module: str) -> Any:

@@ -8,6 +8,7 @@ module, a TensorDict, a dict of tensors, or None (nothing to apply to: ``receive
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest
 from asyncsync.layout import Layout, unpack_values
 from asyncsync.places import Places, Plan, Specs
-from asyncsync.slab import Slab, clone
+from asyncsync.slab import FOREIGN, Slab, clone
 
 if TYPE_CHECKING:
     from asyncsync.strategy import WeightStrategy
@@ -46,8 +47,10 @@ class Prepared:
         sources: list[torch.Tensor],
         states: Mapping[str, torch.Tensor],
         values: Mapping[str, Any],
+        home: Slab | None = None,
     ) -> None:
         self._binding = binding
+        self._home = home  # where Parameters may get their memory
         self._plan = plan
         self._sources = sources
         self._states = states
@@ -77,7 +80,8 @@ class Prepared:
         if len(set(map(id, found))) != len(found):
             self._check_ties(found)
         self._copies, self._repointed, self._replaced = ([], []), [], []
-        if self._binding.inplace and not any(map(_is_meta, found)):
+        away = self._home is not None or self._binding.abroad
+        if self._binding.inplace and not away and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
         else:
             self._elsewhere(found)
@@ -109,7 +113,7 @@ class Prepared:
                 self._plan.check_tie(self._sources, first, i)
 
     def _elsewhere(self, found: list[torch.Tensor]) -> None:
-        """Meta tensors have no memory yet, and ``inplace=False`` asks for new memory."""
+        """Meta tensors have no memory yet, ``inplace=False`` asks for new memory, and a slab may be a new home."""
         is_module = self._plan.model.is_module
         made: dict[int, torch.Tensor] = {}
         with normal_tensors():
@@ -121,6 +125,9 @@ class Prepared:
                     self._replace(owner, key, made[id(destination)])
                 elif known:
                     continue
+                elif (new := self._moved(destination, source)) is not None:
+                    made[id(destination)] = new
+                    self._repointed.append((destination, new))
                 elif self._binding.inplace:
                     self._copies[0].append(destination)
                     self._copies[1].append(source)
@@ -132,6 +139,14 @@ class Prepared:
                             new = new.clone()
                     made[id(destination)] = new
                     self._repointed.append((destination, new))
+
+    def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+        """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
+        foreign = self._binding.abroad and _is_foreign(destination)
+        if self._home is not None and _can_move(destination, source) and (foreign or _is_alone(destination)):
+            self._home.adopted = self._binding.abroad = True
+            return source
+        return clone(source) if foreign else None
 
     def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
         if _is_locked(owner):
@@ -178,6 +193,7 @@ class Binding:
         strategy: its receiver half converts.
         cast: convert dtypes where they differ, instead of refusing.
         inplace: copy into the model's own memory (default), or give its tensors new memory.
+        adopts: give a module's Parameters their memory in a slab that is theirs until the next update.
         apply: replaces the copy (a scheme's or strategy's overridden ``apply_weights``); called with a TensorDict that
             is its to keep.
 
@@ -193,6 +209,7 @@ class Binding:
         *,
         cast: bool = False,
         inplace: bool = True,
+        adopts: bool = False,
         apply: Callable[[Any], None] | None = None,
     ) -> None:
         from asyncsync.strategy import WeightStrategy as Base
@@ -201,6 +218,8 @@ class Binding:
         self.strategy = strategy
         self.cast = cast
         self.inplace = inplace
+        self.adopts = adopts and not _is_compiled(model)
+        self.abroad = False  # whether some of the model's memory may be a slab's
         self._own_convert = type(strategy).convert is not Base.convert
         if apply is None and type(strategy).apply_weights is not Base.apply_weights and model is not None:
             apply = self._strategy_apply
@@ -254,8 +273,9 @@ class Binding:
         plan, order, states = known
         views = slab.views
         sources = [views[i] for i in order]
+        home = slab if self.adopts and slab.adoptable and plan.model.is_module else None
         return self._prepared(
-            plan, sources, {n: views[i] for n, i in states}, {dotted(p): v for p, v in values.items()}
+            plan, sources, {n: views[i] for n, i in states}, {dotted(p): v for p, v in values.items()}, home
         )
 
     def prepare_flat(self, flat: FlatWeights) -> Prepared:
@@ -289,7 +309,12 @@ class Binding:
         return known
 
     def _prepared(
-        self, plan: Plan, sources: list[torch.Tensor], states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+        self,
+        plan: Plan,
+        sources: list[torch.Tensor],
+        states: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
+        home: Slab | None = None,
     ) -> Prepared:
         if self.cast:
             plan, sources = plan.cast(sources)
@@ -297,7 +322,7 @@ class Binding:
             plan.check_tie(sources, first, other)
         if not self.inplace:
             sources = [clone(s) for s in sources]  # one for each name: the sender may have tied what this model has not
-        return Prepared(self, plan, sources, states, values)
+        return Prepared(self, plan, sources, states, values, home)
 
     def _convert(self, weights: TensorDictBase) -> dict[str, torch.Tensor]:
         with normal_tensors():
@@ -389,6 +414,38 @@ def _castable(source: torch.dtype, destination: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
+
+
+def _is_compiled(model: Any) -> bool:
+    """Whether what runs the module may have its tensors' addresses."""
+    if not isinstance(model, nn.Module):
+        return False
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there is no compiled module unless it was imported
+    compiled = dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    return compiled or scripted or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.untyped_storage().data_ptr() in FOREIGN
+
+
+def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether this Parameter's memory may be the slab's, which ``source`` is a view of unless it was converted."""
+    return (
+        type(destination) is nn.Parameter
+        and destination.is_cpu
+        and source.dtype is destination.dtype
+        and destination.is_contiguous()
+        and not destination.is_inference()
+        and _is_foreign(source)
+    )
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
+    processes were given, would lose touch."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
 def _is_locked(owner: Any) -> bool:

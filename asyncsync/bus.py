@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncsync.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
-from asyncsync.errors import ClosedError, NotConnected
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
 from asyncsync.gate import Gate, Hold
 from asyncsync.link import check_timeout
 from asyncsync.publisher import Settings
@@ -271,14 +271,25 @@ class BusCore:
         return lambda: {topic: self._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()}
 
     async def _publish_sources(
-        self, extract: ExtractAll, topics: Iterable[str], worker_ids: int | Iterable[int] | None
+        self,
+        extract: ExtractAll,
+        topics: Iterable[str],
+        worker_ids: int | Iterable[int] | None,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> int:
         transports = {topic: self._schemes[topic]._transport() for topic in topics}
-        return await self._sender().publish(extract, transports, as_workers(worker_ids))
+        return await self._sender().publish(extract, transports, as_workers(worker_ids), timeout=timeout)
 
     async def _wait_version(
-        self, version: int, worker_ids: int | Iterable[int] | None, timeout: float, models: list[str] | None
+        self,
+        version: int,
+        worker_ids: int | Iterable[int] | None,
+        timeout: float,
+        models: list[str] | None,
+        *,
+        spent: float = 0.0,
     ) -> None:
+        """``spent``: seconds of the timeout that are over already."""
         check_timeout(timeout)
         if self._role == "receiver":
             await self._receiver().wait_version(version, models or list(self._schemes), timeout)
@@ -286,7 +297,8 @@ class BusCore:
             link = self._sender()
             if not 0 < version <= link.publisher.version:
                 raise ValueError(f"version {version} has not been published; the newest is {link.publisher.version}")
-            await link.wait_version(version, link.check_workers(as_workers(worker_ids)), models, timeout)
+            workers = link.check_workers(as_workers(worker_ids))
+            await link.wait_version(version, workers, models, timeout, spent=spent)
 
     async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
         self._check_send(timeout)
@@ -299,9 +311,15 @@ class BusCore:
     async def _send_sources(
         self, extract: ExtractAll, topics: Iterable[str], worker_ids: int | Iterable[int] | None, timeout: float
     ) -> int:
-        self._sender().check_quorum()
-        version = await self._publish_sources(extract, topics, worker_ids)
-        await self._wait_version(version, worker_ids, timeout, list(topics))
+        link = self._sender()
+        link.check_quorum()
+        start = link.loop.time()
+        try:
+            version = await self._publish_sources(extract, topics, worker_ids, timeout)
+        except AckTimeout as error:  # nothing was published
+            workers = as_workers(worker_ids) or link.publisher.expected()
+            raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in workers}) from error
+        await self._wait_version(version, worker_ids, timeout, list(topics), spent=link.loop.time() - start)
         return version
 
     async def _shutdown(self, timeout: float) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
+from asyncsync.layout import Layout
 from asyncsync.slab import Slab
 from asyncsync.subscriber import Subscriber
 from asyncsync.transports.base import TransportCore
+from asyncsync.wire import Part
 
 __all__ = ["Fetches"]
 
@@ -28,6 +30,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
     def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:
         self.transports: dict[str, TransportCore] = {}
         self._subscriber = subscriber
+        subscriber.attach = self.attach
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -43,13 +46,21 @@ class Fetches(Iterable[asyncio.Task[None]]):
         waiting = self._subscriber.fetches
         while waiting:
             serial, index, part, slab = waiting.popleft()
-            # A sender without a model_id calls its only model "".
-            known = part.model_id in self.transports
-            transport = self.transports[part.model_id if known else next(iter(self.transports))]
+            transport = self._transport(part)
             assert part.descriptor is not None
             task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _transport(self, part: Part) -> TransportCore:
+        # A sender without a model_id calls its only model "".
+        known = part.model_id in self.transports
+        return self.transports[part.model_id if known else next(iter(self.transports))]
+
+    def attach(self, part: Part, layout: Layout) -> Slab | None:
+        """The part's slab, if its transport has it at hand. Raises what that raises."""
+        assert part.descriptor is not None
+        return self._transport(part).attach(part.descriptor, layout, self._subscriber.pool)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: TransportCore) -> None:
         failure: Exception | None = None

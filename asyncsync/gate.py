@@ -136,6 +136,11 @@ class Gate:
         return self._update is not None
 
     @property
+    def applying(self) -> bool:
+        """Whether an update is being written to the models right now."""
+        return self._applying is not None
+
+    @property
     def readers(self) -> int:
         """Forwards and holds inside, nested ones included."""
         return len(self._entries)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.loans import Loans
 from asyncsync.overview import Overview, Progress
 from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.settings import Identity, Settings
@@ -43,6 +44,7 @@ class Publisher(Overview):
 
     Attributes:
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
+        loans: what each worker incarnation may be reading, by its nonce; also of those that have left.
         fenced: set once a newer trainer has been met; nothing is sent any more.
     """
 
@@ -55,6 +57,7 @@ class Publisher(Overview):
         self.settings = settings or Settings()
         self.targets = Targets()
         self.peers: dict[int, Peer] = {}
+        self.loans: dict[bytes, Loans] = {}
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.fenced: Fenced | None = None
         self.closed = False
@@ -134,6 +137,9 @@ class Publisher(Overview):
             if not peer.lost and self.fenced is None:
                 self._send(peer.route, wire.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down"))
         self.targets.close()
+        for loans in self.loans.values():
+            loans.close()  # nothing is written any more
+        self.loans.clear()
 
     def check_open(self) -> None:
         """Raise Fenced or ClosedError if this publisher has come to its end."""
@@ -161,15 +167,22 @@ class Publisher(Overview):
             self._hello(route, instruction, now)
             return
         peer = self._routes.get(route)
-        if peer is None:
+        if peer is None and not isinstance(instruction, wire.Released):
             raise ProtocolError(f"{type(instruction).__name__} from an unknown peer")
         epoch = getattr(instruction, "epoch", None)
         if epoch != self.epoch:
-            raise ProtocolError(f"{type(instruction).__name__} of another epoch from worker {peer.worker}")
+            whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
+            raise ProtocolError(f"{type(instruction).__name__} of another epoch from {whom}")
+        if isinstance(instruction, wire.Released):  # perhaps from one that is no peer any more
+            self._reported(instruction.nonce, instruction)
+        if peer is None:
+            return
         handler = _HANDLERS.get(type(instruction))
         if handler is None:
             raise ProtocolError(f"worker {peer.worker} sent {type(instruction).__name__}, which only a trainer sends")
         handler(self, peer, instruction, now)
+        if isinstance(instruction, wire.Staged | wire.Applied | wire.Failed | wire.Pong):
+            self._reported(peer.nonce, instruction)
         peer.last_seen = now
         peer.slow = False
         peer.unreachable_since = None
@@ -283,6 +296,18 @@ class Publisher(Overview):
             peer.bytes_sent += len(piece)
             self._send(peer.route, chunk, [piece])
 
+    def _reported(
+        self, nonce: bytes, report: wire.Staged | wire.Applied | wire.Failed | wire.Pong | wire.Released
+    ) -> None:
+        """A worker says which lent slabs it still uses."""
+        if (loans := self.loans.get(nonce)) is not None:
+            loans.report(report.last, report.kept)
+            if not loans:
+                del self.loans[nonce]
+
+    def _on_released(self, peer: Peer, released: wire.Released, now: float) -> None:
+        pass  # see receive()
+
     def _on_staged(self, peer: Peer, staged: wire.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:
             peer.staged.update(peer.transfer.versions)
@@ -337,6 +362,8 @@ class Publisher(Overview):
         self._pump(peer)
 
     def _on_bye(self, peer: Peer, bye: wire.Bye, now: float) -> None:
+        if bye.reason != "reading" and (loans := self.loans.pop(peer.nonce, None)) is not None:
+            loans.close()  # it looks at nothing any more
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
 
     def _check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
@@ -345,8 +372,14 @@ class Publisher(Overview):
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 
+    def ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
+        """The process of a worker incarnation has ended: whatever it was lent is back."""
+        if (loans := self.loans.pop(nonce, None)) is not None:
+            loans.close()
+        self.lost(worker, nonce, reason, now)
+
     def lost(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
-        """The worker's process has ended, or it has left."""
+        """The worker has left, or will not be waited for. What it was lent stays its until it, or its end, says so."""
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.lost:
             return
@@ -366,7 +399,8 @@ class Publisher(Overview):
         if peer.unreachable_since is None:
             peer.unreachable_since = now
         elif not peer.local and now - peer.unreachable_since >= self.settings.retry_interval:
-            self.lost(peer.worker, peer.nonce, "its connection is gone", now)
+            # On another host nothing can be read in place.
+            self.ended(peer.worker, peer.nonce, "its connection is gone", now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         """A transport could not hand a slab to this worker, which has been told to fetch it."""
@@ -481,6 +515,9 @@ class Publisher(Overview):
                 checksum=self.settings.checksum,
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
+        if any(slab.lent for _, slab in parts.values()):
+            loans = self.loans.setdefault(peer.nonce, Loans(peer.worker, peer.hello.pid if peer.local else 0))
+            loans.lend(said.serial, parts)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.update, said.payload)
@@ -496,4 +533,5 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     wire.Ping: Publisher._on_ping,
     wire.Pong: Publisher._on_pong,
     wire.Bye: Publisher._on_bye,
+    wire.Released: Publisher._on_released,
 }

@@ -22,6 +22,7 @@ from asyncsync.publisher import Settings
 from asyncsync.slab import Slab
 from asyncsync.staging import Staging
 from asyncsync.subscriber import Subscriber
+from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
 from asyncsync.wire import decode, encode
@@ -145,6 +146,7 @@ class ReceiverLink(Link):
     def _flush(self, now: float) -> None:
         self._offer()
         self._fetches.start()
+        self.subscriber.flush()
         outbox = self.subscriber.outbox
         if not self.subscriber.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
@@ -165,7 +167,9 @@ class ReceiverLink(Link):
     def _offer(self) -> None:
         """Give the newest staging to the gate, unless one of its models is to wait for ``receive``."""
         staging = self.subscriber.staged
-        if staging is None or staging is self._offered or self.closed or self.cascade.task is not None:
+        if staging is None or staging is self._offered or self.cascade.task is not None:
+            return
+        if self.closed or self.subscriber.leaving:
             return
         if any(m in self.manual and m not in self.wanted for m in staging.parts):
             return
@@ -401,6 +405,8 @@ class ReceiverLink(Link):
             return then(await self.run(slab.copy, slab.nbytes))
         finally:
             slab.release()
+            if slab.lent and not self.closed:
+                self.settle()  # the sender may be waiting for it
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -409,7 +415,27 @@ class ReceiverLink(Link):
         if self.closed:
             return
         self.gate.withdraw()
-        self.subscriber.bye("shutdown")
+        self.subscriber.leave()
+        reads = True
+        try:
+            await self._detach()
+            reads = False
+        finally:
+            await self._end(reads)
+
+    async def _detach(self) -> None:
+        """Models outlive their schemes: they must not show what the sender writes later."""
+        ended = self.subscriber.ended
+        if self.sender_lost or isinstance(ended, ClosedError):
+            return  # nobody writes there any more
+        for transport in {id(t): t for t in self._fetches.transports.values()}.values():
+            if transport.is_adopted or self.gate.applying:
+                await finish(self.thread.submit(transport.detach))
+
+    async def _end(self, reads: bool) -> None:
+        if self.closed:
+            return
+        self.subscriber.bye("shutdown", reads=reads)
         self._flush(self.loop.time())
         self.closed = True
         ending = {*self._fetches, *([] if self.cascade.task is None else [self.cascade.task])}

@@ -42,6 +42,7 @@ class SchemeCore(Sources, ABC):
     """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
 
     _bus_class: ClassVar[type[BusCore]]
+    _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_blocking: ClassVar[bool]
 
     def __init__(
@@ -195,7 +196,7 @@ class SchemeCore(Sources, ABC):
         worker_idx: int | None = None,
         model: Any = None,
         apply: str = "auto",
-        inplace: bool = True,
+        inplace: bool | None = None,
         cast: bool = False,
         gate: str = "hooks",
     ) -> None:
@@ -208,7 +209,8 @@ class SchemeCore(Sources, ABC):
             model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns
                 them.
             apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only.
-            inplace: copy into the model's own memory, or give its tensors new storage.
+            inplace: True: copy into the model's own memory; False: give its tensors new storage; None: as the scheme
+                does it best, which is True but for the Parameters of a module in shared memory.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
 
@@ -233,7 +235,14 @@ class SchemeCore(Sources, ABC):
         custom = None
         if type(self).apply_weights is not SchemeCore.apply_weights:
             custom = self._custom_apply
-        binding = Binding(model, self.strategy, cast=cast, inplace=inplace, apply=custom)
+        binding = Binding(
+            model,
+            self.strategy,
+            cast=cast,
+            inplace=inplace is not False,
+            adopts=inplace is None and self._adopts,
+            apply=custom,
+        )
         hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
         if hooked:
             probe = Gate()
@@ -325,7 +334,11 @@ class SchemeCore(Sources, ABC):
         version = None
         if initial is not None:
             version = await link.publish(
-                lambda: {self._topic: initial()}, {self._topic: transport}, None, serve=[self._topic]
+                lambda: {self._topic: initial()},
+                {self._topic: transport},
+                None,
+                serve=[self._topic],
+                timeout=max(0.0, start + timeout - link.loop.time()),
             )
         else:
             link.publisher.serve(self._topic, start)
@@ -400,6 +413,13 @@ class SchemeCore(Sources, ABC):
                 self._returned = before  # not delivered: the next receive returns it
             raise
         return weights
+
+    async def _take_in(self, timeout: float | None) -> None:
+        """Apply what has come, without returning it."""
+        self._check_receive(timeout)
+        mark = await self._bus._receiver().receive(self._topic, self._returned, 0.0, lambda: self._closed)
+        if mark is not None:
+            self._returned = mark
 
     async def _current(self) -> TensorDict | None:
         """A copy of what this receiver holds; None: nothing yet."""

@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback
-from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
+from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.flat import FlatWeights
 from asyncsync.layout import Layout
 from asyncsync.link import INLINE_BYTES, LINGER_MS, Link, ProcessWatch, this_process
@@ -23,7 +23,7 @@ from asyncsync.slab import Slab, SlabPool, cuda_events, pack, pack_slab_values
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, router
-from asyncsync.wire import Bye, Hello, Update, decode, encode
+from asyncsync.wire import Bye, Hello, Released, Update, decode, encode
 
 __all__ = ["SenderLink"]
 
@@ -101,25 +101,28 @@ class SenderLink(Link):
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
-        if isinstance(instruction, Hello | Bye):
+        if isinstance(instruction, Hello | Bye | Released):
             self._watch()
         self.settle()
 
     def _watch(self) -> None:
         """One process watch per co-located worker incarnation."""
-        peers = {p.nonce: p for p in self.publisher.peers.values() if p.local and not p.lost}
-        if peers.keys() == self._watches.keys():
+        publisher = self.publisher
+        chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
+        # One that has left may still be reading what it was lent.
+        chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
+        if chosen.keys() == self._watches.keys():
             return
-        for nonce in self._watches.keys() - peers.keys():
+        for nonce in self._watches.keys() - chosen.keys():
             self._watches.pop(nonce).close()
-        for nonce in peers.keys() - self._watches.keys():
-            peer = peers[nonce]
-            self._watches[nonce] = ProcessWatch(peer.hello.pid, self._ender(peer.worker, nonce, peer.hello.pid))
+        for nonce in chosen.keys() - self._watches.keys():
+            worker, pid = chosen[nonce]
+            self._watches[nonce] = ProcessWatch(pid, self._ender(worker, nonce, pid))
 
     def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
         def ended() -> None:
             with self.guard():
-                self.publisher.lost(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+                self.publisher.ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
                 self._watch()
                 self.settle()
 
@@ -183,11 +186,16 @@ class SenderLink(Link):
         workers: Iterable[int] | None,
         *,
         serve: Iterable[str] = (),
+        timeout: float,
     ) -> int:
         """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
+
+        Raises:
+            AckTimeout: all memory that a transport has for slabs is in use, and was until the timeout (seconds).
         """
+        deadline = self.loop.time() + timeout
         async with self.order:
             self.check()
             self.publisher.check_open()
@@ -198,10 +206,14 @@ class SenderLink(Link):
             try:
                 parts: dict[str, Slab | dict[int, Slab]] = {}
                 for model_id, source in sources.items():
+                    pool = transports[model_id].pool or self.pool
                     if isinstance(source, FlatWeights):
-                        parts[model_id] = await self._acquire(model_id, source, jobs)
+                        parts[model_id] = await self._acquire(model_id, source, pool, jobs, 1, deadline)
                     else:
-                        parts[model_id] = {w: await self._acquire(model_id, f, jobs) for w, f in source.items()}
+                        count = len(source)
+                        parts[model_id] = {
+                            w: await self._acquire(model_id, f, pool, jobs, count, deadline) for w, f in source.items()
+                        }
                 if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
                     return await self._publish_packing(parts, workers, serve, jobs[0])
                 for job in jobs:
@@ -284,17 +296,52 @@ class SenderLink(Link):
                 self.publisher.packed()
                 self.settle()
 
-    async def _acquire(self, model_id: str, flat: FlatWeights, jobs: list[_Job]) -> Slab:
+    async def _acquire(
+        self, model_id: str, flat: FlatWeights, pool: SlabPool, jobs: list[_Job], count: int, deadline: float
+    ) -> Slab:
+        """A slab for these weights, entered as a job: whatever happens, it is released with that."""
         layout = self._layouts.get(model_id)
         tensors = None if layout is None else layout.arrange(flat)
         if layout is None or tensors is None:
             layout = self._layouts[model_id] = Layout.of(flat)
-        if self.pool.draining(layout.nbytes):
-            await self.wait(lambda: not self.pool.draining(layout.nbytes), DRAIN_PATIENCE)
+        nbytes = layout.nbytes
+        if pool.draining(nbytes):
+            await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
+        if not self._has_room(pool, nbytes, jobs, count):
+            remaining = max(0.0, deadline - self.loop.time())
+            if not await self.wait(lambda: self._has_room(pool, nbytes, jobs, count), remaining):
+                raise AckTimeout(self._why_full(pool))
         ready = cuda_events(flat)
-        slab = self.pool.acquire(layout, pinned=ready is not None)
-        jobs.append(_Job(slab, flat, ready, tensors))
+
+        def acquire() -> Slab:
+            slab = pool.acquire(layout, pinned=ready is not None)
+            jobs.append(_Job(slab, flat, ready, tensors))
+            return slab
+
+        slab: Slab = acquire() if pool.is_quick(nbytes) else await self.run(acquire, nbytes)
         return slab
+
+    def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
+        if pool.is_quick(nbytes):
+            return True
+        targets = [t.slab for slot in self.publisher.targets.slots() for t in slot.targets]
+        return pool.has_room(nbytes, {*targets, *(job.slab for job in jobs)}, count)
+
+    def _why_full(self, pool: SlabPool) -> str:
+        publisher = self.publisher
+        holders = []
+        for nonce, loans in publisher.loans.items():
+            versions = sorted({version for (_, version), slab in loans if slab in pool})
+            if versions:
+                peer = publisher.peers.get(loans.worker)
+                state = peer.state if peer is not None and peer.nonce == nonce else "has left"
+                where = f", process {loans.pid}" if loans.pid else ""
+                holders.append(f"worker {loans.worker} ({state}{where}) has version {', '.join(map(str, versions))}")
+        return (
+            f"there is no free slot of shared memory for a new version: {'; '.join(holders) or 'nobody says why'}. "
+            "A worker lets go of a version when it has applied a newer one: look for a stopped process or a hold() "
+            "that is never left, or give the scheme more slots="
+        )
 
     async def _offer(self, transport: TransportCore, slab: Slab, workers: Iterable[int] | None) -> None:
         descriptor = await transport.offer(slab, workers)
@@ -379,9 +426,15 @@ class SenderLink(Link):
             )
 
     async def wait_version(
-        self, version: int, workers: list[int] | None, models: list[str] | None, timeout: float
+        self,
+        version: int,
+        workers: list[int] | None,
+        models: list[str] | None,
+        timeout: float,
+        *,
+        spent: float = 0.0,
     ) -> None:
-        """Wait until these workers have applied at least this version.
+        """Wait until these workers have applied at least this version. ``spent``: of the timeout, already.
 
         Raises:
             PartialSendError: names each worker that has not, and why.
@@ -393,7 +446,7 @@ class SenderLink(Link):
             publisher.check_open()
             return not publisher.outstanding(version, chosen, models)
 
-        await self.wait(done, timeout)
+        await self.wait(done, max(0.0, timeout - spent))
         progress = publisher.progress(version, chosen, models)
         failed = dict(progress.failed)
         failed.update({w: publisher.timeout_of(w, version, timeout) for w in progress.waiting})

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -31,9 +31,12 @@ from asyncsync.flat import FlatWeights, Path, nest
 from asyncsync.layout import ALIGNMENT, Layout, pack_values, unpack_values
 
 PROGRESS_BYTES = 4 << 20
+FOREIGN: set[int] = set()
+"""Addresses of mappings of other processes' memory in which this one's Parameters may lie."""
 _is_cpu = attrgetter("is_cpu")
 
 __all__ = [
+    "FOREIGN",
     "Slab",
     "SlabPool",
     "clone",
@@ -52,9 +55,16 @@ class Slab:
     Attributes:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
+        lent: workers read this very memory, and it is theirs until they say otherwise; see :mod:`asyncsync.loans`.
+        adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
+        adopted: they have.
         on_release: called when the last reference is released.
         packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
     """
+
+    lent = False
+    adoptable = False
+    adopted = False
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
         self.layout = layout
@@ -73,6 +83,11 @@ class Slab:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody may still read it."""
+        return self.references > 0
 
     @property
     def streamed(self) -> int:
@@ -210,6 +225,20 @@ class SlabPool:
             fits = self._spare is not None and self._spare.buffer.numel() == nbytes
             return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
 
+    def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
+        """Whether one more slab may be taken now; a :class:`asyncsync.transports.slots.SlotPool` has a limit."""
+        return True
+
+    def __contains__(self, slab: Slab) -> bool:
+        return slab._pool is self
+
+    def is_quick(self, nbytes: int) -> bool:
+        """Whether :meth:`acquire` takes no time to speak of."""
+        return True
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        return Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
+
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         """A slab for this layout, with one reference; its content is undefined."""
         with self._lock:
@@ -221,7 +250,7 @@ class SlabPool:
         else:
             slab = None  # its memory goes before the new one's comes
             try:
-                slab = Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
+                slab = self._make(layout, pinned=pinned)
             except BaseException:
                 with self._lock:
                     self._in_use -= 1

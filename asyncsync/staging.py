@@ -14,7 +14,7 @@ from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.slab import Slab, SlabPool
-from asyncsync.wire import MAX_NAME, MAX_TEXT, Buffer, Chunk, Epoch, Failed, Part, Update
+from asyncsync.wire import MAX_NAME, MAX_TEXT, Buffer, Chunk, Epoch, Failed, Kept, Part, Update
 
 __all__ = ["Coverage", "Incoming", "KnownLayouts", "StagedPart", "Staging", "failure"]
 
@@ -47,12 +47,14 @@ class KnownLayouts:
         return None
 
 
-def failure(epoch: Epoch, serial: int, versions: dict[str, int], error: BaseException) -> Failed:
+def failure(
+    epoch: Epoch, serial: int, versions: dict[str, int], error: BaseException, last: int = 0, kept: Kept = ()
+) -> Failed:
     """What the trainer is told of an update that could not be applied."""
     text = "".join(traceback.format_exception(error))
     name = f"{type(error).__module__}.{type(error).__qualname__}"[:MAX_NAME]
     mismatch = isinstance(error, SchemaMismatch)
-    return Failed(epoch, serial, versions, mismatch, name, str(error)[:MAX_TEXT], text[-MAX_TEXT:])
+    return Failed(epoch, serial, versions, mismatch, name, str(error)[:MAX_TEXT], text[-MAX_TEXT:], last, kept)
 
 
 class Coverage:
@@ -85,9 +87,16 @@ class Coverage:
 
 
 def fill_eagerly(
-    parts: Sequence[Part], layouts: Sequence[Layout], payload: Sequence[Buffer], pool: SlabPool
+    parts: Sequence[Part],
+    layouts: Sequence[Layout],
+    payload: Sequence[Buffer],
+    pool: SlabPool,
+    attached: Sequence[Slab | None],
 ) -> list[Slab]:
     """The slabs of an update that has brought all its bytes: a frame of values per part, then a frame of bytes each.
+
+    Args:
+        attached: the slabs that are here already.
 
     Raises:
         ProtocolError: too many values, or a wrong checksum. No slab is kept.
@@ -101,9 +110,12 @@ def fill_eagerly(
                 raise _too_many_values(len(values))
             if part.crc is not None and zlib.crc32(data) != part.crc:
                 raise ProtocolError(f"the bytes of part {i} have a wrong checksum")
-            slabs.append(slab := pool.acquire(layouts[i]))
+            if (known := attached[i]) is not None:
+                slabs.append(slab := known.retain())
+            else:
+                slabs.append(slab := pool.acquire(layouts[i]))
+                slab.memory[:] = data
             slab.values = bytes(values)
-            slab.memory[:] = data
     except BaseException:
         for slab in slabs:
             slab.release()
@@ -125,7 +137,13 @@ class Incoming:
     """
 
     def __init__(
-        self, update: Update, layouts: Sequence[Layout], values: Sequence[Buffer], pool: SlabPool, now: float
+        self,
+        update: Update,
+        layouts: Sequence[Layout],
+        values: Sequence[Buffer],
+        pool: SlabPool,
+        now: float,
+        attached: Sequence[Slab | None],
     ) -> None:
         self.serial = update.serial
         self.parts: tuple[Part, ...] = update.parts
@@ -134,15 +152,15 @@ class Incoming:
                 raise _too_many_values(len(frame))
         self.slabs: list[Slab] = []
         try:
-            for layout, frame in zip(layouts, values, strict=True):
-                self.slabs.append(slab := pool.acquire(layout))
-                slab.values = bytes(frame)
+            for layout, frame, slab in zip(layouts, values, attached, strict=True):
+                self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
+                mine.values = bytes(frame)
         except BaseException:
             self.release()
             raise
         self._ends = list(accumulate(p.streamed for p in self.parts))
         # Parts that a transport fetches by their descriptor.
-        self.fetching = {i for i, p in enumerate(self.parts) if p.descriptor is not None}
+        self.fetching = {i for i, p in enumerate(self.parts) if p.descriptor is not None and attached[i] is None}
         self.total = self._ends[-1]
         self.coverage = Coverage()
         self.granted = 0

@@ -16,7 +16,7 @@ a higher epoch replaces everything that was under way, a lower one is ignored.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncsync import wire
 from asyncsync.binding import Binding
@@ -44,6 +44,7 @@ class Subscriber:
 
     Attributes:
         outbox: ``(instruction, payload frames)`` to be sent, in order.
+        attach: brings the slab of a part with a descriptor at once, or None: then it is one of these:
         fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
         staged: what should go through the gate next.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
@@ -72,6 +73,9 @@ class Subscriber:
         self.targets: dict[str, int] = {}
         self.last_seen: float | None = None
         self.bytes_received = 0
+        self.attach: Callable[[wire.Part, Layout], Slab | None] = _nothing_at_hand
+        self._kept: dict[tuple[str, int], Slab] = {}
+        self._owes = False
         self._versions: dict[str, int] = {}
         self._held: dict[str, tuple[Epoch, int, Slab]] = {}
         self._layouts = KnownLayouts()
@@ -84,6 +88,7 @@ class Subscriber:
         self._answered = 0
         self._failure: wire.Failed | None = None
         self._nameless = False
+        self.leaving = False
 
     # -- what the worker does ---------------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class Subscriber:
         if staging.epoch == self.epoch:
             if self.outbox and type(said := self.outbox[-1][0]) is wire.Staged and said.serial == staging.serial:
                 self.outbox.pop()  # APPLIED says it all
-            self._send(wire.Applied(staging.epoch, self._named(self._versions)))
+            self._send(wire.Applied(staging.epoch, self._named(self._versions), *self._report()))
 
     def failed(self, staging: Staging, error: BaseException, now: float) -> None:
         """Applying has raised; the versions that the models hold are unchanged."""
@@ -146,11 +151,21 @@ class Subscriber:
     def answered(self, request: int) -> bool:
         return self._answered >= request
 
-    def bye(self, message: str) -> None:
-        """Leave."""
+    def leave(self) -> None:
+        """Look at no further updates; :meth:`bye` follows."""
         self._drop_incoming()
-        if self.epoch is not None and self.online and self.ended is None:
-            self._send(wire.Bye(self.epoch, self.nonce, "closed", message[: wire.MAX_NAME]))
+        self.leaving = True
+
+    def bye(self, message: str, *, reads: bool = False) -> None:
+        """Leave. ``reads``: some lent slabs are in use all the same, until this process ends."""
+        self._drop_incoming()
+        if self.epoch is None or not self.online:
+            return
+        if self.ended is None:
+            reason = "reading" if reads else "closed"
+            self._send(wire.Bye(self.epoch, self.nonce, reason, message[: wire.MAX_NAME]))
+        elif not reads:
+            self._send(wire.Released(self.epoch, self.nonce, self._serial, ()))
 
     def close(self) -> None:
         """Let go of all slabs."""
@@ -255,6 +270,7 @@ class Subscriber:
         self.error = {}
         self.refused = {}
         self.targets = {}
+        self._kept = {}  # the old one's slots are written no more
 
     def _on_bye(self, bye: wire.Bye) -> None:
         if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
@@ -270,6 +286,9 @@ class Subscriber:
     def _on_update(self, update: wire.Update, payload: Sequence[Buffer], now: float) -> None:
         if update.serial <= self._serial:
             return  # a duplicate, or overtaken by a newer one
+        if self.leaving:
+            self._serial = update.serial
+            return
         layouts = []
         for part in update.parts:
             model_id = self._local(part.model_id)
@@ -279,19 +298,28 @@ class Subscriber:
             layouts.append(layout)
         count = len(update.parts)
         versions = {self._local(p.model_id): p.version for p in update.parts}
-        whole = update.eager and all(p.descriptor is None for p in update.parts)
+        attached: list[Slab | None] = []
         slabs: list[Slab] = []
         try:
+            for part, layout in zip(update.parts, layouts, strict=True):
+                attached.append(None if part.descriptor is None else self._attach(part, layout))
+            whole = update.eager and all(
+                p.descriptor is None or slab is not None for p, slab in zip(update.parts, attached, strict=True)
+            )
             if whole:
-                slabs = fill_eagerly(update.parts, layouts, payload, self.pool)
+                slabs = fill_eagerly(update.parts, layouts, payload, self.pool, attached)
             else:
-                incoming = Incoming(update, layouts, payload[:count], self.pool, now)
+                incoming = Incoming(update, layouts, payload[:count], self.pool, now, attached)
         except ProtocolError:
             raise
-        except (MemoryError, RuntimeError) as error:  # torch reports exhausted memory as a RuntimeError
+        except Exception as error:  # no memory, or no access to the sender's: the trainer is told
             self._serial = update.serial
             self._fail(update.serial, versions, error)
             return
+        finally:
+            for slab in attached:
+                if slab is not None:
+                    slab.release()
         if whole:
             self._begin(update, versions)
             self.bytes_received += sum([p.nbytes for p in update.parts])
@@ -308,6 +336,31 @@ class Subscriber:
             self._complete()
         elif incoming.coverage.covered < incoming.total:
             self._grant(incoming)
+
+    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+        slab = self.attach(part, layout)
+        if slab is not None and slab.lent:
+            self._kept[self._local(part.model_id), part.version] = slab
+            slab.on_release = self._let_go
+        return slab
+
+    def _let_go(self) -> None:
+        self._owes = True
+
+    def _report(self) -> tuple[int, wire.Kept]:
+        """Which lent slabs are in use here, of those that the trainer has told of; see :mod:`asyncsync.loans`."""
+        self._owes = False
+        if self._kept:
+            self._kept = {key: slab for key, slab in self._kept.items() if slab.is_used}
+        return self._serial, tuple((self._name(model_id), version) for model_id, version in self._kept)
+
+    def flush(self) -> None:
+        """Before the outbox is sent: tell of slabs that nothing else has told of."""
+        if self._owes and self.epoch is not None and self.ended is None:
+            before = len(self._kept)
+            last, kept = self._report()
+            if len(kept) < before:
+                self._send(wire.Released(self.epoch, self.nonce, last, kept))
 
     def _begin(self, update: wire.Update, versions: Mapping[str, int]) -> None:
         self._drop_incoming()
@@ -379,17 +432,17 @@ class Subscriber:
         finally:
             for slab in slabs:
                 slab.release()
-        self._send(wire.Staged(self.epoch, serial))
+        if parts:
+            self.staged = Staging(self.epoch, serial, parts).replacing(self.staged)
+        self._send(wire.Staged(self.epoch, serial, *self._report()))
         if not parts:
-            self._send(wire.Applied(self.epoch, self._named(self._versions)))
-            return
-        self.staged = Staging(self.epoch, serial, parts).replacing(self.staged)
+            self._send(wire.Applied(self.epoch, self._named(self._versions), *self._report()))
 
     def _fail(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         assert self.epoch is not None
         shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
         self.error.update({model_id: (version, shown) for model_id, version in versions.items()})
-        self._failure = failure(self.epoch, serial, self._named(versions), error)
+        self._failure = failure(self.epoch, serial, self._named(versions), error, *self._report())
         self._send(self._failure)
 
     def _on_ping(self, ping: wire.Ping) -> None:
@@ -398,7 +451,8 @@ class Subscriber:
         if self._failure is not None:
             self._send(self._failure)
         assert self.epoch is not None
-        self._send(wire.Pong(self.epoch, ping.seq, self._named(self._versions), self._named(staged), serial))
+        versions = self._named(self._versions)
+        self._send(wire.Pong(self.epoch, ping.seq, versions, self._named(staged), serial, *self._report()))
 
     def _on_pong(self, pong: wire.Pong) -> None:
         if pong.seq > self._ping:
@@ -415,6 +469,8 @@ class Subscriber:
             return
         if not self.welcomed and now >= self._next_hello:
             self._hello(now)
+        if any(not slab.references for slab in self._kept.values()):
+            self._owes = True  # a forked child had still to make its copy
         incoming = self._incoming
         if incoming is not None and incoming.stalled(now, self.settings.retry_interval):
             incoming.restarts += 1
@@ -468,3 +524,7 @@ class Subscriber:
 
     def _named(self, versions: Mapping[str, int]) -> dict[str, int]:
         return {self._name(m): v for m, v in versions.items()}
+
+
+def _nothing_at_hand(part: wire.Part, layout: Layout) -> Slab | None:
+    return None

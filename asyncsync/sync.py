@@ -35,10 +35,14 @@ from asyncsync.errors import (
     WeightSyncError,
 )
 from asyncsync.schemes.none import BlockingNoSync as _BlockingNoSync
+from asyncsync.schemes.shared_memory import BlockingMultiProcess as _BlockingMultiProcess
+from asyncsync.schemes.shared_memory import BlockingSharedMem as _BlockingSharedMem
 from asyncsync.schemes.zmq import ZMQCore as _ZMQCore
 from asyncsync.status import WorkerStatus
 from asyncsync.strategy import WeightStrategy
 from asyncsync.transports.blocking import TransportBackend
+from asyncsync.transports.multiprocess import BlockingMPTransport as MPTransport
+from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
@@ -47,6 +51,8 @@ __all__ = [
     "ClosedError",
     "Fenced",
     "LimitExceeded",
+    "MPTransport",
+    "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "NotConnected",
     "PartialSendError",
@@ -54,6 +60,8 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "SchemaMismatch",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
     "TransportBackend",
     "WeightStrategy",
     "WeightSyncError",
@@ -66,6 +74,14 @@ __all__ = [
 
 class ZMQWeightSyncScheme(_ZMQCore, WeightSyncScheme):
     """Weights over ZeroMQ, with the blocking API."""
+
+
+class SharedMemWeightSyncScheme(_BlockingSharedMem):
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
+
+
+class MultiProcessWeightSyncScheme(_BlockingMultiProcess):
+    """Weights for workers on this host, each with a copy of its own, with the blocking API."""
 
 
 class NoWeightSyncScheme(_BlockingNoSync):

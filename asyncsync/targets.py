@@ -62,6 +62,11 @@ class _Slot:
     pending: list[Target] = field(default_factory=list)  # oldest first
 
     @property
+    def targets(self) -> list[Target]:
+        """The current one and the pending ones."""
+        return self.pending if self.current is None else [self.current, *self.pending]
+
+    @property
     def empty(self) -> bool:
         return self.current is None and not self.pending
 
@@ -81,7 +86,7 @@ class _Slot:
                 return
 
     def take_back(self, version: int) -> None:
-        for target in (*self.pending, *([] if self.current is None else [self.current])):
+        for target in self.targets:
             if target.version == version:
                 target.slab.release()
         self.pending = [t for t in self.pending if t.version != version]

@@ -42,11 +42,13 @@ __all__ = [
     "Fetch",
     "Hello",
     "Instruction",
+    "Kept",
     "Part",
     "Ping",
     "Pong",
     "Ready",
     "Refused",
+    "Released",
     "Staged",
     "Update",
     "Welcome",
@@ -61,19 +63,22 @@ MAX_CHUNK = 8 << 20
 MAX_FRAMES = 2050
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
-MAX_VALUES = 16 * MAX_MODELS  # a part takes seven
+MAX_VALUES = 24 * MAX_MODELS  # a part takes seven, what is kept of a model twelve
+MAX_KEPT = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
 MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
 MAX_TEXT = 64 << 10
 MAX_DESCRIPTOR = 64 << 10
 _SMALL_HEADER = 512
-_SMALL_ARRAY = 32  # a part takes at least 24 bytes, a map's entry 2: a small header has no longer list or map
+_SMALL_ARRAY = 128  # a kept slab takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
 
 
 Buffer = bytes | memoryview
 Epoch = tuple[int, int]
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
+Kept = tuple[tuple[str, int], ...]
+"""Lent slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.loans`."""
 
 
 def _descriptor(raw: Any) -> bytes | None:
@@ -94,6 +99,17 @@ _start = integer(0, MAX_START)
 _versions = mapping(_u64, MAX_MODELS, MAX_NAME)
 _digest = binary(16)
 _crc = optional(integer(0, (1 << 32) - 1))
+_version = integer(1)
+_name = text(MAX_NAME)
+
+
+def _kept(raw: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(raw, list) or len(raw) > MAX_KEPT:
+        raise ProtocolError(f"a list of at most {MAX_KEPT} lent slabs was expected, not {show(raw)}")
+    for pair in raw:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ProtocolError(f"a model's name and a version were expected, not {show(pair)}")
+    return tuple((_name(name), _version(version)) for name, version in raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,20 +268,26 @@ class Chunk(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Staged(Instruction):
+    """``last`` and ``kept``, here as elsewhere: of the UPDATEs up to this serial, only these slabs are still in use."""
+
     epoch: Epoch
     serial: int
+    last: int = 0
+    kept: Kept = ()
 
     kind: ClassVar[int] = 8
-    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1))
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1), _u64, _kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Applied(Instruction):
     epoch: Epoch
     versions: dict[str, int]
+    last: int = 0
+    kept: Kept = ()
 
     kind: ClassVar[int] = 9
-    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _versions)
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _versions, _u64, _kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +299,8 @@ class Failed(Instruction):
     type_name: str
     message: str
     traceback: str
+    last: int = 0
+    kept: Kept = ()
 
     kind: ClassVar[int] = 10
     _checks: ClassVar[tuple[Check, ...]] = (
@@ -287,6 +311,8 @@ class Failed(Instruction):
         text(MAX_NAME),
         text(MAX_TEXT),
         text(MAX_TEXT),
+        _u64,
+        _kept,
     )
 
 
@@ -308,14 +334,17 @@ class Pong(Instruction):
     versions: dict[str, int]
     staged: dict[str, int]
     serial: int
+    last: int = 0
+    kept: Kept = ()
 
     kind: ClassVar[int] = 12
-    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _u64, _versions, _versions, _u64)
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _u64, _versions, _versions, _u64, _u64, _kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Bye(Instruction):
-    """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker is there) or ``"refused"``."""
+    """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker is there) or ``"refused"``; from a
+    worker, ``"reading"``: closed, but its model goes on to use lent slabs."""
 
     epoch: Epoch
     nonce: bytes
@@ -324,6 +353,19 @@ class Bye(Instruction):
 
     kind: ClassVar[int] = 13
     _checks: ClassVar[tuple[Check, ...]] = (_epoch, _digest, text(32), text(MAX_TEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Instruction):
+    """From a worker that has let go of lent slabs and has nothing else to say; also after it was superseded."""
+
+    epoch: Epoch
+    nonce: bytes
+    last: int
+    kept: Kept
+
+    kind: ClassVar[int] = 14
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _digest, _u64, _kept)
 
 
 INSTRUCTIONS: tuple[type[Instruction], ...] = (
@@ -340,6 +382,7 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Ping,
     Pong,
     Bye,
+    Released,
 )
 
 

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncsync.errors import NotConnected
-from asyncsync.slab import Slab
+from asyncsync.layout import Layout
+from asyncsync.slab import Slab, SlabPool
 from asyncsync.transports.destination import Destination
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ class TransportCore:
 
     Attributes:
         supports_timeout: False refuses ``receive(timeout=…)`` with a ValueError.
+        pool: where a sender takes slabs from; None: the bus has one.
     """
 
     supports_timeout: bool = True
+    pool: SlabPool | None = None
     _is_blocking: ClassVar[bool] = False
     _scheme: weakref.ref[SchemeCore] | None = None
 
@@ -72,6 +75,24 @@ class TransportCore:
 
     def retire(self, descriptor: bytes) -> None:
         """Sender: no worker will ask for this slab any more."""
+
+    def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab | None:
+        """Receiver: the slab itself, if it can be had at once; None: it must be fetched. Does not block.
+
+        Args:
+            descriptor: what :meth:`offer` returned.
+            layout: of the slab.
+            pool: for a copy of it.
+        """
+        return None
+
+    @property
+    def is_adopted(self) -> bool:
+        """Receiver: whether a model's parameters lie in memory that the sender may write again."""
+        return False
+
+    def detach(self) -> None:
+        """Receiver: have nothing here depend on the sender's memory any more. Takes a while; any thread."""
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Receiver: bring the slab's bytes into ``into``, completely or with an exception.

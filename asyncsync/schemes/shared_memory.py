@@ -1,0 +1,121 @@
+"""Shared memory and multiprocessing: the schemes for workers on the trainer's host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncsync import aio, blocking
+from asyncsync.bus import BusCore
+from asyncsync.scheme import SchemeCore
+from asyncsync.strategy import WeightStrategy
+from asyncsync.transports.multiprocess import BlockingMPTransport, MPTransport
+from asyncsync.transports.shared_memory import SLOTS, BlockingSharedMemTransport, SharedMemTransport, SlotTransport
+from asyncsync.transports.slots import COPY_BYTES
+
+__all__ = [
+    "BlockingMultiProcess",
+    "BlockingSharedMem",
+    "MultiProcessWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+]
+
+
+class SlotCore(SchemeCore):
+    """What both schemes share, whichever API is put over them.
+
+    Args:
+        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
+            which are behind still read. With all of them in use, publishing waits.
+        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
+    """
+
+    _transports: tuple[type[SlotTransport], type[SlotTransport]]
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        *,
+        endpoint: str | None = None,
+        connect: str | None = None,
+        bus: BusCore | None = None,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        allow_plaintext: bool = False,
+        slots: int = SLOTS,
+        map_above: int = COPY_BYTES,
+    ) -> None:
+        if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
+            raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
+        if not isinstance(map_above, int) or isinstance(map_above, bool) or map_above < 0:
+            raise ValueError(f"map_above must be a number of bytes, not {map_above!r}")
+        super().__init__(
+            strategy,
+            endpoint=endpoint,
+            connect=connect,
+            bus=bus,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            allow_plaintext=allow_plaintext,
+        )
+        self._slots = slots
+        self._map_above = map_above
+
+    def create_transport(self, **kwargs: Any) -> SlotTransport:
+        """The transport of this scheme's API."""
+        return self._transports[self._is_blocking](self._slots, self._map_above)
+
+
+class SharedMemCore(SlotCore):
+    _adopts = True
+    _transports = (SharedMemTransport, BlockingSharedMemTransport)
+
+
+class MultiProcessCore(SlotCore):
+    _transports = (MPTransport, BlockingMPTransport)
+
+
+class SharedMemWeightSyncScheme(SharedMemCore, aio.WeightSyncScheme):
+    """Weights through shared memory: one copy per update, however many workers on this host. Usage::
+
+        scheme = SharedMemWeightSyncScheme()
+        scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+        ...                                        # start workers, pass them the scheme
+        await scheme.connect()
+        version = await scheme.send_async()        # the policy's current weights, applied by both workers
+
+    and in a worker, of the same user, host and pid namespace::
+
+        scheme.init_on_receiver("policy", model=policy, worker_idx=index)
+        await scheme.connect()                     # policy(...) is never torn from here on
+
+    The Parameters of a module get their memory in the shared one where there are more than 16 MiB of weights; what a
+    worker writes into them stays its own, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
+    memory that they have: for a worker that trains its own copy, and where something else refers to that memory (CUDA
+    graphs, a flat view of all parameters).
+    """
+
+
+class MultiProcessWeightSyncScheme(MultiProcessCore, aio.WeightSyncScheme):
+    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`."""
+
+
+class BlockingSharedMem(SharedMemCore, blocking.WeightSyncScheme):
+    """The same with ordinary methods; asyncsync.sync has it as SharedMemWeightSyncScheme."""
+
+    def receive(self, timeout: float | None = None) -> None:
+        """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
+        reach the model by themselves. :meth:`fetch` and :attr:`weights` return weights.
+
+        Args:
+            timeout: any; there is no waiting.
+
+        Raises:
+            ClosedError: the sender has said goodbye, or this side was shut down.
+            Fenced: a newer incarnation of this worker has taken over.
+        """
+        self._bus._run(lambda: self._take_in(timeout))
+
+
+class BlockingMultiProcess(MultiProcessCore, blocking.WeightSyncScheme):
+    """The same with ordinary methods; asyncsync.sync has it as MultiProcessWeightSyncScheme."""

@@ -1,0 +1,274 @@
+"""Attachments: a worker's mappings of the slots that its sender has lent it. No asyncio.
+
+A mapping is private, copy on write: reading it costs no copy, and what a worker writes there (an optimiser's step,
+BatchNorm) stays its own. The price is that a page it has written shows nothing newer any more, so such pages are
+thrown away before the slot is used for another version.
+
+Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.binding` has pointed here, and only as long as
+this worker has not said that it is done with the slot. :meth:`Attachments.detach` makes them the process's own, for
+models that live on when their scheme does not; a forked child does so at once, while the parent keeps the slot for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import threading
+import weakref
+
+import numpy as np
+import torch
+
+from asyncsync.copying import copy_tensors, normal_tensors
+from asyncsync.errors import WeightSyncError
+from asyncsync.layout import Layout
+from asyncsync.slab import FOREIGN, Slab, SlabPool
+from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
+
+__all__ = ["Attachment", "Attachments"]
+
+# Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
+_THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
+
+
+class Mapped(Slab):
+    """A slab that is read in its slot."""
+
+    lent = True
+    adoptable = True
+
+    def __init__(self, layout: Layout, attachment: Attachment) -> None:
+        super().__init__(layout, attachment.buffer[: layout.nbytes])
+        self._attachment = attachment
+
+    @property
+    def is_used(self) -> bool:
+        """Whether somebody may read it: this process, or one that was forked from it and has not its own copy yet."""
+        return self.references > 0 or self._attachment.is_forked
+
+
+class Attachment:
+    """One slot, mapped.
+
+    Args:
+        place: where it is.
+
+    Raises:
+        WeightSyncError: it is not there, or not what it should be.
+        MemoryError: it cannot be mapped.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.key = (place.device, place.inode)
+        number = _open(place)
+        try:
+            self._size = os.fstat(number).st_size
+            self._map = mmap.mmap(number, self._size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
+        finally:
+            os.close(number)
+        with normal_tensors():
+            self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._slab: Mapped | None = None
+        self._forks: list[int] = []
+        address = self.buffer.data_ptr()
+        FOREIGN.add(address)
+        weakref.finalize(self._map, FOREIGN.discard, address)  # tensors may outlive this object
+        _attachments.add(self)
+
+    @property
+    def in_use(self) -> bool:
+        return self._slab is not None and self._slab.references > 0
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether a model's Parameters lie here, and show what the slot holds."""
+        return self._slab is not None and self._slab.references > 0 and self._slab.adopted
+
+    def copy(self, layout: Layout, pool: SlabPool) -> Slab:
+        """The slot's content in a slab of the pool."""
+        slab = pool.acquire(layout)
+        try:
+            copy_tensors([slab.buffer], [self.buffer[: layout.nbytes]])
+        except BaseException:
+            slab.release()
+            raise
+        return slab
+
+    def slab(self, layout: Layout) -> Slab:
+        """The slot itself as a slab, with a reference for the caller."""
+        slab = self._slab
+        if slab is not None and slab.references:
+            return slab.retain()  # told twice; it cannot have been written meanwhile
+        if slab is not None and slab.adopted:
+            self._clean()
+        if slab is None or slab.nbytes != layout.nbytes:
+            slab = self._slab = Mapped(layout, self)
+        else:
+            slab._reuse(layout)
+        slab.adopted = False
+        return slab
+
+    def _clean(self) -> None:
+        """Throw away pages of this process's own: they would hide what the slot holds now."""
+        if self._has_own_pages():
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _has_own_pages(self) -> bool:
+        # To look is cheaper than to throw away, and map anew, all pages whenever some might have been written.
+        first, count = self.buffer.data_ptr() // mmap.PAGESIZE, self._size // mmap.PAGESIZE
+        try:
+            number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            entries = np.frombuffer(os.pread(number, count * 8, first * 8), np.uint64)
+        except OSError:
+            return True
+        finally:
+            os.close(number)
+        if len(entries) < count:
+            return True
+        there, shared = (entries & _THERE).astype(bool), (entries & _SHARED).astype(bool)
+        return bool((there & ~shared).any())
+
+    def detach(self) -> None:
+        """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
+        pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]
+        pages += np.uint8(0)  # a page that is written is copied; it keeps what it holds
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether a forked child still reads the slot: until it has detached, or has ended."""
+        self._forks = [number for number in self._forks if not _ended(number)]
+        return bool(self._forks)
+
+    def keep_for(self, child: int) -> None:
+        """Until this pipe ends."""
+        self._forks.append(child)
+
+    def forget_forks(self) -> None:
+        """They are the parent's affair, or nobody's any more."""
+        for number in self._forks:
+            os.close(number)
+        self._forks = []
+
+
+class Attachments:
+    """Those of one receiver."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Attachment] = {}
+
+    def find(self, place: Place) -> Attachment:
+        """The mapping of this slot. Raises as :class:`Attachment`."""
+        key = (place.device, place.inode)
+        found = self._known.get(key)
+        if found is None:
+            alive = set(place.inodes)
+            self._known = {k: a for k, a in self._known.items() if a.in_use or (k[0] == place.device and k[1] in alive)}
+            found = self._known[key] = Attachment(place)
+        return found
+
+    @property
+    def are_adopted(self) -> bool:
+        """Whether a model depends on the sender's memory."""
+        return any(attachment.is_adopted for attachment in self._known.values())
+
+    def detach(self) -> None:
+        """Have the models depend on the sender's memory no longer; takes a while."""
+        for attachment in list(self._known.values()):
+            if attachment.in_use:
+                attachment.detach()
+
+    def close(self) -> None:
+        for attachment in self._known.values():
+            attachment.forget_forks()
+        self._known.clear()
+
+
+def _open(place: Place) -> int:
+    path = f"/proc/{place.pid}/fd/{place.number}"
+    remedy = (
+        "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
+        "container): use ZMQWeightSyncScheme otherwise"
+    )
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightSyncError(f"the sender's shared memory cannot be opened ({error}): {remedy}") from error
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
+            raise WeightSyncError(f"{path} is not the sender's shared memory: {remedy}")
+        if found.st_size < place.size or not _cannot_shrink(number):
+            raise WeightSyncError(f"{path} is not a slot of {place.size} bytes, which cannot shrink")
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _cannot_shrink(number: int) -> bool:
+    """Reading a mapping of a file that has been cut would kill this process."""
+    if not hasattr(os, "memfd_create"):
+        return True  # nor has the sender had memory files, which can be sealed
+    try:
+        return bool(fcntl.fcntl(number, F_GET_SEALS) & SEAL_SHRINK)
+    except OSError:
+        return False
+
+
+def _ended(pipe: int) -> bool:
+    try:
+        ended = os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
+    os.close(pipe)
+    return ended
+
+
+# -- forks ----------------------------------------------------------------------------------------------------
+
+# A forked child has these mappings, too, and its copy of the model reads them; but the sender knows nothing of it. So
+# the child copies them at once, and until it has, or has ended, this process does not let go of the slots.
+
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    adopted = [attachment for attachment in _attachments if attachment.is_adopted]
+    _forking.pipe, _forking.adopted = None, adopted
+    if adopted:
+        _forking.pipe = os.pipe()
+        os.set_blocking(_forking.pipe[0], False)
+        for attachment in adopted:
+            attachment.keep_for(os.dup(_forking.pipe[0]))
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.pipe is not None:
+        for number in _forking.pipe:
+            os.close(number)
+    _forking.adopted = []
+
+
+def _after_fork_in_child() -> None:
+    for attachment in _attachments:
+        attachment.forget_forks()
+    if _forking.pipe is not None:
+        for attachment in _forking.adopted:
+            attachment.detach()
+            attachment._slab.adopted = False
+        for number in _forking.pipe:
+            os.close(number)
+    _forking.adopted = []
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
