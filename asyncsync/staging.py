@@ -251,14 +251,11 @@ class Staging:
     def versions(self) -> dict[str, int]:
         return {model_id: part.version for model_id, part in self.parts.items()}
 
-    def replacing(self, older: Staging | None) -> Staging:
-        """Take over what this one has nothing newer for."""
-        if older is not None:
-            for model_id, part in older.parts.items():
-                if model_id not in self.parts:
-                    self.parts[model_id] = StagedPart(part.version, part.slab.retain(), part.prepared)
-            older.abandon()
-        return self
+    def take_over(self, older: Staging) -> None:
+        """What this one has nothing newer for."""
+        for model_id, part in older.parts.items():
+            if model_id not in self.parts:
+                self.parts[model_id] = StagedPart(part.version, part.slab.retain(), part.prepared)
 
     def run(self) -> None:
         """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were."""
@@ -272,13 +269,17 @@ class Staging:
         for one in prepared:
             one.apply()
 
-    def abandon(self) -> None:
-        """Let go of the slabs, unless the gate is copying from them: then :meth:`release` is due when it is done."""
+    def abandon(self) -> bool:
+        """Let go of the slabs, unless the gate is copying from them (False): then :meth:`release` is due when it is
+        done."""
         with self._lock:
-            if self._begun or self.abandoned:
-                return
+            if self._begun:
+                return False
+            if self.abandoned:
+                return True
             self.abandoned = True
         self.release()
+        return True
 
     def release(self) -> None:
         for part in self.parts.values():

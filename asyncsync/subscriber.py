@@ -76,6 +76,8 @@ class Subscriber:
         self.attach: Callable[[wire.Part, Layout], Slab | None] = _nothing_at_hand
         self._kept: dict[tuple[str, int], Slab] = {}
         self._owes = False
+        self._homes: dict[str, list[Slab]] = {}
+        self._interrupted: list[Staging] = []
         self._versions: dict[str, int] = {}
         self._held: dict[str, tuple[Epoch, int, Slab]] = {}
         self._layouts = KnownLayouts()
@@ -110,9 +112,10 @@ class Subscriber:
         """The gate has let it through: the models hold these versions."""
         if staging.abandoned:
             return
-        if self.staged is staging:
-            self.staged = None
+        self._done(staging)
         for model_id, part in staging.parts.items():
+            for home in self._homes.pop(model_id, ()):
+                home.release()
             if staging.epoch == self.epoch and part.version > self._versions.get(model_id, 0):
                 self._versions[model_id] = part.version
                 self.error.pop(model_id, None)
@@ -134,12 +137,28 @@ class Subscriber:
         """Applying has raised; the versions that the models hold are unchanged."""
         if staging.abandoned:
             return
-        if self.staged is staging:
-            self.staged = None
+        self._done(staging)
         versions = staging.versions
+        for model_id, part in staging.parts.items():
+            if part.slab.adopted:  # it had got so far, and the model's memory may be here until an update succeeds
+                self._homes.setdefault(model_id, []).append(part.slab.retain())
         staging.release()
         if staging.epoch == self.epoch:
             self._fail(staging.serial, versions, error)
+
+    def _done(self, staging: Staging) -> None:
+        """The gate has finished with it, and so with all that came before; some of that may have been interrupted."""
+        if self.staged is staging:
+            self.staged = None
+        earlier, self._interrupted = self._interrupted, []
+        for one in earlier:
+            if one is not staging:
+                one.release()
+
+    def _supersede(self, staging: Staging | None) -> None:
+        """Take back what waits for the gate; what the gate has begun with is released when it is done."""
+        if staging is not None and not staging.abandon():
+            self._interrupted.append(staging)
 
     def request(self, now: float) -> int:
         """Ask for the current target; :meth:`answered` tells when :attr:`targets` are from after this call."""
@@ -176,6 +195,10 @@ class Subscriber:
         for _, _, slab in self._held.values():
             slab.release()
         self._held.clear()
+        for homes in self._homes.values():
+            for slab in homes:
+                slab.release()
+        self._homes.clear()
         self.pool.close()
 
     # -- what the worker asks ---------------------------------------------------------------------------------------
@@ -261,9 +284,8 @@ class Subscriber:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
         self.epoch = epoch
         self._drop_incoming()
-        if self.staged is not None:
-            self.staged.abandon()
-            self.staged = None
+        self._supersede(self.staged)
+        self.staged = None
         self._versions = {}
         self._serial = 0
         self._failure = None
@@ -433,7 +455,10 @@ class Subscriber:
             for slab in slabs:
                 slab.release()
         if parts:
-            self.staged = Staging(self.epoch, serial, parts).replacing(self.staged)
+            older, self.staged = self.staged, Staging(self.epoch, serial, parts)
+            if older is not None:
+                self.staged.take_over(older)
+                self._supersede(older)
         self._send(wire.Staged(self.epoch, serial, *self._report()))
         if not parts:
             self._send(wire.Applied(self.epoch, self._named(self._versions), *self._report()))

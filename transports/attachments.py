@@ -187,9 +187,11 @@ class Attachments:
                 attachment.detach()
 
     def close(self) -> None:
-        for attachment in self._known.values():
-            attachment.forget_forks()
-        self._known.clear()
+        """Forget what is not in use."""
+        for key, attachment in list(self._known.items()):
+            if not attachment.in_use:
+                attachment.forget_forks()
+                del self._known[key]
 
 
 def _open(place: Place) -> int:
