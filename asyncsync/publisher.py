@@ -427,7 +427,7 @@ class Publisher(Overview):
             if now >= peer.next_ping(self.settings):
                 peer.ping_seq += 1
                 peer.last_ping = now
-                self._send(peer.route, wire.Ping(self.epoch, peer.ping_seq))
+                self._send(peer.route, wire.Ping(self.epoch, peer.ping_seq, peer.serial))
         for publication in list(self.targets.pending.values()):
             if now >= publication.deadline and not self._gathering(publication):
                 publication.awaiting.clear()

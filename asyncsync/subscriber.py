@@ -152,7 +152,8 @@ class Subscriber:
             self.staged = None
         earlier, self._interrupted = self._interrupted, []
         for one in earlier:
-            if one is not staging:
+            # One that another thread has applied, just before a newer one was applied here, is still to be told of.
+            if one is not staging and not one.over:
                 one.release()
 
     def _supersede(self, staging: Staging | None) -> None:
@@ -184,7 +185,8 @@ class Subscriber:
             reason = "reading" if reads else "closed"
             self._send(wire.Bye(self.epoch, self.nonce, reason, message[: wire.MAX_NAME]))
         elif not reads:
-            self._send(wire.Released(self.epoch, self.nonce, self._serial, ()))
+            # Also of what was on its way when this worker ended: that is not looked at any more.
+            self._send(wire.Released(self.epoch, self.nonce, wire.MAX_SERIAL, ()))
 
     def close(self) -> None:
         """Let go of all slabs."""
@@ -362,7 +364,8 @@ class Subscriber:
     def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
         if slab is not None and slab.lent:
-            self._kept[self._local(part.model_id), part.version] = slab
+            # By the trainer's name for the model: a worker's own name for it may change when another model joins.
+            self._kept[part.model_id, part.version] = slab
             slab.on_release = self._let_go
         return slab
 
@@ -374,7 +377,7 @@ class Subscriber:
         self._owes = False
         if self._kept:
             self._kept = {key: slab for key, slab in self._kept.items() if slab.is_used}
-        return self._serial, tuple((self._name(model_id), version) for model_id, version in self._kept)
+        return self._serial, tuple(self._kept)
 
     def flush(self) -> None:
         """Before the outbox is sent: tell of slabs that nothing else has told of."""
@@ -471,6 +474,8 @@ class Subscriber:
         self._send(self._failure)
 
     def _on_ping(self, ping: wire.Ping) -> None:
+        # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
+        self._serial = max(self._serial, ping.serial)
         staged = self.staged.versions if self.staged is not None else {}
         serial = self._incoming.serial if self._incoming is not None else 0
         if self._failure is not None:

@@ -63,6 +63,7 @@ MAX_CHUNK = 8 << 20
 MAX_FRAMES = 2050
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
+MAX_SERIAL = (1 << 64) - 1
 MAX_VALUES = 24 * MAX_MODELS  # a part takes seven, what is kept of a model twelve
 MAX_KEPT = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
 MAX_NAME = 512
@@ -318,11 +319,14 @@ class Failed(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Instruction):
+    """``serial``: from a trainer, of the last UPDATE that this worker was sent; if it has not come, it is lost."""
+
     epoch: Epoch
     seq: int
+    serial: int = 0
 
     kind: ClassVar[int] = 11
-    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _u64)
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, _u64, _u64)
 
 
 @dataclass(frozen=True, slots=True)
