@@ -186,6 +186,7 @@ class ReceiverLink(Link):
 
     def _done(self, staging: Staging, error: BaseException | None) -> None:
         """Called by the gate in the thread that applied."""
+        staging.over = True
         if self._inline is not None and threading.get_ident() == self._thread:
             self._inline.append((staging, error))
             return

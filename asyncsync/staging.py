@@ -236,6 +236,7 @@ class Staging:
 
     Attributes:
         abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
+        over: the gate has said how it ended, though perhaps in another thread, so that it is still to be heard here.
     """
 
     def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
@@ -243,6 +244,7 @@ class Staging:
         self.serial = serial
         self.parts = parts
         self.abandoned = False
+        self.over = False
         self._begun = False
         # The gate may run this in whichever thread leaves last, while the loop replaces it.
         self._lock = threading.Lock()
