@@ -147,6 +147,11 @@ class Publisher(Overview):
         peer = self._routes.get(route)
         return None if peer is None else (peer.worker, peer.nonce)
 
+    def settled_at(self, route: bytes) -> bytes | None:
+        """The nonce of the worker that is reached there, if it has answered its last WELCOME in full."""
+        peer = self._routes.get(route)
+        return None if peer is None or peer.unsettled else peer.nonce
+
     # -- what comes from the workers --------------------------------------------------------------------------------
 
     def receive(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
