@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -181,6 +181,21 @@ class Peer:
                 del self.failed[model_id]
         if self.transfer is not None and all(self.applied.get(m, 0) >= v for m, v in self.transfer.versions.items()):
             self.end_transfer()
+
+    def has(self, version: int, models: Iterable[str]) -> bool:
+        """True if it has applied this version of each model, or a newer one."""
+        applied = self.applied
+        for model_id in models:
+            if applied.get(model_id, 0) < version:
+                return False
+        return True
+
+    def is_getting(self, version: int, models: Iterable[str]) -> bool:
+        """True if an UPDATE to it is under way that brings this version of each model, and nothing has gone wrong."""
+        if self.transfer is None or self.lost or self.failed or self.refused:
+            return False
+        parts = self.transfer.parts
+        return all([m in parts and parts[m][0] >= version for m in models])
 
     def ahead(self, model_id: str) -> int:
         """The version that the worker has applied or staged."""

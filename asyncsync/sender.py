@@ -160,6 +160,7 @@ class SenderLink(Link):
         if not outbox:
             return
         last, header = None, b""
+        by_zmq = False
         try:
             while outbox:
                 route, instruction, payload = outbox.popleft()
@@ -168,6 +169,7 @@ class SenderLink(Link):
                 if type(instruction) in BY_LANE and self._send_by_lane(route, (header, *payload)):
                     outcome = 0
                 else:
+                    by_zmq = True
                     outcome = self._socket.send((route, header, *payload))
                 if outcome == zmq.EAGAIN:
                     self.publisher.clogged(route)
@@ -176,7 +178,8 @@ class SenderLink(Link):
                 elif self._served and isinstance(instruction, Update):
                     self._serve(route, instruction)
         finally:
-            self._socket.flushed()
+            if by_zmq:
+                self._socket.flushed()
 
     def _send_by_lane(self, route: bytes, frames: Sequence[Buffer]) -> bool:
         nonce = self.publisher.settled_at(route) if self.lanes.of else None
@@ -263,8 +266,9 @@ class SenderLink(Link):
 
     def _can_overlap(self, job: _Job, transports: Mapping[str, TransportCore]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
-        chunked = all(type(t).offer is TransportCore.offer for t in transports.values())
-        return job.slab.nbytes > INLINE_BYTES and chunked and job.ready is None
+        if job.slab.nbytes <= INLINE_BYTES or job.ready is not None:
+            return False
+        return all(type(t).offer is TransportCore.offer for t in transports.values())
 
     async def _publish_packing(
         self,
@@ -425,6 +429,8 @@ class SenderLink(Link):
             return not publisher.outstanding(version, chosen, models)
 
         await self.wait(done, timeout)
+        if publisher.applied(version, chosen, models):
+            return
         progress = publisher.progress(version, chosen, models)
         failed = dict(progress.failed)
         failed.update({w: publisher.timeout_of(w, version, timeout) for w in progress.waiting})
