@@ -39,7 +39,7 @@ class Overview:
         chosen = []
         for worker in sorted({*self.expected(), *self.peers}):
             newest = [self.targets.newest(worker, m) for m in self._models_of(worker, models)]
-            if any(t is not None and t.version >= version for t in newest):
+            if any([t is not None and t.version >= version for t in newest]):
                 peer = self.peers.get(worker)
                 # Of the elastic ones, those that were lost before this version was published are simply gone.
                 if self.num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version)):

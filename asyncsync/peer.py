@@ -28,8 +28,8 @@ class Announcement:
         self.serial = serial
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         slabs = [slab for _, slab in parts.values()]
-        packed = all(slab.packed == slab.nbytes for slab in slabs)  # what is not there yet can only follow as chunks
-        eager = packed and sum(slab.streamed for slab in slabs) <= eager_bytes
+        packed = all([slab.packed == slab.nbytes for slab in slabs])  # what is not there yet can only follow as chunks
+        eager = packed and sum([slab.streamed for slab in slabs]) <= eager_bytes
         told, values, payload = [], [], []
         for model_id, (version, slab) in parts.items():
             crc = None
@@ -63,7 +63,7 @@ class Transfer:
         self.after_ping = after_ping
         self.restart = 0
         self.granted = 0
-        self._ends = list(accumulate(slab.streamed for _, slab in parts.values()))
+        self._ends = list(accumulate([slab.streamed for _, slab in parts.values()]))
         self.total = self._ends[-1]
         self.sent = self.total if announcement.update.eager else 0
 
@@ -154,7 +154,12 @@ class Peer:
     @property
     def unsettled(self) -> bool:
         """True if the worker has not answered the last WELCOME in full."""
-        return not self.ready or any(digest and not self.answered(m, digest) for m, digest in self.announced.items())
+        if not self.ready:
+            return True
+        for layout in self.announced.items():
+            if layout not in self.accepted and layout[1] and layout not in self.refused:
+                return True
+        return False
 
     def answered(self, model_id: str, digest: bytes) -> bool:
         """True if this layout was accepted or refused."""
@@ -179,8 +184,12 @@ class Peer:
                 self.staged.pop(model_id, None)
             if model_id in self.failed and self.failed[model_id][0] <= version:
                 del self.failed[model_id]
-        if self.transfer is not None and all(self.applied.get(m, 0) >= v for m, v in self.transfer.versions.items()):
-            self.end_transfer()
+        if self.transfer is None:
+            return
+        for model_id, (version, _) in self.transfer.parts.items():
+            if self.applied.get(model_id, 0) < version:
+                return
+        self.end_transfer()
 
     def has(self, version: int, models: Iterable[str]) -> bool:
         """True if it has applied this version of each model, or a newer one."""

@@ -345,8 +345,10 @@ class Publisher(Overview):
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
 
     def _check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
-        if any(v > self.version or m not in peer.hello.have for m, v in versions.items()):
-            raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
+        newest, have = self.version, peer.hello.have
+        for model_id, version in versions.items():
+            if version > newest or model_id not in have:
+                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ class ReceiverLink(Link):
         staging = self.subscriber.staged
         if staging is None or staging is self._offered or self.closed or self.cascade.task is not None:
             return
-        if any(m in self.manual and m not in self.wanted for m in staging.parts):
+        if self.manual and any(m in self.manual and m not in self.wanted for m in staging.parts):
             return
         self._offered = staging
         self._inline = []

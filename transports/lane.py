@@ -174,6 +174,7 @@ class Lane:
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message in one packet; False if it is too large, or there is no room for it at present."""
+        # Of header and payload frames, each takes its length and at most four bytes more.
         if len(frames) > MAX_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
             return False
         if not self.write(join(frames)):
