@@ -39,7 +39,7 @@ class Overview:
         chosen = []
         for worker in sorted({*self.expected(), *self.peers}):
             newest = [self.targets.newest(worker, m) for m in self._models_of(worker, models)]
-            if any([t is not None and t.version >= version for t in newest]):
+            if any(t is not None and t.version >= version for t in newest):
                 peer = self.peers.get(worker)
                 # Of the elastic ones, those that were lost before this version was published are simply gone.
                 if self.num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version)):
@@ -74,7 +74,7 @@ class Overview:
         if models is None:
             return False
         peers = [self.peers.get(w) for w in workers]
-        return all([peer is not None and peer.has(version, models) for peer in peers])
+        return all(peer is not None and peer.has(version, models) for peer in peers)
 
     def _judge(self, worker: int, version: int, models: list[str], result: Progress) -> None:
         peer = self.peers.get(worker)
