@@ -127,7 +127,7 @@ class ReceiverLink(Link):
         except ProtocolError as error:
             self.drop(error, "the sender")
         else:
-            if type(instruction) is Welcome:
+            if type(instruction) is Welcome and self.subscriber.welcomed:
                 self._watch_sender()
                 self._open_lane()
         self.settle()

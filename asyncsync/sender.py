@@ -142,6 +142,8 @@ class SenderLink(Link):
     def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
         def ended() -> None:
             with self.guard():
+                if nonce in self.lanes.of:
+                    self.lanes.of[nonce].drain()  # what it has said last
                 self.publisher.lost(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
                 self._watch()
                 self.settle()

@@ -18,9 +18,9 @@ Two channels do not keep their messages in order, and need not, because:
   call returns, and each side empties the lane before it looks at a message from ZeroMQ. So BYE comes after the UPDATE
   or APPLIED that was said before it, and a PONG never knows less than the trainer has been told.
 - An UPDATE by lane may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the worker has
-  accepted, in a READY that answered an earlier WELCOME, and the sender does not use the lane between a WELCOME and the
-  next READY (so not for another epoch either). One UPDATE at a time is outstanding, and an older one or its chunks,
-  arriving late, are known by their serial number and dropped.
+  accepted already, and the sender does not use the lane between a HELLO and its READY (so not for another epoch either)
+  or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or its chunks, arriving
+  late, are known by their serial number and dropped.
 - What the worker says by lane may overtake its READY, REFUSED, PING or PONG. FETCH and STAGED name the UPDATE that they
   are about; APPLIED and FAILED carry versions, of which the highest counts. A PONG that comes late is told by its
   number from one that has seen the latest UPDATE. HELLO is not overtaken: the lane begins with the WELCOME to it.
@@ -57,6 +57,8 @@ GREETING = b"asyncsync lane 1!"
 BACKLOG = 1024
 # Connections that have not said yet who they are; when there are more, the oldest has to go.
 MAX_STRANGERS = 64
+# More than a socket's buffer holds: emptying it comes to an end even if the other side goes on filling it.
+MAX_QUEUED = 10_000
 MAX_PATH = 107
 
 _ALONE = b"\0"
@@ -169,8 +171,9 @@ class Lane:
 
     def drain(self) -> None:
         """Take in all that has come: it was sent before the message that the caller is about to look at."""
-        while self._read():
-            pass
+        for _ in range(MAX_QUEUED):
+            if not self._read():
+                return
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message in one packet; False if it is too large, or there is no room for it at present."""

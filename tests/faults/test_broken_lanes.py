@@ -224,6 +224,17 @@ async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> N
         assert [r.model.value for r in receivers] == [7, 7]
 
 
+async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
+    sender, (receiver,) = await schemes.connected(SMALL)
+    await with_lanes(sender, [receiver])
+    version = await sender.publish(sender.model.fill(3))
+    receiver.bus._link.lane.drain()  # it applies the update and answers …
+    peer = sender.bus._link.publisher.peers[0]
+    sender.bus._link._ender(0, peer.nonce, os.getpid())()  # … and its end is noticed before the answer is read
+    assert sender.status()[0].state == "lost"
+    await sender.wait_version(version)
+
+
 async def test_a_lane_that_cannot_be_made_is_done_without(tmp_path: Path, schemes: Schemes) -> None:
     (tmp_path / "bus.lane").mkdir()
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=f"ipc://{tmp_path}/bus")
