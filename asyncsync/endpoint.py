@@ -22,7 +22,7 @@ from pathlib import Path
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["Claim", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback"]
+__all__ = ["Claim", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "lane_path"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -109,11 +109,19 @@ def is_trustworthy(endpoint: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
+def lane_path(endpoint: str) -> Path | None:
+    """Where a sender listens for lanes; None if the endpoint is no path."""
+    return Path(endpoint.removeprefix("ipc://") + ".lane") if endpoint.startswith("ipc://") else None
+
+
 class Claim:
     """Exclusive ownership of an ipc path, until released or until this process dies.
 
     Raises:
         NotConnected: another live process has bound the path, or no file can be made there.
+
+    Attributes:
+        beside: further files that the owner has made there, to be removed with the path.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -122,6 +130,7 @@ class Claim:
         self._private = path.parent.name.startswith(PREFIX)
         self._lock = path.with_name(path.name + ".lock")
         self._descriptor: int | None = None
+        self.beside: list[Path] = []
         try:
             self._take()
         except OSError as error:
@@ -159,7 +168,7 @@ class Claim:
         """Remove the path, its lock, and the private directory; idempotent."""
         if self._descriptor is None:
             return
-        for path in (self._path, self._lock):
+        for path in (self._path, *self.beside, self._lock):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         os.close(self._descriptor)

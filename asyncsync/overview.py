@@ -61,12 +61,20 @@ class Overview:
         for worker in workers:
             peer = self.peers.get(worker)
             if peer is not None and models is not None:
-                applied = peer.applied
-                if all(applied.get(m, 0) >= version for m in models):
+                if peer.has(version, models):
                     continue
+                if peer.is_getting(version, models):
+                    return True
             if self.progress(version, (worker,), models).waiting:
                 return True
         return False
+
+    def applied(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
+        """True if each of them is known to have applied this version of each model, or a newer one."""
+        if models is None:
+            return False
+        peers = [self.peers.get(w) for w in workers]
+        return all(peer is not None and peer.has(version, models) for peer in peers)
 
     def _judge(self, worker: int, version: int, models: list[str], result: Progress) -> None:
         peer = self.peers.get(worker)

@@ -153,6 +153,11 @@ class Publisher(Overview):
         peer = self._routes.get(route)
         return None if peer is None else (peer.worker, peer.nonce)
 
+    def settled_at(self, route: bytes) -> bytes | None:
+        """The nonce of the worker that is reached there, if it has answered its last WELCOME in full."""
+        peer = self._routes.get(route)
+        return None if peer is None or peer.unsettled else peer.nonce
+
     # -- what comes from the workers --------------------------------------------------------------------------------
 
     def receive(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
@@ -367,8 +372,10 @@ class Publisher(Overview):
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
 
     def _check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
-        if any(v > self.version or m not in peer.hello.have for m, v in versions.items()):
-            raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
+        newest, have = self.version, peer.hello.have
+        for model_id, version in versions.items():
+            if version > newest or model_id not in have:
+                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
 from asyncsync.binding import Binding
 from asyncsync.cascade import Cascade
-from asyncsync.endpoint import is_trustworthy
+from asyncsync.endpoint import is_trustworthy, lane_path
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.fetching import Fetches
 from asyncsync.gate import Gate
@@ -24,8 +24,9 @@ from asyncsync.staging import Staging
 from asyncsync.subscriber import Subscriber
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
+from asyncsync.transports.lane import BY_LANE, Lane, connect, read
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
-from asyncsync.wire import decode, encode
+from asyncsync.wire import Buffer, Instruction, Welcome, decode, encode
 
 __all__ = ["Mark", "ReceiverLink"]
 
@@ -70,6 +71,7 @@ class ReceiverLink(Link):
         self._fetches = Fetches(self.subscriber, self._fetched)
         self._watch: ProcessWatch | None = None
         self._watched = 0
+        self.lane: Lane | None = None
         socket = dealer(self.context)
         self._monitor = monitor(socket, self._connected, self._disconnected, self.crash)
         try:
@@ -105,19 +107,37 @@ class ReceiverLink(Link):
             self.settle()
 
     def _disconnected(self) -> None:
+        if self.lane is not None:
+            self.lane.drain()
+            self.lane.close()
         self.subscriber.disconnected()
         self.settle()
 
     def _receive(self, frames: list[Any]) -> None:
+        if self.lane is not None:
+            self.lane.drain()
+        self._take(lambda: decode([frame.buffer for frame in frames]))
+
+    def _receive_packet(self, packet: memoryview) -> None:
+        self._take(lambda: read(packet))
+
+    def _take(self, read: Callable[[], tuple[Instruction, Sequence[Buffer]]]) -> None:
         try:
-            instruction, payload = decode([frame.buffer for frame in frames])
+            instruction, payload = read()
             self.subscriber.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
-            self.settle()
-            return
-        self._watch_sender()
+        else:
+            if type(instruction) is Welcome and self.subscriber.welcomed:
+                self._watch_sender()
+                self._open_lane()
         self.settle()
+
+    def _open_lane(self) -> None:
+        """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
+        path = lane_path(self.endpoint)
+        if path is not None and (self.lane is None or self.lane.closed):
+            self.lane = connect(path, self.subscriber.nonce, self._receive_packet, self.crash)
 
     def _watch_sender(self) -> None:
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
@@ -153,10 +173,20 @@ class ReceiverLink(Link):
             outbox.clear()
         if not outbox:
             return
+        by_zmq = False
         while outbox:
             instruction, payload = outbox.popleft()
-            self._socket.send((encode(instruction), *payload))
-        self._socket.flushed()
+            frames = (encode(instruction), *payload)
+            if not (type(instruction) in BY_LANE and self._send_by_lane(frames)):
+                self._socket.send(frames)
+                by_zmq = True
+        if by_zmq:
+            self._socket.flushed()
+
+    def _send_by_lane(self, frames: Sequence[Buffer]) -> bool:
+        # Not between HELLO and WELCOME: what is said then must not come before the HELLO.
+        lane = self.lane
+        return lane is not None and lane.open and self.subscriber.welcomed and lane.send(frames)
 
     def _fetched(self) -> None:
         if not self.closed:
@@ -171,7 +201,7 @@ class ReceiverLink(Link):
             return
         if self.closed or self.subscriber.leaving:
             return
-        if any(m in self.manual and m not in self.wanted for m in staging.parts):
+        if self.manual and any(m in self.manual and m not in self.wanted for m in staging.parts):
             return
         self._offered = staging
         self._inline = []
@@ -448,6 +478,8 @@ class ReceiverLink(Link):
             self._watch.close()
         self._raw.disable_monitor()
         self._monitor.close()
+        if self.lane is not None:
+            self.lane.close()
         self._socket.close(LINGER_MS)
         self.conditions.notify()
         try:

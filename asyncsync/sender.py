@@ -6,24 +6,26 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import zmq
 
-from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback
+from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.flat import FlatWeights
 from asyncsync.layout import Layout
 from asyncsync.link import INLINE_BYTES, LINGER_MS, Link, ProcessWatch, this_process
+from asyncsync.peer import Peer
 from asyncsync.publisher import Publisher, Settings
 from asyncsync.slab import Slab, SlabPool, cuda_events, pack, pack_slab_values
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
+from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
 from asyncsync.transports.zmq import LoopSocket, router
-from asyncsync.wire import Bye, Hello, Released, Update, decode, encode
+from asyncsync.wire import Buffer, Bye, Hello, Released, Update, decode, encode
 
 __all__ = ["SenderLink"]
 
@@ -89,11 +91,16 @@ class SenderLink(Link):
         if is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._socket = LoopSocket(socket, self._receive, self.crash)
+        self.lanes = Lanes(lane_path(endpoint), self._introduce, self.crash)
+        if claim is not None and self.lanes.path is not None:
+            claim.beside.append(self.lanes.path)
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _receive(self, frames: list[Any]) -> None:
         route = frames[0].bytes
+        if self.lanes.of and (whose := self.publisher.whose(route)) and (lane := self.lanes.of.get(whose[1])):
+            lane.drain()
         now = self.loop.time()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
@@ -105,9 +112,25 @@ class SenderLink(Link):
             self._watch()
         self.settle()
 
+    def _introduce(self, nonce: bytes) -> Receive | None:
+        """Somebody asks for a lane: the receiver of its packets, if that is a worker that has said HELLO."""
+        peers = self.publisher.peers.values()
+        return next((partial(self._receive_packet, p) for p in peers if p.nonce == nonce and not p.lost), None)
+
+    def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
+        try:
+            instruction, payload = read(packet)
+            self.publisher.receive(peer.route, instruction, payload, self.loop.time())
+        except ProtocolError as error:
+            self.drop(error, "a worker")
+            return
+        self.settle()
+
     def _watch(self) -> None:
-        """One process watch per co-located worker incarnation."""
+        """One process watch per co-located worker incarnation; no lane to one that is gone."""
         publisher = self.publisher
+        if self.lanes.of:
+            self.lanes.keep({p.nonce for p in publisher.peers.values() if not p.lost})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what it was lent.
         chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
@@ -122,6 +145,8 @@ class SenderLink(Link):
     def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
         def ended() -> None:
             with self.guard():
+                if nonce in self.lanes.of:
+                    self.lanes.of[nonce].drain()  # what it has said last
                 self.publisher.ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
                 self._watch()
                 self.settle()
@@ -140,12 +165,17 @@ class SenderLink(Link):
         if not outbox:
             return
         last, header = None, b""
+        by_zmq = False
         try:
             while outbox:
                 route, instruction, payload = outbox.popleft()
                 if instruction is not last:  # all workers are told the same, mostly
                     last, header = instruction, encode(instruction)
-                outcome = self._socket.send((route, header, *payload))
+                if type(instruction) in BY_LANE and self._send_by_lane(route, (header, *payload)):
+                    outcome = 0
+                else:
+                    by_zmq = True
+                    outcome = self._socket.send((route, header, *payload))
                 if outcome == zmq.EAGAIN:
                     self.publisher.clogged(route)
                 elif outcome == zmq.EHOSTUNREACH:
@@ -153,7 +183,13 @@ class SenderLink(Link):
                 elif self._served and isinstance(instruction, Update):
                     self._serve(route, instruction)
         finally:
-            self._socket.flushed()
+            if by_zmq:
+                self._socket.flushed()
+
+    def _send_by_lane(self, route: bytes, frames: Sequence[Buffer]) -> bool:
+        nonce = self.publisher.settled_at(route) if self.lanes.of else None
+        lane = None if nonce is None else self.lanes.of.get(nonce)
+        return lane is not None and lane.send(frames)
 
     def _serve(self, route: bytes, update: Update) -> None:
         """A worker is being told to fetch: the transport's turn, where that acts for each worker."""
@@ -244,8 +280,9 @@ class SenderLink(Link):
 
     def _can_overlap(self, job: _Job, transports: Mapping[str, TransportCore]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
-        chunked = all(type(t).offer is TransportCore.offer for t in transports.values())
-        return job.slab.nbytes > INLINE_BYTES and chunked and job.ready is None
+        if job.slab.nbytes <= INLINE_BYTES or job.ready is not None:
+            return False
+        return all(type(t).offer is TransportCore.offer for t in transports.values())
 
     async def _publish_packing(
         self,
@@ -447,6 +484,8 @@ class SenderLink(Link):
             return not publisher.outstanding(version, chosen, models)
 
         await self.wait(done, max(0.0, timeout - spent))
+        if publisher.applied(version, chosen, models):
+            return
         progress = publisher.progress(version, chosen, models)
         failed = dict(progress.failed)
         failed.update({w: publisher.timeout_of(w, version, timeout) for w in progress.waiting})
@@ -465,6 +504,7 @@ class SenderLink(Link):
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
+        self.lanes.close()
         self._socket.close(LINGER_MS)
         self.conditions.notify()
         try:

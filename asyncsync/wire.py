@@ -485,7 +485,7 @@ def _build(cls: Any, raw: Any) -> Any:
     checks = cls._checks
     if not isinstance(raw, list) or len(raw) != len(checks):
         raise ProtocolError(f"{cls.__name__} takes {len(checks)} fields, not {show(raw)}")
-    return cls(*[check(value) for check, value in zip(checks, raw, strict=True)])
+    return cls(*[check(value) for check, value in zip(checks, raw)])  # noqa: B905 (they are as many)
 
 
 def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
@@ -494,7 +494,7 @@ def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
             raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
     elif isinstance(instruction, Update):
         parts = instruction.parts
-        if len({p.model_id for p in parts}) != len(parts):
+        if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
             raise ProtocolError("an update with two parts for one model")
         if len(payload) != len(parts) * (2 if instruction.eager else 1):
             raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")

@@ -1,0 +1,243 @@
+"""Lanes that break, fill up, or are asked for by strangers: updates go on, through ZeroMQ where they must."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncsync import wire
+from asyncsync.transports import lane
+from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL, LARGE = 1000, 1 << 18
+
+
+def lanes(scheme: Any) -> Any:
+    return scheme.bus._link.lanes
+
+
+def sent(scheme: Any) -> int:
+    """Messages that a sender has sent by its present lanes."""
+    return sum(one.sent for one in lanes(scheme).of.values())
+
+
+async def with_lanes(sender: Any, receivers: list[Any]) -> None:
+    """Until every receiver's lane may be used."""
+    await eventually(lambda: len(lanes(sender).of) == len(receivers))
+    await eventually(lambda: all(r.bus._link.lane.open for r in receivers))
+
+
+async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
+    for _ in range(rounds):
+        value = sender.version + 1
+        assert await sender.send_async(sender.model.fill(value), timeout=10) == value
+        assert {r.model.value for r in receivers} == {value}
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "chunked"])
+async def test_small_instructions_go_by_lane(schemes: Schemes, numel: int) -> None:
+    sender, receivers = await schemes.connected(numel, workers=2)
+    await with_lanes(sender, receivers)
+    before = [sent(sender), *(r.bus._link.lane.sent for r in receivers)]
+    await all_well(sender, receivers, 10)
+    after = [sent(sender), *(r.bus._link.lane.sent for r in receivers)]
+    assert after[0] - before[0] == 20
+    assert all(a - b >= 10 for a, b in zip(after[1:], before[1:], strict=True))
+    assert not sender.bus.dropped
+    assert all(s.state == "live" and s.last_seen < 5 and s.bytes_sent > 0 for s in sender.status().values())
+
+
+async def test_there_is_no_lane_over_tcp(schemes: Schemes) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    sender, receivers = await schemes.connected(SMALL, endpoint=endpoint)
+    assert lanes(sender).path is None
+    assert receivers[0].bus._link.lane is None
+    await all_well(sender, receivers)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_updates_go_on_when_lanes_break(schemes: Schemes, side: str) -> None:
+    sender, receivers = await schemes.connected(SMALL, workers=2)
+    await with_lanes(sender, receivers)
+    await all_well(sender, receivers)
+    if side == "sender":
+        lanes(sender).keep(set())
+        await eventually(lambda: all(r.bus._link.lane.closed for r in receivers))
+    else:
+        for receiver in receivers:
+            receiver.bus._link.lane.close()
+        await eventually(lambda: not lanes(sender).of)
+    await all_well(sender, receivers)
+    assert all(s.state == "live" for s in sender.status().values())
+
+
+async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
+    sender = schemes.sender(SMALL, num_workers=1)
+    impatient(sender)
+    receiver = schemes.receiver(sender)
+    await asyncio.gather(sender.connect(), receiver.connect())
+    await with_lanes(sender, [receiver])
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(receiver.bus._link.lane._socket)  # the UPDATE is never read
+    sending = asyncio.create_task(sender.send_async(sender.model.fill(9), timeout=10))
+    await asyncio.sleep(0)
+    receiver.bus._link.lane.close()
+    await sending
+    assert receiver.model.value == 9
+
+
+async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(SMALL, workers=2)
+    await with_lanes(sender, receivers)
+    epoch = sender.bus._link.publisher.epoch
+    packets = [
+        b"\x00",
+        b"\x02\xff\xff\xff\xff",
+        b"\x00" + b"\xc1" * 50,
+        bytes(lane.MAX_PACKET + 1),
+        b"\x00" + wire.encode(wire.Applied(epoch, {"policy": 1 << 40})),
+        b"\x00" + wire.encode(wire.Applied((1, 1), {})),
+        b"\x00" + wire.encode(wire.Bye(epoch, bytes(16), "closed", "")),
+    ]
+    for one, bus in [
+        (receivers[0].bus._link.lane, sender.bus),
+        (lanes(sender).of[receivers[0].bus._link.subscriber.nonce], receivers[0].bus),
+    ]:
+        for packet in packets:
+            one.write([packet])
+        await eventually(lambda bus=bus: sum(bus.dropped.values()) == len(packets), why=lambda bus=bus: bus.dropped)
+        await all_well(sender, receivers)
+        assert one.open
+
+
+async def test_strangers_at_the_lane_disturb_nobody(schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(SMALL, workers=2)
+    await with_lanes(sender, receivers)
+    path = str(lanes(sender).path)
+    callers = []
+    try:
+        for words in [b"", lane.INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
+            callers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            callers[-1].connect(path)
+            if words:
+                callers[-1].send(words)
+            if len(callers) % 20 == 0:
+                await asyncio.sleep(0.005)
+        await all_well(sender, receivers, 20)
+        assert len(lanes(sender).of) == 2
+        assert not sender.bus.dropped
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+async def test_a_newer_incarnation_has_the_lane_and_the_superseded_one_has_none(schemes: Schemes) -> None:
+    sender, receivers = await schemes.connected(SMALL, workers=2)
+    await with_lanes(sender, receivers)
+    late = schemes.receiver(sender, 1)
+    await late.connect()
+    await eventually(lambda: receivers[1].bus._link.lane.closed and receivers[1].closed)
+    await with_lanes(sender, [receivers[0], late])
+    await all_well(sender, [receivers[0], late])
+
+
+async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    sender = schemes.sender(16_000, num_workers=2)  # 64 KB: a few of them fill a lane
+    receiver, worker = schemes.receiver(sender), start(Worker)
+    impatient(sender)
+    await asyncio.gather(
+        sender.connect(), receiver.connect(), worker.connect(pickle.loads(pickle.dumps(sender)), 1, 16_000)
+    )
+    await eventually(lambda: len(lanes(sender).of) == 2)
+    worker.signal(signal.SIGSTOP)
+    for value in range(2, 12):
+        await sender.send_async(sender.model.fill(value), worker_ids=[0], timeout=10)
+        await sender.publish(sender.model)
+    nonce = sender.bus._link.publisher.peers[1].nonce
+    one = lanes(sender).of[nonce]
+    # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
+    while one.write([bytes(30_000)]):
+        pass
+    version = await sender.publish(sender.model.fill(50))
+    await sender.wait_version(version, worker_ids=[0])
+    worker.signal(signal.SIGCONT)
+    await sender.wait_version(version, timeout=10)
+    assert await worker.value() == 50
+    assert await sender.send_async(sender.model.fill(51), timeout=10)
+    assert await worker.value() == 51
+    assert sender.status()[1].state == "live"
+
+
+@pytest.mark.parametrize("how", ["shutdown", "killed"])
+async def test_workers_have_a_lane_to_the_next_trainer_too(
+    tmp_path: Path, schemes: Schemes, start: Callable[..., Remote], how: str
+) -> None:
+    endpoint = f"ipc://{tmp_path}/bus"
+    plan = schemes.sender(SMALL, endpoint=endpoint, num_workers=1)
+    first = start(Trainer)
+    receiver = schemes.receiver(plan)
+    await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())
+    await eventually(lambda: receiver.bus._link.lane.open)
+    assert (tmp_path / "bus.lane").is_socket()
+    before = receiver.bus._link.lane
+    if how == "killed":
+        await first.kill()
+        await eventually(lambda: before.closed)
+        assert (tmp_path / "bus.lane").is_socket()  # the next one finds it
+    else:
+        await first.shutdown()
+        assert os.listdir(tmp_path) == []
+        await eventually(lambda: before.closed and receiver.closed)
+        receiver = schemes.receiver(plan)
+    await asyncio.gather(plan.connect(timeout=10), receiver.connect())
+    await with_lanes(plan, [receiver])
+    await all_well(plan, [receiver])
+    assert sent(plan) >= 5
+    await plan.shutdown()
+    assert os.listdir(tmp_path) == []
+    await eventually(lambda: receiver.closed)
+
+
+async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> None:
+    for numel in (SMALL, 16_000):
+        sender, receivers = await schemes.connected(numel, workers=2)
+        await with_lanes(sender, receivers)
+        await sender.publish(sender.model.fill(7))
+        await sender.shutdown()
+        await eventually(lambda receivers=receivers: all(r.closed for r in receivers))
+        assert [r.model.value for r in receivers] == [7, 7]
+
+
+async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
+    sender, (receiver,) = await schemes.connected(SMALL)
+    await with_lanes(sender, [receiver])
+    version = await sender.publish(sender.model.fill(3))
+    receiver.bus._link.lane.drain()  # it applies the update and answers …
+    peer = sender.bus._link.publisher.peers[0]
+    sender.bus._link._ender(0, peer.nonce, os.getpid())()  # … and its end is noticed before the answer is read
+    assert sender.status()[0].state == "lost"
+    await sender.wait_version(version)
+
+
+async def test_a_lane_that_cannot_be_made_is_done_without(tmp_path: Path, schemes: Schemes) -> None:
+    (tmp_path / "bus.lane").mkdir()
+    sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=f"ipc://{tmp_path}/bus")
+    await all_well(sender, receivers)
+    assert not lanes(sender).of
+    await sender.shutdown()
+    assert os.listdir(tmp_path) == ["bus.lane"]

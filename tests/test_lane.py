@@ -1,0 +1,273 @@
+"""Lanes: packets, connections, introductions. How a bus fares whose lanes break: faults/test_broken_lanes.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync import wire
+from asyncsync.endpoint import Claim
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.transports import lane
+from asyncsync.transports.lane import BY_LANE, MAX_FRAMES, MAX_PACKET, MAX_STRANGERS, Lane, Lanes, connect, join, split
+from helpers.pairs import until
+
+EPOCH = (1, 1)
+NONCE = bytes(range(16))
+
+
+def packet(frames: list[bytes]) -> memoryview:
+    return memoryview(b"".join(join(frames)))
+
+
+def crash(error: BaseException) -> None:
+    raise error
+
+
+# -- packets -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(min_size=1, max_size=300), st.lists(st.binary(max_size=300), max_size=MAX_FRAMES))
+def test_a_packet_brings_the_frames_that_were_put_into_it(header: bytes, payload: list[bytes]) -> None:
+    message = [header, *payload]
+    assert [bytes(frame) for frame in split(packet(message))] == message
+
+
+@given(st.binary(max_size=600))
+def test_bytes_are_a_packet_of_ours_or_are_refused(garbage: bytes) -> None:
+    try:
+        frames = [bytes(frame) for frame in split(memoryview(garbage))]
+    except ProtocolError:
+        return
+    assert packet(frames) == garbage
+
+
+@given(st.lists(st.integers(0, (1 << 32) - 1), max_size=4), st.integers(0, 4), st.binary(max_size=40))
+def test_lengths_that_lie_are_refused(lengths: list[int], count: int, rest: bytes) -> None:
+    raw = bytes([count]) + b"".join(n.to_bytes(4, "little") for n in lengths) + rest
+    try:
+        frames = [bytes(frame) for frame in split(memoryview(raw))]
+    except ProtocolError:
+        return
+    assert packet(frames) == raw
+
+
+def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refused() -> None:
+    with pytest.raises(LimitExceeded):
+        split(memoryview(bytes(MAX_PACKET + 1)))
+    for instruction in (wire.Ping(EPOCH, 1), wire.Bye(EPOCH, NONCE, "closed", ""), wire.Ready(EPOCH, {})):
+        assert type(instruction) not in BY_LANE
+        with pytest.raises(ProtocolError, match="by lane"):
+            lane.read(packet([wire.encode(instruction)]))
+    staged = wire.Staged(EPOCH, 7)
+    assert lane.read(packet([wire.encode(staged)])) == (staged, [])
+    with pytest.raises(ProtocolError):
+        lane.read(packet([wire.encode(staged), b"a payload that it has not"]))
+
+
+# -- one connection ----------------------------------------------------------------------------------------------------
+
+
+class End:
+    """A lane, and what has come by it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.heard: list[bytes] = []
+        self.ended = 0
+        self.lane = Lane(connection, memoryview(bytearray(MAX_PACKET + 1)), self._end, crash)
+        self.lane.receive = lambda packet: self.heard.append(bytes(packet))
+
+    def _end(self, lane: Lane) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[End, End]]:
+    a, b = (End(s) for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    yield a, b
+    a.lane.close()
+    b.lane.close()
+
+
+@pytest.mark.both_loops
+async def test_what_was_sent_before_a_lane_is_closed_arrives(ends: tuple[End, End]) -> None:
+    a, b = ends
+    assert b.lane.send([b"unread"])
+    messages = [b"one", b"two", bytes(60_000)]
+    assert all(a.lane.send([message]) for message in messages)
+    a.lane.close()  # with something unread: the other side is told of a reset, too
+    await until(lambda: b.ended > 0)
+    assert b.heard == [bytes(packet([message])) for message in messages]
+    assert b.ended == 1
+    assert b.lane.closed
+    assert not a.ended
+
+
+async def test_draining_takes_in_at_once_what_has_come(ends: tuple[End, End]) -> None:
+    a, b = ends
+    for i in range(20):
+        assert a.lane.send([bytes([i])])
+    b.lane.drain()
+    assert len(b.heard) == 20
+    b.lane.close()
+    b.lane.drain()
+    assert not a.lane.send([b"nobody is there"])
+
+
+async def test_a_full_lane_and_a_large_message_are_left_to_somebody_else(ends: tuple[End, End]) -> None:
+    a, b = ends
+    assert not a.lane.send([bytes(MAX_PACKET)])
+    assert not a.lane.send([b"x"] * (MAX_FRAMES + 2))
+    sent = 0
+    while a.lane.send([bytes(30_000)]):
+        sent += 1
+    assert a.lane.sent == sent > 1
+    await until(lambda: len(b.heard) == sent)
+    assert a.lane.send([bytes(30_000)])  # there is room again
+
+
+# -- listening and introductions ---------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A sender's end that knows one nonce."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.heard: list[bytes] = []
+        self.lanes = Lanes(path, self._introduce, crash)
+
+    def _introduce(self, nonce: bytes) -> Any:
+        return (lambda packet: self.heard.append(bytes(packet))) if nonce == NONCE else None
+
+    def connect(self, nonce: bytes = NONCE) -> Lane:
+        found = connect(self.path, nonce, lambda packet: None, crash)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+async def listener(tmp_path: Path) -> AsyncIterator[Listener]:
+    listener = Listener(tmp_path / "bus.lane")
+    yield listener
+    listener.lanes.close()
+
+
+@pytest.mark.both_loops
+async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(listener: Listener) -> None:
+    first = listener.connect()
+    assert not first.open
+    await until(lambda: first.open)
+    assert first.send([b"x"])
+    await until(lambda: listener.heard == [bytes(packet([b"x"]))])
+    second = listener.connect()
+    await until(lambda: second.open and first.closed)
+    assert list(listener.lanes.of) == [NONCE]
+    listener.lanes.keep({NONCE})
+    assert list(listener.lanes.of) == [NONCE]
+    listener.lanes.keep(set())
+    await until(lambda: second.closed)
+    assert not listener.lanes.of
+
+
+async def test_whoever_is_not_known_is_turned_away(listener: Listener) -> None:
+    stranger = listener.connect(bytes(16))
+    await until(lambda: stranger.closed)
+    for words in (b"GET /", lane.INTRODUCTION, NONCE, lane.INTRODUCTION + NONCE + b"!", bytes(MAX_PACKET + 1)):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
+            caller.connect(str(listener.path))
+            caller.send(words)
+            await until(lambda c=caller: _hung_up(c))  # type: ignore[misc]
+    assert not listener.lanes.of
+    assert not listener.heard
+
+
+def _hung_up(caller: socket.socket) -> bool:
+    try:
+        return caller.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+async def test_those_who_say_nothing_do_not_pile_up(listener: Listener) -> None:
+    silent = []
+    try:
+        for _ in range(MAX_STRANGERS + 20):
+            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            silent[-1].connect(str(listener.path))
+        await until(lambda: all(map(_hung_up, silent[:20])))
+        assert not any(map(_hung_up, silent[20:]))
+        mine = listener.connect()
+        await until(lambda: mine.open)
+        mine.close()
+    finally:
+        for caller in silent:
+            caller.close()
+
+
+async def test_another_users_process_is_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert connect(listener.path, NONCE, lambda packet: None, crash) is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
+        caller.connect(str(listener.path))
+        await until(lambda: _hung_up(caller))
+
+
+async def test_without_a_lane_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (tmp_path / "nobody", tmp_path / "missing" / "bus.lane", tmp_path / ("x" * 200)):
+        assert connect(path, NONCE, lambda packet: None, crash) is None
+    monkeypatch.delattr(socket, "SO_PEERCRED")  # another system
+    assert connect(tmp_path / "bus.lane", NONCE, lambda packet: None, crash) is None
+    for path in (tmp_path / "bus.lane", None):
+        lanes = Lanes(path, lambda nonce: None, crash)
+        assert lanes.path is None
+        lanes.close()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_only_a_dead_predecessors_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "bus.lane"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(path))
+    claim = Claim(f"ipc://{tmp_path}/bus")
+    first = Lanes(path, lambda nonce: None, crash)
+    assert first.path == path
+    claim.beside.append(path)
+    second = Lanes(path, lambda nonce: None, crash)
+    assert second.path is None
+    first.close()
+    claim.release()
+    assert os.listdir(tmp_path) == []
+    path.write_text("somebody's")
+    assert Lanes(path, lambda nonce: None, crash).path is None
+    assert path.read_text() == "somebody's"
+
+
+async def test_a_forked_child_lets_go_of_the_descriptors(listener: Listener) -> None:
+    mine = listener.connect()
+    await until(lambda: mine.open)
+    before = len(_sockets())
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        os.write(write, bytes([before - len(_sockets()), mine.closed]))
+        os._exit(0)
+    os.waitpid(pid, 0)  # noqa: ASYNC222
+    assert os.read(read, 2) == bytes([3, True])  # both ends, and the socket that listens
+    os.close(read)
+    os.close(write)
+    assert mine.send([b"still ours"])
+    await until(lambda: len(listener.heard) == 1)
+    mine.close()
+
+
+def _sockets() -> list[str]:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [link for link in links if os.path.lexists(link) and os.readlink(link).startswith("socket:")]
