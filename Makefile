@@ -30,7 +30,7 @@ demo: $(VENV)/.installed ## a trainer and its workers, on this machine
 	@$(BIN)/asyncsync demo
 
 .PHONY: bench
-bench: $(VENV)/.installed ## measure, beside peers in the same run; writes benchmarks/results.*
+bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure, beside peers in the same run; writes benchmarks/results.*
 	@mkdir -p benchmarks
 	@$(BIN)/asyncsync bench --json benchmarks/results.json --markdown benchmarks/results.md --plot benchmarks/results.png $(BENCH_ARGS)
 
@@ -81,6 +81,12 @@ $(VENV)/.run-deps: pyproject.toml constraints.txt | $(VENV)/.created
 	@$(begin)
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation '.[cli,gym,uvloop]'
+	@$(end)
+
+# A peer in the benchmark.
+$(VENV)/.bench-deps: $(VENV)/.run-deps
+	@$(begin)
+	$(INSTALL) --no-build-isolation '.[bench]'
 	@$(end)
 
 $(VENV)/.dev-deps: $(VENV)/.run-deps

@@ -7,19 +7,23 @@ import json
 import os
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncsync.bench.cases import EMPTY, LARGE, MANY, MIDDLE, SECTIONS, SMALL, Payload, Plan, touch
+from asyncsync.bench.cases import EMPTY, LARGE, MANY, MIDDLE, ONE_HOST, SECTIONS, SMALL, Payload, Plan, touch
 from asyncsync.bench.crew import OrderFailed, WorkerDied, start_crew
 from asyncsync.bench.figures import Bar, Figure, Figures, bars
 from asyncsync.bench.meters import longest_stall
 from asyncsync.bench.peers import GLOO, digest
 from asyncsync.bench.report import Report, Table
-from asyncsync.bench.sections import RUN, WARM, interleave
+from asyncsync.bench.sections import RUN
+from asyncsync.bench.stage import WARM, interleave
 from helpers.command import children_of, finish, private_directories, run, start
+
+needs_torchrl = pytest.mark.skipif(find_spec("torchrl") is None, reason="TorchRL is not installed")
 
 SYSTEMS = ["asyncsync tcp", "asyncsync ipc", *(f"gloo {how}" for how in GLOO), "memcpy"]
 
@@ -28,7 +32,8 @@ SYSTEMS = ["asyncsync tcp", "asyncsync ipc", *(f"gloo {how}" for how in GLOO), "
 
 def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
     paths = ["--json", "b.json", "--markdown", "b.md", "--plot", "b.png"]
-    code, out, err = run("-m", "asyncsync", "bench", "--quick", "--trials", "2", *paths, cwd=tmp_path)
+    only = ["--only", ",".join(name for name in SECTIONS if name not in ONE_HOST)]
+    code, out, err = run("-m", "asyncsync", "bench", "--quick", "--trials", "2", *only, *paths, cwd=tmp_path)
     assert (code, err) == (0, ""), err
     assert private_directories() == []
     document = json.loads((tmp_path / "b.json").read_text())
@@ -46,7 +51,7 @@ def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
     wanted |= {
         ("stall", "4 MiB", workers, system + running)
         for workers in (1, 2)
-        for system in ("no send", "asyncsync tcp", "asyncsync ipc")
+        for system in ("no send", *(f"asyncsync {kind}" for kind in ("tcp", "ipc", "shared", "process")))
         for running in ("", ", without waiting for a CPU")
     }
     memory = ("payload", "sender's slabs", "trainer's peak growth", "worker's peak growth")
@@ -74,6 +79,48 @@ def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
         ]
         assert f"| {system} | " + " | ".join(f"{m:.{3 if m < 10 else 1}f}" for m in medians) + " |" in out
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_torchrl
+@pytest.mark.timeout(240)
+def test_schemes_of_one_host_are_measured_beside_torchrl(tmp_path: Path) -> None:
+    arguments = ["bench", "--quick", "--only", "shared,process", "--trials", "2", "--json", "b.json"]
+    with start("-m", "asyncsync", *arguments, cwd=tmp_path) as process:
+        code, out, err = finish(process, 200)
+    assert (code, err) == (0, ""), err
+    assert private_directories() == []
+    document = json.loads((tmp_path / "b.json").read_text())
+    assert document["machine"].keys() >= {"torchrl", "tensordict"}
+    assert {figure["trials"] for figure in document["figures"]} == {2}
+    cases = ("64 KiB", "1000 × 4 KiB")
+    wanted = {(case, workers, system) for case in cases for workers in (1, 2) for system in ("async", "TorchRL")}
+    wanted |= {("64 KiB", workers, "blocking") for workers in (1, 2)} | {(case, 1, "memcpy") for case in cases}
+    for section in ONE_HOST:
+        found = [figure for figure in document["figures"] if figure["section"] == section]
+        assert {(figure["case"], figure["workers"], figure["system"]) for figure in found} == wanted
+    assert [bar["name"].partition(" ≤ ")[0] for bar in document["bars"]] == [
+        "SharedMem, 64 KiB to 2 workers, async",
+        "SharedMem, 64 KiB to 2 workers, blocking",
+        "SharedMem, 1000 × 4 KiB to 2 workers, async",
+        "MultiProcess, 64 KiB to 2 workers, async",
+        "MultiProcess, 1000 × 4 KiB to 2 workers, async",
+    ]
+    assert "### SharedMemWeightSyncScheme" in out
+    assert "### MultiProcessWeightSyncScheme" in out
+    assert "not installed" not in out
+
+
+@pytest.mark.timeout(240)
+def test_without_torchrl_asyncsync_is_measured_alone(tmp_path: Path) -> None:
+    (tmp_path / "torchrl.py").write_text("raise ImportError")  # found first: it is the working directory
+    arguments = ["bench", "--quick", "--only", "shared", "--trials", "1", "--check", "--json", "b.json"]
+    with start("-m", "asyncsync", *arguments, cwd=tmp_path) as process:
+        code, out, err = finish(process, 200)
+    assert (code, err) == (0, ""), err
+    document = json.loads((tmp_path / "b.json").read_text())
+    assert {figure["system"] for figure in document["figures"]} == {"async", "blocking", "memcpy"}
+    assert document["bars"] == []
+    assert 'TorchRL is not installed, so it is not shown; install with: pip install "asyncsync[torchrl]".' in out
 
 
 def test_check_fails_if_a_bar_is_missed_and_says_how_many(tmp_path: Path) -> None:
@@ -114,25 +161,54 @@ def test_bench_ends_when_a_process_dies_in_the_middle(who: int, tmp_path: Path) 
         assert private_directories() == []
 
 
-@pytest.mark.parametrize("section", ["throughput", "latency"])
+@needs_torchrl
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("who", ["worker 0", "TorchRL's worker 0"])
+def test_bench_ends_when_a_process_beside_torchrl_dies(who: str, tmp_path: Path) -> None:
+    arguments = ["--quick", "--only", "shared", "--trials", "100000"]
+    with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:
+        workers = _all_started(process, 5)
+        _measuring(process)
+        workers[0 if who == "worker 0" else 3].kill()  # the third is TorchRL's sender
+        code, out, err = finish(process)
+        assert (code, out) == (1, "")
+        assert "semaphore" not in err
+        assert err.startswith(
+            f"asyncsync bench: {who} {'was killed by SIGKILL' if who == 'worker 0' else 'has died'}\n"
+        )
+        _all_ended(workers)
+        assert private_directories() == []
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("section", ["throughput", "latency", pytest.param("shared", marks=needs_torchrl)])
 def test_ctrl_c_leaves_no_process_behind(section: str, tmp_path: Path) -> None:
     arguments = ["--quick", "--only", section, "--trials", "100000"]
     with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:
-        workers = _all_started(process)
+        workers = _all_started(process, 5 if section in ONE_HOST else 3)
         _measuring(process)
         process.send_signal(signal.SIGINT)
         code, out, err = finish(process)
         assert (code, out, err) == (130, "", "")
-        assert not any(worker.is_running() for worker in workers)
+        _all_ended(workers)
         assert private_directories() == []
 
 
-def _all_started(process: Any) -> list[Any]:
+def _all_started(process: Any, count: int = 3) -> list[Any]:
     workers: list[Any] = []
-    while len(workers) < 3:
+    while len(workers) < count:
+        assert process.poll() is None
         time.sleep(0.05)
         workers = children_of(process)
     return workers
+
+
+def _all_ended(workers: list[Any]) -> None:
+    """Now, or within a moment: TorchRL's workers are not children of the process that has ended."""
+    deadline = time.monotonic() + 5
+    while any(worker.is_running() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _measuring(process: Any) -> None:
@@ -190,6 +266,17 @@ def test_quick_leaves_out_the_largest_and_tries_less() -> None:
     for payload in (EMPTY, SMALL, MIDDLE):
         assert 5 <= Plan(quick=True).often(payload.nbytes) < Plan().often(payload.nbytes)
     assert Plan(quick=True, trials=3).often(SMALL.nbytes) == Plan(trials=3).often(LARGE.nbytes) == 3
+
+
+def test_the_sections_of_one_host_have_four_workers_unless_quick() -> None:
+    assert (Plan().one_host, Plan().counts) == ([SMALL, LARGE, MANY], (1, 2, 4))
+    assert (Plan(quick=True).one_host, Plan(quick=True).counts) == ([SMALL, MANY], (1, 2))
+
+
+def test_a_module_has_the_same_weights_without_gradients() -> None:
+    module = MANY.module()
+    assert digest(module.parameters()) == digest(MANY.weights().values())
+    assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_1000_small_tensors_and_one_of_4_mib_are_about_as_many_bytes() -> None:
@@ -328,14 +415,82 @@ def test_bars_of_latency(empty: float, small: float, blocking: float, reached: l
     assert [bar.limit for bar in found] == [1.5, 1.0, 4.0, 1.0]
 
 
-def test_the_bar_of_the_stall_is_the_longest_of_all_without_the_wait_for_a_cpu() -> None:
+def test_the_bars_of_stalls_are_the_longest_of_all_without_the_wait_for_a_cpu() -> None:
     figures = []
-    for system, raw, running in (("no send", 90, 80), ("asyncsync tcp", 50, 12), ("asyncsync ipc", 70, 19)):
+    for system, raw, running in (
+        ("no send", 90, 80),
+        ("asyncsync tcp", 50, 12),
+        ("asyncsync ipc", 70, 19),
+        ("asyncsync shared", 70, 21),
+        ("asyncsync process", 70, 3),
+    ):
         figures.append(figure("stall", "256 MiB", 1, system, 1, raw))
         figures.append(figure("stall", "256 MiB", 1, f"{system}, without waiting for a CPU", 1, running))
-    (bar,) = bars(figures)
-    assert (bar.measured, bar.beside, bar.reached) == (pytest.approx(19), 20.0, True)
+    found = bars(figures)
+    assert [(bar.measured, bar.beside) for bar in found] == [(pytest.approx(value), 20.0) for value in (19, 21, 3)]
+    assert [bar.reached for bar in found] == [True, False, True]
+    assert [bar.name.removeprefix("longest stall of the trainer's loop") for bar in found] == [
+        ", 256 MiB ≤ 20 ms",
+        " with SharedMem, 256 MiB ≤ 20 ms",
+        " with MultiProcess, 256 MiB ≤ 20 ms",
+    ]
     assert bars([one for one in figures if one.case != "256 MiB"]) == []
+
+
+def one_host(section: str, peer: dict[str, float] | None) -> list[Figure]:
+    """A millisecond for everything but memcpy and TorchRL."""
+    figures = []
+    for case in ("64 KiB", "256 MiB", "1000 × 4 KiB"):
+        figures.append(figure(section, case, 1, "memcpy", 0.9))
+        for workers in (1, 2, 4):
+            figures += [figure(section, case, workers, system, 1) for system in ("async", "blocking")]
+            if peer is not None:
+                figures.append(figure(section, case, workers, "TorchRL", peer[case] if workers == 2 else 1e-3))
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("section", "peer", "reached"),
+    [
+        ("shared", {"64 KiB": 2.1, "256 MiB": 2.1, "1000 × 4 KiB": 21}, [True, True, True, True]),
+        ("shared", {"64 KiB": 1.9, "256 MiB": 1.9, "1000 × 4 KiB": 19}, [False, True, False, False]),
+        ("shared", {"64 KiB": 1.3, "256 MiB": 2.1, "1000 × 4 KiB": 21}, [False, False, True, True]),
+        ("process", {"64 KiB": 1.7, "256 MiB": 1.1, "1000 × 4 KiB": 101}, [True, True, True]),
+        ("process", {"64 KiB": 1.6, "256 MiB": 0.9, "1000 × 4 KiB": 99}, [False, False, False]),
+    ],
+)
+def test_bars_beside_torchrl_are_those_of_two_workers(
+    section: str, peer: dict[str, float], reached: list[bool]
+) -> None:
+    found = [bar for bar in bars(one_host(section, peer)) if bar.name.endswith("TorchRL")]
+    assert [bar.reached for bar in found] == reached
+
+
+def test_shared_memory_is_one_copy_however_many_workers_and_has_that_bar_without_torchrl() -> None:
+    figures = one_host("shared", None)
+    flat, copy = bars(figures)
+    assert (flat.name, flat.ratio, flat.limit) == (
+        "SharedMem, 256 MiB to 4 workers ≤ 1.15 × to 1 worker",
+        pytest.approx(1),
+        1.15,
+    )
+    assert (copy.name, copy.ratio, copy.limit) == (
+        "SharedMem, 256 MiB to 1 worker ≤ 1.15 × one memcpy into shared memory",
+        pytest.approx(1 / 0.9),
+        1.15,
+    )
+    assert bars(one_host("process", None)) == []
+
+
+def test_the_table_beside_torchrl() -> None:
+    (table,) = Report([one for one in one_host("process", None) if one.workers < 4], {}).tables()
+    assert table.title == "MultiProcessWeightSyncScheme"
+    assert table.rows[0] == ["64 KiB to 1", "1.000", "1.000", "–", "0.900", "–", "–", "1.11"]
+    assert "TorchRL is not installed" in table.note
+    peer = {"64 KiB": 2.0, "256 MiB": 3.0, "1000 × 4 KiB": 4.0}
+    table, _ = Report([one for one in one_host("process", peer) if one.workers == 2], {}).tables()
+    assert table.rows[-1] == ["1000 × 4 KiB to 2", "1.000", "1.000", "4.000", "–", "0.25", "0.25", "–"]
+    assert "not installed" not in table.note
 
 
 def test_many_tensors_are_compared_for_each_number_of_workers() -> None:

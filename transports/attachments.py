@@ -29,6 +29,7 @@ from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
 
 __all__ = ["Attachment", "Attachments"]
 
+SMALL_BYTES = 256 << 10
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
@@ -72,6 +73,7 @@ class Attachment:
             os.close(number)
         with normal_tensors():
             self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
         address = self.buffer.data_ptr()
@@ -90,9 +92,12 @@ class Attachment:
 
     def copy(self, layout: Layout, pool: SlabPool) -> Slab:
         """The slot's content in a slab of the pool."""
-        slab = pool.acquire(layout)
+        slab, nbytes = pool.acquire(layout), layout.nbytes
         try:
-            copy_tensors([slab.buffer], [self.buffer[: layout.nbytes]])
+            if nbytes <= SMALL_BYTES:
+                slab.memory[:] = self._memory[:nbytes]
+            else:  # other threads run meanwhile
+                copy_tensors([slab.buffer], [self.buffer[:nbytes]])
         except BaseException:
             slab.release()
             raise

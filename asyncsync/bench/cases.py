@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import count
 
 import torch
+from torch import nn
 
-__all__ = ["EMPTY", "LARGE", "MANY", "MIDDLE", "SECTIONS", "SMALL", "WORKERS", "Payload", "Plan", "touch"]
+__all__ = ["EMPTY", "LARGE", "MANY", "MIDDLE", "ONE_HOST", "SECTIONS", "SMALL", "WORKERS", "Payload", "Plan", "touch"]
 
 KIB, MIB = 1 << 10, 1 << 20
 WORKERS = 2  # processes; cases with one receiver use the first of them
@@ -24,7 +25,10 @@ SECTIONS = {
     "tensors": "1000 small tensors beside one of as many bytes",
     "latency": "empty and small updates, beside a bare zmq.asyncio round trip",
     "stall": "the longest stall of the trainer's event loop during large sends",
+    "shared": "SharedMem: send → applied by all, beside TorchRL's scheme of that name",
+    "process": "MultiProcess: the same",
 }
+ONE_HOST = ("shared", "process")  # sections with processes of their own
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class Payload:
         if blank:
             return {f"{i}": torch.full((length,), -1.0) for i in range(self.tensors)}
         return {f"{i}": torch.arange(length, dtype=torch.float32) + i for i in range(self.tensors)}
+
+    def module(self, *, blank: bool = False) -> nn.Module:
+        """The same as a module's parameters, without gradients."""
+        module = nn.Module()
+        for name, tensor in self.weights(blank=blank).items():
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        return module
 
 
 EMPTY = Payload("empty", 0, 0)
@@ -93,6 +104,16 @@ class Plan:
     def payloads(self) -> list[Payload]:
         """Of the throughput section; the last is the largest."""
         return [SMALL, MIDDLE] if self.quick else [SMALL, MIDDLE, LARGE]
+
+    @property
+    def one_host(self) -> list[Payload]:
+        """Of the sections of :data:`ONE_HOST`."""
+        return [SMALL, MANY] if self.quick else [SMALL, LARGE, MANY]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of workers in those sections; cases with fewer use the first of them."""
+        return (1, 2) if self.quick else (1, 2, 4)
 
     @property
     def largest(self) -> Payload:

@@ -76,9 +76,8 @@ class Crew:
     def _start(self, index: int, name: str, new_loop: Callable[[], Any] | None) -> None:
         ours, theirs = new_pipe()
         with theirs, sigint_blocked():
-            process = get_context("spawn").Process(
-                target=worker.main, args=(index, theirs, new_loop), name=name, daemon=True
-            )
+            # No daemon: TorchRL's sender has children. `_end` ends it, and so does the end of this process.
+            process = get_context("spawn").Process(target=worker.main, args=(index, theirs, new_loop), name=name)
             process.start()
         self._processes.append(process)
         self._pipes.append(Pipe(ours))

@@ -13,6 +13,7 @@ the flat buffer and the acknowledgement, nothing else. All buffers are there bef
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import socket
 import time
@@ -102,10 +103,10 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     return value
 
 
-def memcpy(nbytes: int) -> Callable[[], Awaitable[float]]:
-    """One copy of as many bytes, between pages that are there, by one thread; seconds."""
+def memcpy(nbytes: int, *, shared: bool = False) -> Callable[[], Awaitable[float]]:
+    """One copy of as many bytes, between pages that are there, by one thread, into shared memory or not; seconds."""
     source = np.ones(nbytes, np.uint8)
-    target = np.zeros_like(source)
+    target = np.frombuffer(_shared_memory(nbytes), np.uint8) if shared else np.zeros_like(source)
     np.copyto(target, source)
 
     async def once() -> float:
@@ -114,6 +115,17 @@ def memcpy(nbytes: int) -> Callable[[], Awaitable[float]]:
         return time.perf_counter() - start
 
     return once
+
+
+def _shared_memory(nbytes: int) -> mmap.mmap:
+    if not hasattr(os, "memfd_create"):
+        return mmap.mmap(-1, nbytes)
+    descriptor = os.memfd_create("asyncsync-bench")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
 
 
 @asynccontextmanager

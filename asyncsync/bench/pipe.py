@@ -1,4 +1,4 @@
-"""A multiprocessing pipe that a coroutine can wait for.
+"""A multiprocessing pipe that a coroutine can wait for, and the end of a process with its parent.
 
 pipe = Pipe(connection)
 pipe.post(("open", scheme))
@@ -8,10 +8,12 @@ answer = await pipe.receive()
 from __future__ import annotations
 
 import asyncio
+import os
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Pipe", "readable"]
+__all__ = ["Pipe", "end_with_parent", "readable"]
 
 
 async def readable(descriptor: int) -> None:
@@ -56,3 +58,11 @@ class Pipe:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def end_with_parent() -> None:
+    """In a thread of a child process: end it when its parent has ended."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

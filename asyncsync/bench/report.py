@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncsync.bench.figures import Bar, Figure, Figures, bars
+from asyncsync.bench.figures import SCHEMES, Bar, Figure, Figures, bars
 from asyncsync.bench.peers import GLOO
 
 __all__ = ["Report", "Table"]
 
 NOTHING = "–"
+NO_TORCHRL = 'TorchRL is not installed, so it is not shown; install with: pip install "asyncsync[torchrl]".'
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class Report:
             "latency": _latency,
             "stall": _stall,
             "memory": _memory,
+            "shared": _one_host,
+            "process": _one_host,
         }
         found = [make(part) for name, make in makers.items() if (part := self.figures.of(name))]
         if self.bars:
@@ -211,6 +214,25 @@ def _memory(figures: Figures) -> Table:
         "the parameters to the last of several sends; of the workers, the one that grows most."
     )
     return Table("Memory", ["", "MiB", "× payload"], rows, note)
+
+
+def _one_host(figures: Figures) -> Table:
+    section = figures[0].section
+    systems = ["async", "blocking", "TorchRL"]
+    rows = []
+    for case, workers in _cases(figures):
+        medians = [figures.median(section, case, workers, system) for system in systems]
+        memcpy = figures.median(section, case, 1, "memcpy")
+        times = [_times(median, medians[-1]) for median in medians[:-1]]
+        rows.append([f"{case} to {workers}", *map(_ms, [*medians, memcpy]), *times, _times(medians[0], memcpy)])
+    note = (
+        f"Milliseconds, medians of {_trials(figures)} interleaved trials, send → applied by all and acknowledged, into "
+        "a module's parameters. Blocking: asyncsync.sync in the trainer. memcpy: one, into shared memory."
+    )
+    if not any(figure.system == "TorchRL" for figure in figures):
+        note += f" {NO_TORCHRL}"
+    columns = ["", *systems, "memcpy", "async ÷ TorchRL", "blocking ÷ TorchRL", "async ÷ memcpy"]
+    return Table(f"{SCHEMES[section]}WeightSyncScheme", columns, rows, note)
 
 
 def _bars(found: Sequence[Bar]) -> Table:

@@ -11,7 +11,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ import torch
 import zmq
 
 from asyncsync import __version__
-from asyncsync.bench.cases import WORKERS, Plan
+from asyncsync.bench import onehost
+from asyncsync.bench.cases import ONE_HOST, Plan
 from asyncsync.bench.crew import OrderFailed, WorkerDied, start_crew
 from asyncsync.bench.figures import Figure
 from asyncsync.bench.report import Report
-from asyncsync.bench.sections import RUN, Stage
+from asyncsync.bench.sections import RUN, names
+from asyncsync.bench.stage import Stage
 
 __all__ = ["run"]
 
@@ -81,14 +83,20 @@ def run(
 
 async def _measure(plan: Plan, new_loop: Callable[[], Any] | None) -> list[Figure]:
     figures: list[Figure] = []
-    names = [*(f"worker {index}" for index in range(WORKERS)), "gloo's sender"]
-    _progress("processes start")
+    crews = [
+        (names(), [name for name in plan.sections if name not in ONE_HOST]),
+        (onehost.names(plan), [name for name in plan.sections if name in ONE_HOST]),
+    ]
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-            async with start_crew(names, new_loop) as crew:
-                stage = Stage(plan, crew, directory, _progress)
-                for name in plan.sections:
-                    figures += await RUN[name](stage)
+            for crew_names, sections in crews:
+                if not sections:
+                    continue
+                _progress("processes start")
+                async with start_crew(crew_names, new_loop) as crew:
+                    stage = Stage(plan, crew, directory, _progress)
+                    for name in sections:
+                        figures += await RUN[name](stage)
     finally:
         _progress("")
     return figures
@@ -108,9 +116,17 @@ def _machine(uvloop: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "pyzmq": version("pyzmq"),
         "libzmq": zmq.zmq_version(),
+        **_torchrl(),
         "asyncsync": __version__,
         "loop": "uvloop" if uvloop else "asyncio",
     }
+
+
+def _torchrl() -> dict[str, str]:
+    try:
+        return {name: version(name) for name in ("torchrl", "tensordict")}
+    except PackageNotFoundError:
+        return {}
 
 
 def _loop_factory(uvloop: bool) -> Callable[[], Any] | None:

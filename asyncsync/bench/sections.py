@@ -8,55 +8,25 @@ Systems that are compared stay connected side by side, and take turns trial by t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import TypeVar
 
-from asyncsync.bench import ours, peers
-from asyncsync.bench.cases import EMPTY, MANY, MIDDLE, SMALL, WORKERS, Payload, Plan
+from asyncsync.bench import onehost, ours, peers
+from asyncsync.bench.cases import EMPTY, MANY, MIDDLE, ONE_HOST, SMALL, WORKERS, Payload
 from asyncsync.bench.crew import Crew
 from asyncsync.bench.figures import Figure
 from asyncsync.bench.meters import PeakMemory, Stall, longest_stall
+from asyncsync.bench.stage import WARM, Stage, System, blank, check, interleave
 
-__all__ = ["RUN", "Stage", "interleave"]
+__all__ = ["RUN", "names"]
 
 GLOO_SENDER = WORKERS  # its index in the crew
-WARM = 3  # trials of each system before those that count
-PAUSE = 1e-3  # seconds between trials, for what the last one has left to tidy up
 SETTLE = 2e-3  # seconds in which gloo's receivers get from "about to wait" to waiting
 
-System = Callable[[], Awaitable[float]]  # one trial; returns seconds
-Name = TypeVar("Name", bound=Hashable)
 
-
-@dataclass(frozen=True)
-class Stage:
-    """Where sections run.
-
-    Attributes:
-        plan: how much is measured.
-        crew: workers, and gloo's sender.
-        directory: for sockets and files.
-        progress: told what is going on.
-    """
-
-    plan: Plan
-    crew: Crew
-    directory: str
-    progress: Callable[[str], None]
-
-
-async def interleave(systems: Mapping[Name, System], trials: int) -> dict[Name, list[float]]:
-    """Seconds by system: one trial of each in turn, and again."""
-    times: dict[Name, list[float]] = {name: [] for name in systems}
-    for trial in range(-WARM, trials):
-        for name, once in systems.items():
-            seconds = await once()
-            if trial >= 0:
-                times[name].append(seconds)
-            await asyncio.sleep(PAUSE)
-    return times
+def names() -> list[str]:
+    """The crew that the sections of this file need."""
+    return [*(f"worker {index}" for index in range(WORKERS)), "gloo's sender"]
 
 
 # -- throughput and many tensors ---------------------------------------------------------------------------------------
@@ -84,16 +54,16 @@ async def throughput(stage: Stage) -> list[Figure]:
                     scheme = await stack.enter_async_context(ours.opened(crew, payload, weights, workers, kind))
                     name = f"asyncsync {kind}"
                     systems[name] = ours.updating(scheme, weights)
-                    await _blank(crew, payload, workers)
+                    await blank(crew, payload, workers)
                     await systems[name]()
-                    await _check(crew, payload, workers, name, peers.digest(weights.values()))
+                    await check(crew, payload, workers, name, peers.digest(weights.values()))
                 for how in peers.GLOO:
                     name, flat = f"gloo {how}", how.endswith("bare")
                     systems[name] = _gloo(crew, how, workers)
-                    await _blank(crew, payload, workers)
+                    await blank(crew, payload, workers)
                     await systems[name]()
                     sent = await crew.ask(GLOO_SENDER, "digest", payload, flat=flat)
-                    await _check(crew, payload, workers, name, sent, flat=flat)
+                    await check(crew, payload, workers, name, sent, flat=flat)
                 systems["memcpy"] = peers.memcpy(payload.nbytes)
                 times = await interleave(systems, stage.plan.often(payload.nbytes))
             await crew.ask_all([*range(workers), GLOO_SENDER], "gloo_unload")
@@ -115,16 +85,6 @@ def _gloo(crew: Crew, how: str, workers: int) -> System:
         return seconds
 
     return once
-
-
-async def _blank(crew: Crew, payload: Payload, workers: int) -> None:
-    await crew.ask_all(range(workers), "blank", payload)
-
-
-async def _check(crew: Crew, payload: Payload, workers: int, name: str, sent: int, *, flat: bool = False) -> None:
-    """What is timed must be what it says: everything has arrived, in every worker."""
-    if set(await crew.ask_all(range(workers), "digest", payload, flat=flat)) != {sent}:
-        raise RuntimeError(f"{name}: what the workers have is not what was sent")
 
 
 async def tensors(stage: Stage) -> list[Figure]:
@@ -183,7 +143,7 @@ async def stall(stage: Stage) -> list[Figure]:
     payload = stage.plan.largest
     stalls: dict[tuple[str, int], list[Stall]] = {}
     trials = stage.plan.often(payload.nbytes)
-    weights = payload.weights()
+    weights, module = payload.weights(), payload.module()
     for workers in (1, 2):
         stage.progress(f"stalls, {payload.name} to {workers}")
         await stage.crew.ask_all(range(workers), "load", payload)
@@ -192,6 +152,10 @@ async def stall(stage: Stage) -> list[Figure]:
             for kind in ("tcp", "ipc"):
                 scheme = await stack.enter_async_context(ours.opened(stage.crew, payload, weights, workers, kind))
                 actions[f"asyncsync {kind}"] = ours.updating(scheme, weights)
+            for kind in ONE_HOST:
+                await stage.crew.ask_all(range(workers), "load", payload, module=kind)
+                scheme = await stack.enter_async_context(ours.opened(stage.crew, kind, module, workers, kind))
+                actions[f"asyncsync {kind}"] = ours.updating(scheme, module)
             for trial in range(-WARM, trials):
                 for name, action in actions.items():
                     found = await longest_stall(action)
@@ -242,4 +206,5 @@ RUN: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {
     "tensors": tensors,
     "latency": latency,
     "stall": stall,
+    **onehost.RUN,
 }

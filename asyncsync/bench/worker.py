@@ -10,22 +10,22 @@ says what went wrong.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
-from multiprocessing import parent_process
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch import nn
 
+from asyncsync import WeightSyncScheme
 from asyncsync.bench.cases import Payload
 from asyncsync.bench.meters import PeakMemory
 from asyncsync.bench.peers import Gloo, digest, echo
-from asyncsync.bench.pipe import Pipe
-from asyncsync.schemes.zmq import ZMQWeightSyncScheme
+from asyncsync.bench.pipe import Pipe, end_with_parent
+from asyncsync.bench.theirs import TorchRL
 
 __all__ = ["PATIENCE", "main"]
 
@@ -36,22 +36,15 @@ def main(index: int, connection: Connection, new_loop: Callable[[], Any] | None)
     """A process's main function.
 
     Args:
-        index: of the worker; gloo's sender is one beyond the last.
+        index: of the worker; a peer's sender is one beyond the last.
         connection: to the trainer; the process ends with it.
         new_loop: factory of event loops; None: asyncio's own.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the trainer ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # there are more processes than cores
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(Worker(index, Pipe(connection)).serve())
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 class Worker:
@@ -60,9 +53,10 @@ class Worker:
     def __init__(self, index: int, pipe: Pipe) -> None:
         self._index = index
         self._pipe = pipe
-        self._parameters: dict[Payload, dict[str, torch.Tensor]] = {}
-        self._schemes: list[ZMQWeightSyncScheme] = []
+        self._models: dict[Hashable, dict[str, torch.Tensor] | nn.Module] = {}
+        self._schemes: list[WeightSyncScheme] = []
         self._gloo: Gloo | None = None
+        self._torchrl: TorchRL | None = None
         self._echo: asyncio.Task[None] | None = None
         self._memory: PeakMemory | None = None
 
@@ -82,18 +76,22 @@ class Worker:
             except OSError:
                 break
         await self.close()
+        await self.torchrl_end()
         if self._gloo is not None:
             self._gloo.close()
 
     # -- asyncsync ----------------------------------------------------------------------------------------------------
 
-    async def load(self, payload: Payload, *, pattern: bool = False) -> None:
-        """Have parameters of this shape."""
-        self._parameters[payload] = payload.weights(blank=not pattern)
+    async def load(self, payload: Payload, *, pattern: bool = False, module: Hashable = None) -> None:
+        """Have parameters of this shape: a dictionary that is called as the payload, or a module of this name."""
+        if module is None:
+            self._models[payload] = payload.weights(blank=not pattern)
+        else:
+            self._models[module] = payload.module(blank=not pattern)
 
-    async def open(self, scheme: ZMQWeightSyncScheme, payload: Payload) -> None:
-        """Apply what the trainer sends to the parameters of this payload."""
-        scheme.init_on_receiver("model", model=self._parameters[payload], worker_idx=self._index)
+    async def open(self, scheme: WeightSyncScheme, model: Hashable) -> None:
+        """Apply what the trainer sends to this model."""
+        scheme.init_on_receiver("model", model=self._models[model], worker_idx=self._index)
         self._schemes.append(scheme)
         await scheme.connect(timeout=PATIENCE)
 
@@ -102,7 +100,7 @@ class Worker:
         for scheme in self._schemes:
             await scheme.shutdown()
         self._schemes.clear()
-        self._parameters.clear()
+        self._models.clear()
         if self._echo is not None:
             self._echo.cancel()
             await asyncio.wait([self._echo])
@@ -110,19 +108,23 @@ class Worker:
 
     # -- checks and meters --------------------------------------------------------------------------------------------
 
-    async def blank(self, payload: Payload) -> None:
+    def _parameters(self, model: Hashable) -> list[torch.Tensor]:
+        found = self._models[model]
+        return list(found.parameters() if isinstance(found, nn.Module) else found.values())
+
+    async def blank(self, model: Hashable) -> None:
         """Overwrite what has arrived."""
-        for tensor in self._parameters[payload].values():
+        for tensor in self._parameters(model):
             tensor.fill_(-1.0)
         if self._gloo is not None:
             self._gloo.flat.fill_(-1.0)
 
-    async def digest(self, payload: Payload, *, flat: bool) -> int:
+    async def digest(self, model: Hashable, *, flat: bool = False) -> int:
         """A checksum of the parameters, or of gloo's buffer."""
         if flat:
             assert self._gloo is not None
             return digest([self._gloo.flat])
-        return digest(self._parameters[payload].values())
+        return digest(self._parameters(model))
 
     async def memory_from_now(self) -> None:
         self._memory = PeakMemory()
@@ -146,7 +148,7 @@ class Worker:
 
     async def gloo_load(self, payload: Payload) -> None:
         assert self._gloo is not None
-        self._gloo.load(payload, self._parameters[payload].values())
+        self._gloo.load(payload, self._parameters(payload))
 
     async def gloo_unload(self) -> None:
         assert self._gloo is not None
@@ -162,3 +164,18 @@ class Worker:
         assert self._gloo is not None
         self._pipe.post(("done", "about to wait"))
         self._gloo.receive(how, receivers)
+
+    async def torchrl_start(self, kind: str, payloads: list[Payload], counts: Sequence[int]) -> bool:
+        """Whether TorchRL is installed; if it is, its workers start. Orders to them go through this process."""
+        assert self._torchrl is None
+        self._torchrl = TorchRL.start(kind, payloads, counts)
+        return self._torchrl is not None
+
+    async def torchrl(self, order: str, *arguments: Any) -> Any:
+        """A method of :class:`TorchRL`. Blocks the loop: it is TorchRL's turn, and nobody else's."""
+        return getattr(self._torchrl, order)(*arguments)
+
+    async def torchrl_end(self) -> None:
+        if self._torchrl is not None:
+            self._torchrl.end()
+            self._torchrl = None
