@@ -267,6 +267,7 @@ class Binding:
             return None
         values = unpack_values(slab.values, slab.layout)
         if self._own_convert:
+            slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
         if (known := self._plans.get(slab.layout.digest)) is None:
             known = self._remember(slab.layout)

@@ -171,7 +171,8 @@ class WeightSyncScheme(SchemeCore):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """A scheme by the name of its backend: "none" (or "direct"), "zmq".
+        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or
+        "multiprocessing"), "zmq", "none" (or "direct").
 
         Args:
             backend: the name.

@@ -79,6 +79,7 @@ def _demo(options: argparse.Namespace) -> int:
             max_seconds=options.max_seconds,
             plot=options.plot,
             uvloop=options.uvloop,
+            scheme=options.scheme,
         )
     )
 
@@ -137,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--plot", type=_picture, default="asyncsync-demo.png", metavar="PATH", help="the picture (default %(default)s)"
+    )
+    demo.add_argument(
+        "--scheme",
+        choices=("shared", "process", "zmq"),
+        default="shared" if sys.platform == "linux" else "zmq",
+        help="how the weights travel: shared memory, multiprocessing, or ZeroMQ (default %(default)s)",
     )
     demo.add_argument("--uvloop", action="store_true", help="run on uvloop (extra: uvloop)")
     demo.set_defaults(run=_demo)

@@ -70,6 +70,7 @@ class SenderLink(Link):
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.pool = SlabPool(self._drained)
+        self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self.order = asyncio.Lock()
         self._layouts: dict[str, Layout] = {}
         self._watches: dict[bytes, ProcessWatch] = {}
@@ -232,7 +233,8 @@ class SenderLink(Link):
             AckTimeout: all memory that a transport has for slabs is in use, and was until the timeout (seconds).
         """
         deadline = self.loop.time() + timeout
-        async with self.order:
+        turn = await self._in_turn(transports, deadline)
+        try:
             self.check()
             self.publisher.check_open()
             sources = extract()
@@ -253,6 +255,7 @@ class SenderLink(Link):
                 if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
                     return await self._publish_packing(parts, workers, serve, jobs[0])
                 for job in jobs:
+                    self.check()  # the thread of a link that was shut down meanwhile would start, and stay
                     await self.run(job.pack, job.slab.nbytes)
                 for model_id, part in parts.items():
                     for whom, slab in (
@@ -266,6 +269,19 @@ class SenderLink(Link):
                     job.slab.release()
             self.settle()
             return version
+        finally:
+            turn.release()
+
+    async def _in_turn(self, transports: Mapping[str, TransportCore], deadline: float) -> asyncio.Lock:
+        """The lock that keeps publications in order, when it is free: one before this may be waiting for a slot."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.order.acquire()
+        except TimeoutError:
+            pools = {id(pool): pool for transport in transports.values() if (pool := transport.pool) is not None}
+            why = "; ".join(map(self._why_full, pools.values()))
+            raise AckTimeout(f"another publication has not ended. {why}") from None
+        return self.order
 
     def _announce(
         self,
@@ -337,6 +353,7 @@ class SenderLink(Link):
         self, model_id: str, flat: FlatWeights, pool: SlabPool, jobs: list[_Job], count: int, deadline: float
     ) -> Slab:
         """A slab for these weights, entered as a job: whatever happens, it is released with that."""
+        self._pools.add(pool)
         layout = self._layouts.get(model_id)
         tensors = None if layout is None else layout.arrange(flat)
         if layout is None or tensors is None:
@@ -355,6 +372,7 @@ class SenderLink(Link):
             jobs.append(_Job(slab, flat, ready, tensors))
             return slab
 
+        self.check()
         slab: Slab = acquire() if pool.is_quick(nbytes) else await self.run(acquire, nbytes)
         return slab
 
@@ -366,9 +384,10 @@ class SenderLink(Link):
 
     def _why_full(self, pool: SlabPool) -> str:
         publisher = self.publisher
+        targets = {t.slab for slot in publisher.targets.slots() for t in slot.targets}  # those are nobody's fault
         holders = []
         for nonce, loans in publisher.loans.items():
-            versions = sorted({version for (_, version), slab in loans if slab in pool})
+            versions = sorted({version for (_, version), slab in loans if slab in pool and slab not in targets})
             if versions:
                 peer = publisher.peers.get(loans.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"
@@ -499,6 +518,8 @@ class SenderLink(Link):
         if self.closed:
             return
         self.closed = True
+        for pool in self._pools:
+            pool.close()  # a publication that is under way must not get what workers are still reading
         self.publisher.close()
         self._flush(self.loop.time())
         for watch in self._watches.values():

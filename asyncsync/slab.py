@@ -58,6 +58,7 @@ class Slab:
         lent: workers read this very memory, and it is theirs until they say otherwise; see :mod:`asyncsync.loans`.
         adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
         adopted: they have.
+        exposed: a user's code had views of it, and may have written them.
         on_release: called when the last reference is released.
         packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
     """
@@ -65,6 +66,7 @@ class Slab:
     lent = False
     adoptable = False
     adopted = False
+    exposed = False
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
         self.layout = layout

@@ -71,15 +71,18 @@ class Attachment:
             raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
         finally:
             os.close(number)
-        with normal_tensors():
-            self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.buffer = self._tensor()
         self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
-        address = self.buffer.data_ptr()
+        address = self._address = self.buffer.data_ptr()
         FOREIGN.add(address)
         weakref.finalize(self._map, FOREIGN.discard, address)  # tensors may outlive this object
         _attachments.add(self)
+
+    def _tensor(self) -> torch.Tensor:
+        with normal_tensors():
+            return torch.frombuffer(self._map, dtype=torch.uint8)
 
     @property
     def in_use(self) -> bool:
@@ -108,13 +111,16 @@ class Attachment:
         slab = self._slab
         if slab is not None and slab.references:
             return slab.retain()  # told twice; it cannot have been written meanwhile
-        if slab is not None and slab.adopted:
+        if slab is not None and (slab.adopted or slab.exposed):
             self._clean()
+        if self.buffer.data_ptr() != self._address:
+            # share_memory() on a model, or its way into a spawned process, has moved the storage, with all its views.
+            self.buffer, slab = self._tensor(), None
         if slab is None or slab.nbytes != layout.nbytes:
             slab = self._slab = Mapped(layout, self)
         else:
             slab._reuse(layout)
-        slab.adopted = False
+        slab.adopted = slab.exposed = False
         return slab
 
     def _clean(self) -> None:
@@ -124,7 +130,7 @@ class Attachment:
 
     def _has_own_pages(self) -> bool:
         # To look is cheaper than to throw away, and map anew, all pages whenever some might have been written.
-        first, count = self.buffer.data_ptr() // mmap.PAGESIZE, self._size // mmap.PAGESIZE
+        first, count = self._address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
         try:
             number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -155,7 +161,7 @@ class Attachment:
 
     def keep_for(self, child: int) -> None:
         """Until this pipe ends."""
-        self._forks.append(child)
+        self._forks = [*(number for number in self._forks if not _ended(number)), child]
 
     def forget_forks(self) -> None:
         """They are the parent's affair, or nobody's any more."""
@@ -169,15 +175,21 @@ class Attachments:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Attachment] = {}
+        self._alive: tuple[int, ...] = ()
 
     def find(self, place: Place) -> Attachment:
         """The mapping of this slot. Raises as :class:`Attachment`."""
         key = (place.device, place.inode)
         found = self._known.get(key)
         if found is None:
-            alive = set(place.inodes)
-            self._known = {k: a for k, a in self._known.items() if a.in_use or (k[0] == place.device and k[1] in alive)}
             found = self._known[key] = Attachment(place)
+        if self._alive != place.inodes or len(self._known) > len(place.inodes):
+            self._alive = place.inodes
+            for other, attachment in list(self._known.items()):
+                # What the owner has no more would keep its memory as long as it is mapped.
+                gone = other[0] != place.device or other[1] not in place.inodes
+                if gone and attachment is not found and not attachment.in_use:
+                    self._drop(other)
         return found
 
     @property
@@ -196,7 +208,11 @@ class Attachments:
         for key, attachment in list(self._known.items()):
             if not attachment.in_use:
                 attachment.forget_forks()
-                del self._known[key]
+                self._drop(key)
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        # The slab refers to the attachment: without this, a garbage collection would have to come to free the memory.
+        self._known.pop(key)._slab = None
 
 
 def _open(place: Place) -> int:

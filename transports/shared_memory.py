@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.layout import Layout
+from asyncsync.link import check_timeout
 from asyncsync.slab import Slab, SlabPool
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachments
@@ -99,6 +100,7 @@ class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
         timeout. Otherwise as :meth:`asyncsync.sync.TransportBackend.receive_weights`.
         """
         scheme = self._bound("receiver")
+        check_timeout(timeout, or_none=True)
         destination = Destination(scheme, weights, model, strategy)
         before = scheme._returned
         received = scheme._deliver(lambda: scheme._receive(0.0))

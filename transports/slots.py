@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from asyncsync.copying import normal_tensors
@@ -110,11 +111,13 @@ class Slot(Slab):
         self.device, self.inode = found.st_dev, found.st_ino
         try:
             self._map = mmap.mmap(self._file, size)
+            _seal(self._file)
         except OSError as error:
+            self._close()  # now: the traceback refers to this object, who knows how long
             raise _no_memory(size, error) from error
-        _seal(self._file)
         with normal_tensors():
-            buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+            # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
+            buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         self._registered = _pin(buffer) if pinned else 0
         super().__init__(layout, buffer[: layout.nbytes], pool)
 
@@ -123,6 +126,8 @@ class Slot(Slab):
 
     def dispose(self) -> None:
         """Give the memory back; slow where there is much of it."""
+        if not self._close.alive:
+            return
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
         self._views = None
