@@ -1,6 +1,7 @@
 """Loans: slabs that a worker reads where they are, and when they may be written again. No I/O, no clock.
 
-A slab in shared memory is lent with the UPDATE that names it. It comes back by the worker's own word only, or with the
+A slab in shared memory is lent with the UPDATE that names it, or, if it is to be read in place, when the worker asks
+for it: so one that is stopped costs no more than what it has. It comes back by the worker's own word only, or with the
 end of its process: a worker that is silent, stopped or cut off may be reading it, or may be about to. The word is a
 *report*: "of all UPDATEs up to this serial, these slabs are still in use". A worker ignores an UPDATE that is not newer
 than the last one it has seen, so what such a report does not name, it will never touch again, whatever still comes to
@@ -38,10 +39,10 @@ class Loans:
     def __iter__(self) -> Iterator[tuple[Key, Slab]]:
         return ((key, slab) for key, (_, slab) in self._lent.items())
 
-    def lend(self, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
-        """These parts go out with the UPDATE of this serial."""
+    def lend(self, serial: int, parts: Mapping[str, tuple[int, Slab]], *, in_place: bool) -> None:
+        """These parts go out with the UPDATE of this serial; or those to be read in place, which it has asked for."""
         for model_id, (version, slab) in parts.items():
-            if slab.lent:
+            if slab.lent and slab.in_place is in_place:
                 key = (model_id, version)
                 known = self._lent.get(key)
                 if known is None:

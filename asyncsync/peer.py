@@ -38,7 +38,8 @@ class Announcement:
                 piece = slab.contents() if slab.streamed else b""
                 payload.append(piece)
                 crc = zlib.crc32(piece) if checksum else None
-            told.append(Part(model_id, version, slab.layout.digest, slab.nbytes, crc, slab.descriptor))
+            digest = slab.layout.digest
+            told.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, slab.in_place))
         self.update = Update(epoch, serial, eager, tuple(told))
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
@@ -53,17 +54,22 @@ class Transfer:
 
     Attributes:
         granted: how many of the parts' bytes, laid end to end, the worker has given credit for.
+        in_place, unclaimed: some parts are to be read in place; the worker has not asked for them yet. Until it does
+            they are not kept for it, and may hold another version by then.
+        layouts: model and digest of each part.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
         self.parts = parts
-        for _, slab in parts.values():
-            slab.retain()
+        self.layouts = {(model_id, slab.layout.digest) for model_id, (_, slab) in parts.items()}
+        self._retained = [slab.retain() for _, slab in parts.values() if not slab.in_place]
+        self.in_place = self.unclaimed = len(self._retained) < len(parts)
         self.after_ping = after_ping
         self.restart = 0
         self.granted = 0
-        self._ends = list(accumulate([slab.streamed for _, slab in parts.values()]))
+        self._sizes = [slab.streamed for _, slab in parts.values()]
+        self._ends = list(accumulate(self._sizes))
         self.total = self._ends[-1]
         self.sent = self.total if announcement.update.eager else 0
 
@@ -71,18 +77,23 @@ class Transfer:
     def versions(self) -> dict[str, int]:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
 
+    def claim(self) -> None:
+        """The worker has asked for the parts that are read in place, and they are still what was announced."""
+        self.unclaimed = False
+        self._retained += [slab.retain() for _, slab in self.parts.values() if slab.in_place]
+
     def release(self) -> None:
-        for _, slab in self.parts.values():
+        for slab in self._retained:
             slab.release()
-        self.parts = {}
+        self.parts, self._retained = {}, []
 
     def chunks(self, epoch: Epoch, *, chunk_bytes: int, checksum: bool) -> Iterator[tuple[Chunk, memoryview]]:
         """The next pieces, as far as the worker's credit reaches and the slabs are packed."""
         if self.sent >= self.granted:
             return
         slabs = [slab for _, slab in self.parts.values()]
-        for i, (slab, end) in enumerate(zip(slabs, self._ends, strict=True)):
-            begin = end - slab.streamed
+        for i, (slab, size, end) in enumerate(zip(slabs, self._sizes, self._ends, strict=True)):
+            begin = end - size
             while self.sent < min(end, self.granted):
                 start = self.sent - begin
                 stop = min(start + chunk_bytes, slab.nbytes, self.granted - begin)

@@ -293,7 +293,29 @@ class Publisher(Overview):
             transfer.sent = min(fetch.start, transfer.total)
             transfer.granted = 0
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
+        if transfer.in_place and not self._grant(peer, transfer):
+            return
         self._stream(peer, transfer)
+
+    def _grant(self, peer: Peer, transfer: Transfer) -> bool:
+        """Give a worker what it wants to read in place; False if there is something newer, which it is told of."""
+        if transfer.unclaimed:
+            for model_id, (version, _) in transfer.parts.items():
+                target = self.targets.target(peer.worker, model_id)
+                if target is None or target.version != version:
+                    peer.end_transfer()
+                    self._pump(peer)
+                    return False
+            transfer.claim()
+            self._loans(peer).lend(transfer.serial, transfer.parts, in_place=True)
+        self._send(peer.route, wire.Granted(self.epoch, transfer.serial))
+        return True
+
+    def _loans(self, peer: Peer) -> Loans:
+        loans = self.loans.get(peer.nonce)
+        if loans is None:
+            loans = self.loans[peer.nonce] = Loans(peer.worker, peer.hello.pid if peer.local else 0)
+        return loans
 
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
         settings = self.settings
@@ -359,7 +381,7 @@ class Publisher(Overview):
                 peer.staged.update(transfer.versions)
             else:
                 # The UPDATE was lost, or dropped: maybe the worker does not know its layouts any more.
-                peer.accepted -= {(m, slab.layout.digest) for m, (_, slab) in transfer.parts.items()}
+                peer.accepted -= transfer.layouts
                 self._announce(peer, again=True)
             peer.end_transfer()
         if peer.welcome_after_ping < pong.seq and peer.unsettled:
@@ -522,9 +544,8 @@ class Publisher(Overview):
                 checksum=self.settings.checksum,
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
-        if any(slab.lent for _, slab in parts.values()):
-            loans = self.loans.setdefault(peer.nonce, Loans(peer.worker, peer.hello.pid if peer.local else 0))
-            loans.lend(said.serial, parts)
+        if any(slab.lent and not slab.in_place for _, slab in parts.values()):
+            self._loans(peer).lend(said.serial, parts, in_place=False)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.update, said.payload)

@@ -56,6 +56,7 @@ class Slab:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         lent: workers read this very memory, and it is theirs until they say otherwise; see :mod:`asyncsync.loans`.
+        in_place: such a slab that workers do not copy out: they ask for it before they read it.
         adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
         adopted: they have.
         exposed: a user's code had views of it, and may have written them.
@@ -64,6 +65,7 @@ class Slab:
     """
 
     lent = False
+    in_place = False
     adoptable = False
     adopted = False
     exposed = False

@@ -145,14 +145,21 @@ class Incoming:
         now: float,
         attached: Sequence[Slab | None],
     ) -> None:
+        # Parts that are read in place: asked for, and not granted yet.
+        self.claims = [i for i, p in enumerate(update.parts) if p.in_place]
+        self.layouts = layouts
         self.serial = update.serial
         self.parts: tuple[Part, ...] = update.parts
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise _too_many_values(len(frame))
-        self.slabs: list[Slab] = []
+        self.values = values
+        self.slabs: list[Slab | None] = []
         try:
-            for layout, frame, slab in zip(layouts, values, attached, strict=True):
+            for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
+                if part.in_place:
+                    self.slabs.append(None)
+                    continue
                 self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
         except BaseException:
@@ -160,7 +167,11 @@ class Incoming:
             raise
         self._ends = list(accumulate(p.streamed for p in self.parts))
         # Parts that a transport fetches by their descriptor.
-        self.fetching = {i for i, p in enumerate(self.parts) if p.descriptor is not None and attached[i] is None}
+        self.fetching = {
+            i
+            for i, (p, slab) in enumerate(zip(self.parts, attached, strict=True))
+            if p.descriptor is not None and slab is None and not p.in_place
+        }
         self.total = self._ends[-1]
         self.coverage = Coverage()
         self.granted = 0
@@ -170,12 +181,12 @@ class Incoming:
 
     @property
     def complete(self) -> bool:
-        return self.coverage.covered == self.total and not self.fetching
+        return self.coverage.covered == self.total and not self.fetching and not self.claims
 
     @property
     def streaming(self) -> bool:
-        """True while chunks are missing."""
-        return self.coverage.covered < self.total
+        """True while chunks are missing, or what was asked for is not granted."""
+        return self.coverage.covered < self.total or bool(self.claims)
 
     @property
     def ahead(self) -> int:
@@ -183,7 +194,7 @@ class Incoming:
         return self.granted - self.coverage.gap()
 
     def stalled(self, now: float, patience: float) -> bool:
-        """True if chunks are missing and none has come for so long."""
+        """True if something is missing and nothing has come for so long."""
         return self.streaming and now >= self.last_progress + patience
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
@@ -199,7 +210,9 @@ class Incoming:
         begin = self._ends[part] - self.parts[part].streamed + offset
         if not len(data) or not self.coverage.add(begin, begin + len(data)):
             return False
-        self.slabs[part].memory[offset : offset + len(data)] = data
+        slab = self.slabs[part]
+        assert slab is not None  # what is read in place has no streamed bytes
+        slab.memory[offset : offset + len(data)] = data
         return True
 
     def fill(self, payload: Sequence[Buffer]) -> None:
@@ -214,10 +227,16 @@ class Incoming:
     def write_chunk(self, chunk: Chunk, data: Buffer) -> bool:
         return self.write(chunk.part, chunk.offset, data, chunk.crc)
 
+    def granted_part(self, index: int, slab: Slab) -> None:
+        """One of the claims, with a reference for this object."""
+        self.claims.remove(index)
+        slab.values = bytes(self.values[index])
+        self.slabs[index] = slab
+
     def take(self) -> list[Slab]:
         """Hand over the filled slabs."""
         slabs, self.slabs = self.slabs, []
-        return slabs
+        return [slab for slab in slabs if slab is not None]
 
     def release(self) -> None:
         for slab in self.take():

@@ -242,6 +242,8 @@ class Subscriber:
             self._on_update(instruction, payload, now)
         elif isinstance(instruction, wire.Chunk):
             self._on_chunk(instruction, payload[0], now)
+        elif isinstance(instruction, wire.Granted):
+            self._on_granted(instruction, now)
         elif isinstance(instruction, wire.Ping):
             self._on_ping(instruction)
         elif isinstance(instruction, wire.Pong):
@@ -326,7 +328,8 @@ class Subscriber:
         slabs: list[Slab] = []
         try:
             for part, layout in zip(update.parts, layouts, strict=True):
-                attached.append(None if part.descriptor is None else self._attach(part, layout))
+                at_hand = part.descriptor is not None and not part.in_place
+                attached.append(self._attach(part, layout) if at_hand else None)
             whole = update.eager and all(
                 p.descriptor is None or slab is not None for p, slab in zip(update.parts, attached, strict=True)
             )
@@ -355,10 +358,12 @@ class Subscriber:
         self._begin(update, versions)
         self._incoming = incoming
         for index in sorted(incoming.fetching):
-            self.fetches.append((update.serial, index, update.parts[index], incoming.slabs[index].retain()))
+            slab = incoming.slabs[index]
+            assert slab is not None
+            self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
         if incoming.complete:
             self._complete()
-        elif incoming.coverage.covered < incoming.total:
+        elif incoming.streaming:
             self._grant(incoming)
 
     def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
@@ -377,14 +382,18 @@ class Subscriber:
         self._owes = False
         if self._kept:
             self._kept = {key: slab for key, slab in self._kept.items() if slab.is_used}
-        return self._serial, tuple(self._kept)
+        kept = list(self._kept)
+        if self._incoming is not None and self._incoming.claims:
+            # As if they were here: what is asked for may be granted already.
+            kept += [(p.model_id, p.version) for p in self._incoming.parts if p.in_place]
+        return self._serial, tuple(kept)
 
     def flush(self) -> None:
         """Before the outbox is sent: tell of slabs that nothing else has told of."""
         if self._owes and self.epoch is not None and self.ended is None:
             before = len(self._kept)
             last, kept = self._report()
-            if len(kept) < before:
+            if len(self._kept) < before:
                 self._send(wire.Released(self.epoch, self.nonce, last, kept))
 
     def _begin(self, update: wire.Update, versions: Mapping[str, int]) -> None:
@@ -393,6 +402,28 @@ class Subscriber:
         for model_id, version in versions.items():
             if version > self.targets.get(model_id, 0):
                 self.targets[model_id] = version
+
+    def _on_granted(self, granted: wire.Granted, now: float) -> None:
+        """What was asked for, to be read in place, may be."""
+        incoming = self._incoming
+        if incoming is None or incoming.serial != granted.serial:
+            return
+        incoming.last_progress = now
+        try:
+            for index in list(incoming.claims):
+                part = incoming.parts[index]
+                slab = self._attach(part, incoming.layouts[index])
+                if slab is None:
+                    raise ValueError("this update is to be read in place, which its transport cannot do")
+                incoming.granted_part(index, slab)
+                self.bytes_received += part.nbytes
+        except Exception as error:  # no memory, or no access to the sender's: the trainer is told
+            versions = {self._local(p.model_id): p.version for p in incoming.parts}
+            self._drop_incoming()
+            self._fail(granted.serial, versions, error)
+            return
+        if incoming.complete:
+            self._complete()
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
         """A transport has brought one part of :attr:`fetches` (or failed to), and lets go of its slab."""

@@ -40,6 +40,7 @@ __all__ = [
     "Epoch",
     "Failed",
     "Fetch",
+    "Granted",
     "Hello",
     "Instruction",
     "Kept",
@@ -64,7 +65,7 @@ MAX_FRAMES = 2050
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
 MAX_SERIAL = (1 << 64) - 1
-MAX_VALUES = 24 * MAX_MODELS  # a part takes seven, what is kept of a model twelve
+MAX_VALUES = 24 * MAX_MODELS  # a part takes eight, what is kept of a model twelve
 MAX_KEPT = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
 MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
@@ -117,7 +118,8 @@ def _kept(raw: Any) -> tuple[tuple[str, int], ...]:
 class Part:
     """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
 
-    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from where it says.
+    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from where it says; if
+    they are to be read ``in_place``, when FETCH has been answered with GRANTED.
     """
 
     model_id: str
@@ -126,6 +128,7 @@ class Part:
     nbytes: int
     crc: int | None = None
     descriptor: bytes | None = None
+    in_place: bool = False
 
     _checks: ClassVar[tuple[Check, ...]] = (
         text(MAX_NAME),
@@ -134,6 +137,7 @@ class Part:
         integer(0, 1 << 42),
         _crc,
         _descriptor,
+        boolean,
     )
 
     @property
@@ -372,6 +376,17 @@ class Released(Instruction):
     _checks: ClassVar[tuple[Check, ...]] = (_epoch, _digest, _u64, _kept)
 
 
+@dataclass(frozen=True, slots=True)
+class Granted(Instruction):
+    """The parts of this UPDATE that are read in place are the worker's until it says otherwise."""
+
+    epoch: Epoch
+    serial: int
+
+    kind: ClassVar[int] = 15
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1))
+
+
 INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Hello,
     Welcome,
@@ -387,6 +402,7 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Pong,
     Bye,
     Released,
+    Granted,
 )
 
 

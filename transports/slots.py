@@ -156,7 +156,7 @@ class SlotPool(SlabPool):
         """Where workers find this slab of the pool."""
         assert isinstance(slab, Slot)
         inodes = tuple(sorted([slot.inode for slot in self._existing()]))
-        return slab.place(mapped=slab.nbytes > self.map_above, inodes=inodes[:MAX_FILES]).encode()
+        return slab.place(mapped=slab.in_place, inodes=inodes[:MAX_FILES]).encode()
 
     def _existing(self) -> list[Slot]:
         spare = self._spare
@@ -187,6 +187,7 @@ class SlotPool(SlabPool):
             if spare is not None and not spare.references:  # it did not fit
                 _dispose(spare)
         assert isinstance(slab, Slot)
+        slab.in_place = slab.nbytes > self.map_above
         self.used.add(slab)
         return slab
 
