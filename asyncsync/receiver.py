@@ -449,19 +449,20 @@ class ReceiverLink(Link):
         self.subscriber.leave()
         reads = True
         try:
-            await self._detach()
-            reads = False
+            reads = not await self._detach()
         finally:
             await self._end(reads)
 
-    async def _detach(self) -> None:
-        """Models outlive their schemes: they must not show what the sender writes later."""
+    async def _detach(self) -> bool:
+        """Models outlive their schemes: they must not show what the sender writes later. False if one may."""
         ended = self.subscriber.ended
         if self.sender_lost or isinstance(ended, ClosedError):
-            return  # nobody writes there any more
+            return True  # nobody writes there any more
+        done = True
         for transport in {id(t): t for t in self._fetches.transports.values()}.values():
             if transport.is_adopted or self.gate.applying:
-                await finish(self.thread.submit(transport.detach))
+                done = await finish(self.thread.submit(transport.detach)) and done
+        return done
 
     async def _end(self, reads: bool) -> None:
         if self.closed:

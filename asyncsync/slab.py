@@ -94,6 +94,11 @@ class Slab:
         return self.references > 0
 
     @property
+    def sent(self) -> torch.Tensor:
+        """The bytes as they were sent."""
+        return self.buffer
+
+    @property
     def streamed(self) -> int:
         """Bytes that travel as chunks: all, unless a transport's descriptor says where they can be fetched."""
         return self.nbytes if self.descriptor is None else 0
@@ -120,7 +125,7 @@ class Slab:
     def copy(self) -> Slab:
         """An independent slab with the same content, of no pool."""
         twin = Slab(self.layout, _allocate(self.nbytes, pinned=False))
-        copy_tensors([twin.buffer], [self.buffer])
+        copy_tensors([twin.buffer], [self.sent])
         twin.values = self.values
         return twin
 

@@ -16,6 +16,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -29,6 +30,7 @@ from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
 
 __all__ = ["Attachment", "Attachments"]
 
+FORK_PATIENCE = 2.0
 SMALL_BYTES = 256 << 10
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -43,6 +45,11 @@ class Mapped(Slab):
     def __init__(self, layout: Layout, attachment: Attachment) -> None:
         super().__init__(layout, attachment.buffer[: layout.nbytes])
         self._attachment = attachment
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What was sent, whatever a worker has written into its Parameters since."""
+        return self._attachment.untouched[: self.nbytes]
 
     @property
     def is_used(self) -> bool:
@@ -66,12 +73,16 @@ class Attachment:
         number = _open(place)
         try:
             self._size = os.fstat(number).st_size
-            self._map = mmap.mmap(number, self._size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._map = _map(number, self._size)
+            # A second time for readers of what was sent: where Parameters lie, a worker may write.
+            self._other = _map(number, self._size) if place.mapped else self._map
         except (OSError, ValueError) as error:
             raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
         finally:
             os.close(number)
-        self.buffer = self._tensor()
+        self.buffer = self._tensor(self._map)
+        self._untouched = self._tensor(self._other)
+        self._detached = False
         self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
@@ -80,9 +91,14 @@ class Attachment:
         weakref.finalize(self._map, FOREIGN.discard, address)  # tensors may outlive this object
         _attachments.add(self)
 
-    def _tensor(self) -> torch.Tensor:
+    def _tensor(self, mapping: mmap.mmap) -> torch.Tensor:
         with normal_tensors():
-            return torch.frombuffer(self._map, dtype=torch.uint8)
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    @property
+    def untouched(self) -> torch.Tensor:
+        """What the slot holds; once it may be written again, what is left of that here."""
+        return self.buffer if self._detached else self._untouched
 
     @property
     def in_use(self) -> bool:
@@ -115,7 +131,7 @@ class Attachment:
             self._clean()
         if self.buffer.data_ptr() != self._address:
             # share_memory() on a model, or its way into a spawned process, has moved the storage, with all its views.
-            self.buffer, slab = self._tensor(), None
+            self.buffer, slab = self._tensor(self._map), None
         if slab is None or slab.nbytes != layout.nbytes:
             slab = self._slab = Mapped(layout, self)
         else:
@@ -150,6 +166,7 @@ class Attachment:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
         pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]
         pages += np.uint8(0)  # a page that is written is copied; it keeps what it holds
+        self._detached = True
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
@@ -197,11 +214,18 @@ class Attachments:
         """Whether a model depends on the sender's memory."""
         return any(attachment.is_adopted for attachment in self._known.values())
 
-    def detach(self) -> None:
-        """Have the models depend on the sender's memory no longer; takes a while."""
-        for attachment in list(self._known.values()):
-            if attachment.in_use:
-                attachment.detach()
+    def detach(self) -> bool:
+        """Have the models depend on the sender's memory no longer; takes a while. False if one in a forked child does
+        nevertheless."""
+        used = [attachment for attachment in self._known.values() if attachment.in_use]
+        for attachment in used:
+            attachment.detach()
+        deadline = time.monotonic() + FORK_PATIENCE
+        while forked := any(attachment.is_forked for attachment in used):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.005)
+        return not forked
 
     def close(self) -> None:
         """Forget what is not in use."""
@@ -213,6 +237,10 @@ class Attachments:
     def _drop(self, key: tuple[int, int]) -> None:
         # The slab refers to the attachment: without this, a garbage collection would have to come to free the memory.
         self._known.pop(key)._slab = None
+
+
+def _map(number: int, size: int) -> mmap.mmap:
+    return mmap.mmap(number, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _open(place: Place) -> int:

@@ -91,8 +91,10 @@ class TransportCore:
         """Receiver: whether a model's parameters lie in memory that the sender may write again."""
         return False
 
-    def detach(self) -> None:
-        """Receiver: have nothing here depend on the sender's memory any more. Takes a while; any thread."""
+    def detach(self) -> bool:
+        """Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
+        a while; any thread."""
+        return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Receiver: bring the slab's bytes into ``into``, completely or with an exception.

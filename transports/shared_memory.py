@@ -72,8 +72,8 @@ class SlotTransport(base.TransportCore):
     def is_adopted(self) -> bool:
         return self._attachments.are_adopted
 
-    def detach(self) -> None:
-        self._attachments.detach()
+    def detach(self) -> bool:
+        return self._attachments.detach()
 
     def close(self) -> None:
         """Give back the sender's free memory; what workers still read goes with them."""
