@@ -451,7 +451,7 @@ class Publisher(Overview):
                 if self.num_workers is None and now - peer.last_seen > 60.0 and not self.targets.has_own(peer.worker):
                     self._drop(peer)
                 continue
-            if now - peer.last_seen >= self.settings.slow_after:
+            if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
             if now >= peer.next_ping(self.settings):
                 peer.ping_seq += 1
@@ -545,7 +545,7 @@ class Publisher(Overview):
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
         if any(slab.lent and not slab.in_place for _, slab in parts.values()):
-            self._loans(peer).lend(said.serial, parts, in_place=False)
+            self._loans(peer).lend(said.serial, parts)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.update, said.payload)

@@ -15,7 +15,7 @@ import multiprocessing
 import torch
 from torch import nn
 
-from asyncsync import ClosedError, ZMQWeightSyncScheme
+from asyncsync import ClosedError, SharedMemWeightSyncScheme
 
 WORKERS, STEPS = 2, 5
 
@@ -31,7 +31,7 @@ def fill(model: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
-async def train(scheme: ZMQWeightSyncScheme, model: nn.Module) -> None:
+async def train(scheme: SharedMemWeightSyncScheme, model: nn.Module) -> None:
     for step in range(1, STEPS + 1):
         fill(model, step)
         version = await scheme.publish()
@@ -57,7 +57,7 @@ async def other_work(done: list[float]) -> None:
         done.append(asyncio.get_running_loop().time())
 
 
-async def trainer(scheme: ZMQWeightSyncScheme, model: nn.Module) -> None:
+async def trainer(scheme: SharedMemWeightSyncScheme, model: nn.Module) -> None:
     done: list[float] = []
     async with scheme:
         await scheme.connect()
@@ -67,7 +67,7 @@ async def trainer(scheme: ZMQWeightSyncScheme, model: nn.Module) -> None:
     print(f"meanwhile the other coroutine had {len(done)} turns", flush=True)
 
 
-async def worker(scheme: ZMQWeightSyncScheme, index: int) -> None:
+async def worker(scheme: SharedMemWeightSyncScheme, index: int) -> None:
     model = make_model()
     scheme.init_on_receiver("policy", model=model, worker_idx=index)
     async with scheme:
@@ -81,7 +81,7 @@ async def worker(scheme: ZMQWeightSyncScheme, index: int) -> None:
             pass
 
 
-def work(scheme: ZMQWeightSyncScheme, index: int) -> None:
+def work(scheme: SharedMemWeightSyncScheme, index: int) -> None:
     torch.set_num_threads(1)
     asyncio.run(worker(scheme, index))
 
@@ -89,7 +89,7 @@ def work(scheme: ZMQWeightSyncScheme, index: int) -> None:
 def main() -> None:
     model = make_model()
     fill(model, 0.0)
-    scheme = ZMQWeightSyncScheme(num_workers=WORKERS)
+    scheme = SharedMemWeightSyncScheme(num_workers=WORKERS)
     scheme.init_on_sender(model_id="policy", model=model)
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=work, args=(scheme, index)) for index in range(WORKERS)]

@@ -6,7 +6,7 @@ import multiprocessing
 import torch
 from torch import nn
 
-from asyncsync import Bus, ZMQWeightSyncScheme
+from asyncsync import Bus, SharedMemWeightSyncScheme
 
 WORKERS, UPDATES = 2, 5
 
@@ -31,7 +31,7 @@ async def trainer(bus: Bus, models: dict[str, nn.Module]) -> None:
             print(f"trainer: version {version}, both models are {update}", flush=True)
 
 
-async def worker(schemes: dict[str, ZMQWeightSyncScheme], index: int) -> None:
+async def worker(schemes: dict[str, SharedMemWeightSyncScheme], index: int) -> None:
     models = make_models()
     for name, scheme in schemes.items():
         scheme.init_on_receiver(name, model=models[name], worker_idx=index)
@@ -47,14 +47,14 @@ async def worker(schemes: dict[str, ZMQWeightSyncScheme], index: int) -> None:
     print(f"worker {index}: saw {len(seen)} pairs, {len(mixed)} of them mixed", flush=True)
 
 
-def work(schemes: dict[str, ZMQWeightSyncScheme], index: int) -> None:
+def work(schemes: dict[str, SharedMemWeightSyncScheme], index: int) -> None:
     asyncio.run(worker(schemes, index))
 
 
 def main() -> None:
     bus = Bus(num_workers=WORKERS)
     models = make_models()
-    schemes = {name: ZMQWeightSyncScheme(bus=bus) for name in models}
+    schemes = {name: SharedMemWeightSyncScheme(bus=bus) for name in models}
     for name, scheme in schemes.items():
         fill(models[name], 0.0)
         scheme.init_on_sender(model_id=name, model=models[name])

@@ -1,4 +1,8 @@
-"""An asynchronous trainer with workers that block: one scheme, two APIs. Run me: python mixed_trainer.py"""
+"""An asynchronous trainer with workers that block: one scheme, two APIs. Run me: python mixed_trainer.py
+
+With `ZMQWeightSyncScheme(endpoint="tcp://HOST:PORT", allow_plaintext=True)` the workers may run on other hosts, in a
+network that you trust; without arguments, they run on this one.
+"""
 
 import asyncio
 import multiprocessing

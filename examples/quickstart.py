@@ -5,7 +5,7 @@ import multiprocessing
 
 from torch import nn
 
-from asyncsync import ClosedError, ZMQWeightSyncScheme
+from asyncsync import ClosedError, SharedMemWeightSyncScheme
 
 
 async def receiver(scheme, index):
@@ -36,7 +36,7 @@ def work(scheme, index):
 
 if __name__ == "__main__":
     model = nn.Linear(4, 2)
-    scheme = ZMQWeightSyncScheme()
+    scheme = SharedMemWeightSyncScheme()  # ZMQWeightSyncScheme: the same, for workers on other hosts, too
     scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=work, args=(scheme, index)) for index in range(2)]

@@ -19,12 +19,13 @@ import pytest
 import uvloop
 import zmq
 
-from helpers.apis import ASYNCIO, BLOCKING, Api
+from helpers.apis import SETS, Api
 from helpers.leaks import no_leaks, no_tasks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run, and its children, a temporary directory of its own: what appears in it is this run's."""
+    config.addinivalue_line("markers", "schemes(name): run with each of helpers.apis.SETS[name], instead of ZeroMQ's")
     shared = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # tmp_path stays where one looks for it after a failure
     private = tempfile.mkdtemp(prefix="t-")  # short: a Unix socket's path has 107 bytes
@@ -41,19 +42,30 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop}
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "api" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("schemes")
+        metafunc.parametrize("api", SETS[mark.args[0] if mark else "zmq"], ids=repr, indirect=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it."""
+    """A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it. To slots it
+    makes next to none; what is run with all schemes shows that."""
 
     def again(item: pytest.Item) -> bool:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        return given.get("api") is BLOCKING and given.get("_asyncio_loop_factory") is uvloop.new_event_loop
+        if (api := given.get("api")) is None or given.get("_asyncio_loop_factory") is not uvloop.new_event_loop:
+            return False
+        mark = item.get_closest_marker("schemes")
+        return api.is_blocking or (api.kind != "ZMQ" and (mark is None or mark.args[0] != "all"))
 
     items[:] = [item for item in items if not again(item)]
 
 
-@pytest.fixture(params=[ASYNCIO, BLOCKING], ids=repr)
+@pytest.fixture
 def api(request: pytest.FixtureRequest) -> Api:
-    """Runs a test with the asyncio API and with the blocking one; see helpers/apis.py."""
+    """Runs a test with the asyncio API and with the blocking one, and with every scheme if it is marked so; see
+    helpers/apis.py."""
     given: Api = request.param
     return given
 

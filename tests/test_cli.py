@@ -23,7 +23,10 @@ def ended(*arguments: str) -> int:
     ("command", "words"),
     [
         ([], ["demo", "bench", "Exit codes"]),
-        (["demo"], ["--workers", "--seed", "--target-return", "--max-seconds", "--plot", "--uvloop", "130"]),
+        (
+            ["demo"],
+            ["--workers", "--seed", "--target-return", "--max-seconds", "--plot", "--scheme", "zmq", "--uvloop", "130"],
+        ),
         (
             ["bench"],
             [
@@ -65,6 +68,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["demo", "--max-seconds", "0"], "must be a positive number"),
         (["demo", "--plot", "/no/such/directory/plot.png"], "cannot write there: /no/such/directory"),
         (["demo", "--plot", "plot.txt"], "one of .png, .pdf or .svg"),
+        (["demo", "--scheme", "smoke"], "choose from 'shared', 'process', 'zmq'"),
         (["bench", "--trials", "0"], "must be at least 1"),
         (["bench", "--json", "/no/such/directory/b.json"], "cannot write there"),
         (["bench", "--markdown", "/no/such/directory/b.md"], "cannot write there"),

@@ -72,9 +72,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread: None) -> None:
-    record = Versions(workers=2, target=40)
-    await train(Options(target=40), record)
+@pytest.mark.parametrize("scheme", ["shared", "process", "zmq"])
+async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread: None, scheme: str) -> None:
+    record = Versions(workers=2, target=40, scheme=scheme)
+    await train(Options(target=40, scheme=scheme), record)
     assert record.solved
     assert record.mean_return >= 40
     assert record.newest == list(range(1, len(record.newest) + 1))
@@ -85,6 +86,11 @@ async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread
     assert {worker: status.version for worker, status in record.status.items()} == dict.fromkeys(
         (0, 1), record.versions
     )
+    if scheme == "zmq":
+        assert (record.slots, record.bytes_sent > 0) == (0, True)
+    else:
+        # Both slabs are small, and workers copy them out: one is the newest version, one is written.
+        assert (record.slots in (2, 3), record.bytes_sent) == (True, 0), "the weights lie in shared memory"
     assert private_directories() == []
 
 
@@ -94,7 +100,8 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
     ) as process:
         code, out, err = finish(process)
         assert (code, err) == (0, ""), err
-        lines = out[: out.index("\nsolved:")].splitlines()
+        heading, *lines = out[: out.index("\nsolved:")].splitlines()
+        assert heading == "asyncsync: PPO on CartPole-v1, weights through shared memory"
         assert "starting the workers" in lines[0]
         assert "\x1b" not in out
         versions = [int(re.search(r"version (\d+)", text)[1]) for text in lines]  # type: ignore[index]
@@ -103,7 +110,9 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
         reached = re.search(r"solved: mean return ([\d.]+) over the last 100 episodes", out)
         assert reached is not None
         assert float(reached[1]) >= 40
-        assert re.search(r"weights +\d+ versions published", out)
+        assert re.search(
+            r"weights +\d+ versions published through shared memory: each written once, into one of \d slots\n", out
+        )
         assert re.search(r"worker 0 +live, version \d+, lag 0", out)
         assert (tmp_path / "return.png").read_bytes().startswith(PNG)
 
@@ -122,7 +131,9 @@ def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("phase", "arguments"), [("learning", []), ("starting", ["--uvloop"])], ids=["asyncio", "uvloop_while_starting"]
+    ("phase", "arguments"),
+    [("learning", ["--scheme", "process"]), ("starting", ["--scheme", "zmq", "--uvloop"])],
+    ids=["process_on_asyncio", "zmq_on_uvloop_while_starting"],
 )
 def test_ctrl_c_ends_it_within_seconds_and_cleanly(phase: str, arguments: list[str], tmp_path: Path) -> None:
     with demo(tmp_path, "--target-return", "1000", *arguments) as process:
@@ -179,7 +190,7 @@ def batch(returns: float, version: int) -> Steps:
 
 @pytest.fixture
 def record() -> Record:
-    record = Record(workers=2, target=475)
+    record = Record(workers=2, target=475, scheme="zmq")
     for version in range(1, 21):
         record.batch(version % 2, batch(20.0 * version, max(1, version - 2)), version)
     status = {
@@ -188,7 +199,7 @@ def record() -> Record:
     }
     record.phase = "learning"
     record._learning = 0.0
-    record._samples.append(Sample(2.0, (record.frames[0], record.frames[1]), status))
+    record._samples.append(Sample(2.0, (record.frames[0], record.frames[1]), status, slots=3))
     return record
 
 
@@ -200,7 +211,7 @@ def rendered(record: Record, width: int) -> list[str]:
 
 def test_the_view_shows_return_version_lag_and_rates(record: Record) -> None:
     text = "\n".join(rendered(record, 100))
-    assert "PPO on CartPole-v1" in text
+    assert "PPO on CartPole-v1 · ZeroMQ" in text
     assert re.search(r"episode return +347\.2 .* 475 +mean of 100", text)
     assert re.search(r"version +20 +frames +40,960 +frames/s +20,480 +sent +341\.8 KiB/s", text)
     assert re.search(r"0 +live +20 +0 +1\.9 +10,240 +195\.3 KiB", text)
@@ -208,7 +219,21 @@ def test_the_view_shows_return_version_lag_and_rates(record: Record) -> None:
     assert "learning · " in text
 
 
-def test_the_view_fits_into_80_columns(record: Record) -> None:
+def test_in_shared_memory_the_view_shows_the_slots(record: Record) -> None:
+    for scheme, name in [("shared", "shared memory"), ("process", "multiprocessing")]:
+        record.scheme = scheme
+        text = "\n".join(rendered(record, 100))
+        assert f"PPO on CartPole-v1 · {name}" in text
+        assert re.search(r"version +20 +frames +40,960 +frames/s +20,480 +slots +3", text)
+        assert re.search(r"1 +slow +17 +3 +1\.8 +10,240 +│", text)
+        assert "bytes/s" not in text
+        assert "frames/s 20,480  slots 3  worker 0: version 20 lag 0" in line(record)
+        assert f"20 versions published through {name}: each written once, into one of 3 slots\n" in summary(record)
+
+
+@pytest.mark.parametrize("scheme", ["shared", "zmq"])
+def test_the_view_fits_into_80_columns(record: Record, scheme: str) -> None:
+    record.scheme = scheme
     wide, narrow = rendered(record, 200), rendered(record, 80)
     assert max(map(len, wide)) <= 80
     assert len(narrow) == len(wide), "something was wrapped"

@@ -65,9 +65,18 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
-def test_r035_r037_weight_sync_standalone_runs_with_every_start_method(tmp_path: Path, start_method: str) -> None:
-    out = example(EXAMPLES / "collectors" / "weight_sync_standalone.py", tmp_path, start_method)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--scheme", "process", "--start-method", "spawn"],
+        ["--scheme", "zmq", "--start-method", "forkserver"],
+        ["--scheme", "shared", "--start-method", "spawn"],
+    ],
+    ids=" ".join,
+)
+def test_r035_r037_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path, arguments: list[str]) -> None:
+    out = example(EXAMPLES / "collectors" / "weight_sync_standalone.py", tmp_path, *arguments)
     assert re.findall(r"epoch (\d): version (\d+) is everywhere", out) == [(str(n), str(n + 2)) for n in range(10)]
     ends = re.findall(r"worker (\d): (\d+) calls, the last with version 11: \[10.0, 10.0\]", out)
     assert {worker for worker, _ in ends} == {"0", "1"}

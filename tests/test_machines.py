@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from asyncsync.loans import Loans
 from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.publisher import Publisher
 from asyncsync.staging import Coverage, Incoming
@@ -30,18 +31,23 @@ RUNS = 600  # at most, until a mutation must have been noticed
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     count = draw(st.integers(1, 4))
+    models = draw(st.sampled_from([("policy",), ("policy", "critic"), ("",)]))
+    lent = draw(st.sampled_from([(), models, models[:1]]))
     return World(
         workers=count,
         elastic=draw(st.booleans()),
-        models=draw(st.sampled_from([("policy",), ("policy", "critic"), ("",)])),
+        models=models,
         stubborn=frozenset(draw(st.sets(st.integers(0, count - 1)))),
         eager=draw(st.booleans()),
         checksum=draw(st.booleans()),
         descriptors=draw(st.booleans()),
-        local=draw(st.booleans()),
+        local=bool(lent) or draw(st.booleans()),
+        lent=frozenset(lent),
     )
 
 
+GIVE = "; self.loans.pop(peer.nonce, Loans(0, 0)).close()"
+NO_PONG = (Publisher, "receive", "wire.Failed | wire.Pong)", "wire.Failed)")
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
     if not parts:"""
 
@@ -84,7 +90,7 @@ MUTATIONS = {
         (Subscriber, "_stage", "if version > ahead:", "if True:"),
     ],
     "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
-    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "self.staged.abandon()", "return")],
+    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "self._supersede(self.staged)", "return")],
     "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
     "an announcement is used again for other parts": [(Announcement, "says", "return", "return True or")],
@@ -120,6 +126,28 @@ MUTATIONS = {
     "missing chunks are not asked for again": [
         (Subscriber, "tick", "incoming.stalled(now, self.settings.retry_interval)", "False")
     ],
+    "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
+    "an old report gives back what was lent after it": [(Loans, "report", "serial <= last and", "")],
+    "a report says nothing of what is in use": [(Subscriber, "_report", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Subscriber, "_report", "slab.is_used", "slab.references")],
+    "whoever is superseded has given everything back": [
+        (Publisher, "_supersede", "self._drop(peer)", f"self._drop(peer){GIVE}")
+    ],
+    "whoever connects again has given everything back": [(Publisher, "_on_ready", "peer.ready = True", f"pass{GIVE}")],
+    "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading" and ', "")],
+    "nothing tells of a slot that its last reader leaves": [
+        (Subscriber, "flush", "len(self._kept) < before", "False"),
+        NO_PONG,
+    ],
+    "whoever was superseded gives nothing back": [(Subscriber, "bye", "elif not reads:", "elif False:")],
+    "a slot is granted that may hold something else by now": [
+        (Publisher, "_grant", "target.version != version", "False")
+    ],
+    "a report says nothing of what is asked for": [(Subscriber, "_report", "self._incoming.claims", "False")],
+    "what was granted to an earlier UPDATE is taken": [
+        (Subscriber, "_on_granted", "incoming.serial != granted.serial", "False")
+    ],
+    "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
     "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],
 }
 

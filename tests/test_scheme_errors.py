@@ -335,6 +335,7 @@ async def test_a_worker_that_the_sender_does_not_have_is_turned_away(api: Api) -
         await sender.send_async()
 
 
+@pytest.mark.schemes("waiting")
 async def test_two_receivers_with_one_index_end_with_the_newer_one_alone(api: Api) -> None:
     async with api.crew(1) as everybody:
         older = everybody.receivers[0]
@@ -369,6 +370,7 @@ async def test_another_model_id_is_named_on_both_sides(api: Api) -> None:
     assert read(model) == {-1}
 
 
+@pytest.mark.schemes("every")
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -394,6 +396,7 @@ async def test_a_model_that_does_not_fit_is_described_on_both_sides(api: Api, ot
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.schemes("every")
 async def test_a_later_mismatch_fails_that_update_only(api: Api) -> None:
     async with api.crew(2, models=[Model(), Model()]) as everybody:
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
@@ -597,6 +600,7 @@ async def test_a_scheme_shut_down_before_init_is_closed_too(api: Api) -> None:
         scheme.init_on_sender(model_id="policy", model=Model())
 
 
+@pytest.mark.schemes("waiting")
 async def test_one_scheme_of_a_shared_bus_can_be_shut_down_alone(api: Api) -> None:
     bus = api.bus(num_workers=1)
     senders = {name: api.scheme(bus=bus) for name in ("policy", "value")}
@@ -624,6 +628,7 @@ async def test_one_scheme_of_a_shared_bus_can_be_shut_down_alone(api: Api) -> No
     assert bus.closed
 
 
+@pytest.mark.schemes("waiting")
 @pytest.mark.both_loops
 async def test_shutdown_ends_whoever_waits(api: Api) -> None:
     sender = sender_of(api, num_workers=2)
@@ -807,6 +812,7 @@ def test_a_connected_scheme_cannot_be_used_after_a_fork() -> None:
 # -- the model is used while it is updated
 
 
+@pytest.mark.schemes("every")
 async def test_a_hold_that_is_never_left_times_the_update_out_with_the_reason(api: Api) -> None:
     async with api.crew(1) as (sender, (receiver,), models):
         leave = threading.Event()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.slab import SlabPool
-from asyncsync.staging import Coverage, Incoming, StagedPart, Staging
+from asyncsync.slab import Slab, SlabPool
+from asyncsync.staging import Coverage, Incoming, StagedPart, Staging, fill_eagerly
 from asyncsync.wire import Chunk, Part, Update
 
 EPOCH = (1, 2)
@@ -44,13 +44,19 @@ def layout_of(nbytes: int) -> Layout:
     return Layout([(("w",), torch.uint8, (nbytes,))])
 
 
-def incoming(*sizes: int, described: tuple[int, ...] = (), values: list[bytes] | None = None) -> Incoming:
+def incoming(
+    *sizes: int,
+    described: tuple[int, ...] = (),
+    values: list[bytes] | None = None,
+    attached: list[Slab | None] | None = None,
+) -> Incoming:
     layouts = [layout_of(size) for size in sizes]
     parts = tuple(
         Part(f"m{i}", 1, DIGEST, layout.nbytes, descriptor=b"slot" if i in described else None)
         for i, layout in enumerate(layouts)
     )
-    return Incoming(Update(EPOCH, 5, False, parts), layouts, values or [b""] * len(sizes), SlabPool(), 0.0)
+    update, count = Update(EPOCH, 5, False, parts), len(sizes)
+    return Incoming(update, layouts, values or [b""] * count, SlabPool(), 0.0, attached or [None] * count)
 
 
 def test_pieces_in_any_order_and_number_fill_the_slabs() -> None:
@@ -119,7 +125,7 @@ def test_values_are_limited_before_any_slab_is_taken() -> None:
     pool = SlabPool()
     update = Update(EPOCH, 1, False, (Part("m", 1, DIGEST, 64),))
     with pytest.raises(ProtocolError):
-        Incoming(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0)
+        Incoming(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0, [None])
     assert (pool.slabs, pool.peak) == (0, 0)
 
 
@@ -136,13 +142,49 @@ def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pool, "acquire", scarce)
     parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
     with pytest.raises(MemoryError):
-        Incoming(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0)
+        Incoming(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0, [None, None])
     assert pool._in_use == 0
 
 
 def test_values_are_kept_with_their_slab() -> None:
     update = incoming(64, 64, values=[b"one", b"two"])
     assert [slab.values for slab in update.take()] == [b"one", b"two"]
+
+
+def at_hand(size: int, value: bytes) -> Slab:
+    slab = SlabPool().acquire(layout_of(size))
+    slab.memory[:] = value * size
+    return slab
+
+
+def test_a_part_that_is_at_hand_is_not_waited_for_and_keeps_a_reference_of_its_own() -> None:
+    slab = at_hand(64, b"a")
+    update = incoming(64, 64, described=(0,), attached=[slab, None], values=[b"v", b""])
+    assert (update.fetching, update.total, slab.references, slab.values) == (set(), 64, 2, b"v")
+    assert not update.complete
+    update.write(1, 0, b"b" * 64, None)
+    assert update.complete
+    assert update.slabs[0] is slab
+    update.release()
+    assert (slab.references, bytes(slab.memory)) == (1, b"a" * 64)
+
+
+def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> None:
+    slab, pool = at_hand(64, b"a"), SlabPool()
+    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 64))
+    layouts = [layout_of(64), layout_of(64)]
+    slabs = fill_eagerly(parts, layouts, [b"v", b"w", b"", b"b" * 64], pool, [slab, None])
+    assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
+    assert [one.values for one in slabs] == [b"v", b"w"]
+    assert (slab.references, pool.slabs) == (2, 1)
+
+
+def test_an_eager_update_with_a_wrong_piece_lets_go_of_what_was_at_hand() -> None:
+    slab, pool = at_hand(64, b"a"), SlabPool()
+    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 4, crc=1))
+    with pytest.raises(ProtocolError, match="checksum"):
+        fill_eagerly(parts, [layout_of(64), layout_of(4)], [b"", b"", b"", b"oops"], pool, [slab, None])
+    assert (slab.references, pool._in_use) == (1, 0)
 
 
 # -- parts that wait for the gate --------------------------------------------------------------------------------------

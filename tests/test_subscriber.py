@@ -130,7 +130,7 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.apply()
     assert station.content() == {30}
     assert station.subscriber.version("policy") == 3
-    assert station.take(wire.Applied) == [wire.Applied(EPOCH, {"": 3})]
+    assert station.take(wire.Applied) == [wire.Applied(EPOCH, {"": 3}, 1)]
 
 
 def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(station: Station) -> None:
@@ -150,11 +150,11 @@ def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(stati
 
 def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     station.update(1, {"policy": (5, 50)})
-    assert station.take() == [wire.Staged(EPOCH, 1)]
+    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
     assert station.content() == {0}
     assert station.subscriber.version("policy") == 0
     station.apply()
-    assert station.take() == [wire.Applied(EPOCH, {"policy": 5})]
+    assert station.take() == [wire.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
     assert station.subscriber.version("policy") == 5
     held = station.subscriber.held("policy")
@@ -206,12 +206,12 @@ def test_a_transfer_that_gets_on_is_never_given_up(station: Station) -> None:
 def test_a_transfer_that_does_not_get_on_is_given_up_and_pong_says_so(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
     station.receive(wire.Ping(EPOCH, 1))
-    assert station.take(wire.Pong) == [wire.Pong(EPOCH, 1, {}, {}, 1)]
+    assert station.take(wire.Pong) == [wire.Pong(EPOCH, 1, {}, {}, 1, 1)]
     station.pass_time(RETRY * FRUITLESS_RESTARTS)
     assert len(station.take(wire.Fetch)) == FRUITLESS_RESTARTS
     station.pass_time(RETRY)
     station.receive(wire.Ping(EPOCH, 2))
-    assert station.take() == [wire.Pong(EPOCH, 2, {}, {}, 0)]
+    assert station.take() == [wire.Pong(EPOCH, 2, {}, {}, 0, 1)]
     assert station.subscriber.pool.slabs <= 1
 
 
@@ -231,7 +231,7 @@ def test_a_version_never_goes_back(station: Station) -> None:
     station.take()
     station.update(2, {"policy": (4, 40)})
     assert station.subscriber.staged is None
-    assert station.take() == [wire.Staged(EPOCH, 2), wire.Applied(EPOCH, {"policy": 5})]
+    assert station.take() == [wire.Staged(EPOCH, 2, 2), wire.Applied(EPOCH, {"policy": 5}, 2)]
 
 
 def test_chunks_of_another_update_are_ignored(station: Station) -> None:
@@ -291,7 +291,7 @@ def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
     pair.update(2, {"policy": (2, 20)})
     pair.apply()
     assert [pair.content(m) for m in ("policy", "critic")] == [{20}, {11}]
-    assert pair.take(wire.Applied) == [wire.Applied(EPOCH, {"policy": 2, "critic": 1})]
+    assert pair.take(wire.Applied) == [wire.Applied(EPOCH, {"policy": 2, "critic": 1}, 2)]
 
 
 def test_all_or_nothing_when_one_model_has_changed_meanwhile(pair: Station) -> None:
@@ -322,13 +322,13 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     assert station.subscriber.error["policy"][0] == 1
     assert station.subscriber.pool.slabs <= 1
     station.receive(wire.Ping(EPOCH, 1))  # the message may have been lost
-    assert station.take() == [failed, wire.Pong(EPOCH, 1, {}, {}, 0)]
+    assert station.take() == [failed, wire.Pong(EPOCH, 1, {}, {}, 0, 1)]
     station.bindings["policy"].broken = None
     station.update(2, {"policy": (2, 20)})
     station.apply()
     station.take()
     station.receive(wire.Ping(EPOCH, 2))
-    assert station.take() == [wire.Pong(EPOCH, 2, {"policy": 2}, {}, 0)]
+    assert station.take() == [wire.Pong(EPOCH, 2, {"policy": 2}, {}, 0, 2)]
     assert station.subscriber.error == {}
 
 
@@ -405,6 +405,232 @@ def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) ->
     assert not station.take(wire.Failed)
     station.apply()
     assert station.content() == {20}
+
+
+# -- slabs that are lent ---------------------------------------------------------------------------------------------
+
+
+def reported(instruction: wire.Instruction) -> tuple[int, wire.Kept]:
+    return instruction.last, instruction.kept  # type: ignore[attr-defined]
+
+
+def test_a_lent_slab_is_kept_until_a_newer_one_is_applied(station: Station) -> None:
+    station.lend(1, {"policy": (5, 50)})
+    assert station.take() == [wire.Staged(EPOCH, 1, 1, (("policy", 5),))]
+    station.apply()
+    assert station.take() == [wire.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
+    assert station.content() == {50}
+    station.lend(2, {"policy": (6, 60)})
+    assert station.take() == [wire.Staged(EPOCH, 2, 2, (("policy", 5), ("policy", 6)))]
+    station.receive(wire.Ping(EPOCH, 1))
+    (pong,) = station.take()
+    assert reported(pong) == (2, (("policy", 5), ("policy", 6)))
+    station.apply()
+    assert station.take() == [wire.Applied(EPOCH, {"policy": 6}, 2, (("policy", 6),))]
+    station.flush()
+    assert not station.take()  # that has said it
+
+
+def test_a_lent_slab_that_is_copied_out_is_not_kept(station: Station) -> None:
+    station.lend(1, {"policy": (5, 50)}, mapped=False)
+    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    station.overwrite(5)
+    station.apply()
+    assert station.content() == {50}
+
+
+def test_a_lent_slab_that_is_replaced_before_the_gate_is_not_kept(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.lend(2, {"policy": (2, 20)})
+    assert station.take() == [wire.Staged(EPOCH, 1, 1, (("policy", 1),)), wire.Staged(EPOCH, 2, 2, (("policy", 2),))]
+
+
+def test_a_lent_slab_that_the_gate_has_begun_with_is_kept_though_a_newer_one_waits(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    begun = station.subscriber.staged
+    assert begun is not None
+    begun.run()
+    station.take()
+    station.lend(2, {"policy": (2, 20)})
+    (staged,) = station.take()
+    assert reported(staged) == (2, (("policy", 1), ("policy", 2)))
+
+
+def test_a_part_that_is_staged_with_a_newer_one_of_another_model_is_kept(pair: Station) -> None:
+    pair.lend(1, {"policy": (1, 10), "critic": (1, 11)})
+    pair.lend(2, {"policy": (2, 20)})
+    assert reported(pair.take()[-1]) == (2, (("critic", 1), ("policy", 2)))
+
+
+def test_an_older_version_that_is_lent_again_is_not_kept(station: Station) -> None:
+    station.lend(1, {"policy": (5, 50)})
+    station.apply()
+    station.take()
+    station.lend(2, {"policy": (4, 40)})
+    staged, applied = station.take()
+    assert reported(staged) == reported(applied) == (2, (("policy", 5),))
+
+
+def test_the_same_version_twice_is_one_slab(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.lend(2, {"policy": (1, 10)})
+    assert reported(station.take()[-1]) == (2, (("policy", 1),))
+    (slab,) = station.borrowed.values()
+    assert slab.references == 1
+    station.apply()
+    assert slab.references == 1
+
+
+def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.apply()
+    held = station.subscriber.held("policy")
+    assert held is not None
+    reader = held[2].retain()
+    station.lend(2, {"policy": (2, 20)})
+    station.apply()
+    assert reported(station.take()[-1]) == (2, (("policy", 1), ("policy", 2)))
+    station.flush()
+    assert not station.take()
+    reader.release()
+    station.flush()
+    assert station.take() == [wire.Released(EPOCH, nonce(7), 2, (("policy", 2),))]
+    station.flush()
+    assert not station.take()
+
+
+def test_a_slab_that_a_forked_child_reads_is_kept_until_it_has_a_copy(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.apply()
+    (slab,) = station.borrowed.values()
+    slab.forked = True
+    station.lend(2, {"policy": (2, 20)})
+    station.apply()
+    station.flush()
+    assert reported(station.take()[-1]) == (2, (("policy", 1), ("policy", 2)))
+    station.subscriber.tick(station.now)
+    station.flush()
+    assert not station.take()
+    slab.forked = False
+    station.subscriber.tick(station.now)
+    station.flush()
+    assert station.take() == [wire.Released(EPOCH, nonce(7), 2, (("policy", 2),))]
+
+
+def test_an_update_whose_slab_cannot_be_had_fails_and_keeps_nothing(pair: Station) -> None:
+    pair.unavailable.add("critic")
+    pair.lend(1, {"policy": (1, 10), "critic": (1, 11)})
+    pair.flush()
+    failed, *rest = pair.take()
+    assert isinstance(failed, wire.Failed)
+    assert (failed.serial, failed.versions) == (1, {"policy": 1, "critic": 1})
+    assert "not here" in failed.message
+    assert reported([failed, *rest][-1]) == (1, ())
+    assert all(slab.references == 0 for slab in pair.borrowed.values())
+    pair.receive(wire.Ping(EPOCH, 1))
+    assert reported(pair.take()[-1]) == (1, ())
+
+
+def test_an_update_that_cannot_be_converted_keeps_nothing(station: Station) -> None:
+    station.bindings["policy"].broken = OSError("no")
+    station.lend(1, {"policy": (1, 10)})
+    station.flush()
+    assert reported(station.take()[-1]) == (1, ())
+
+
+def test_an_update_of_an_unknown_layout_may_still_come_again(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    with pytest.raises(ProtocolError, match="unknown layout"):
+        station.receive(wire.Update(EPOCH, 2, True, (unknown(digest=bytes(16), descriptor=b"slot"),)), [b"", b""])
+    station.take()
+    station.receive(wire.Ping(EPOCH, 1))
+    assert reported(station.take()[-1]) == (1, (("policy", 1),))
+
+
+def test_an_update_that_was_lost_before_a_ping_is_given_back(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.apply()
+    station.take()
+    station.receive(wire.Ping(EPOCH, 1, 2))
+    assert reported(station.take()[-1]) == (2, (("policy", 1),))
+    station.lend(2, {"policy": (2, 20)})
+    assert station.subscriber.staged is None
+    station.lend(3, {"policy": (2, 20)})
+    assert station.subscriber.staged is not None
+
+
+def test_a_ping_does_not_disturb_what_is_arriving(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)}, eager=False)
+    station.receive(wire.Ping(EPOCH, 1, 1))
+    for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
+        station.chunk(1, offset, size, 10)
+    station.apply()
+    assert station.content() == {10}
+
+
+def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
+    """The trainer's only model has no name; it counts its loans by the names that it has told."""
+    station = Station()
+    station.welcome(models={"": layout()})
+    station.lend(1, {"": (1, 10)})
+    station.apply()
+    assert reported(station.take()[-1]) == (1, (("", 1),))
+    station.subscriber.register("critic", station.bindings["policy"], station.now)
+    station.welcome(models={"": layout()})
+    station.take()
+    station.receive(wire.Ping(EPOCH, 1))
+    assert reported(station.take()[-1]) == (1, (("", 1),))
+
+
+def test_of_an_older_trainers_slabs_the_new_one_hears_nothing(station: Station) -> None:
+    station.lend(9, {"policy": (7, 70)})
+    station.apply()
+    station.subscriber.connected(station.now)
+    station.welcome(epoch=NEWER)
+    station.take()
+    station.receive(wire.Ping(NEWER, 1))
+    assert reported(station.take()[-1]) == (0, ())
+    station.lend(1, {"policy": (1, 10)}, epoch=NEWER)
+    station.apply()
+    station.flush()
+    assert reported(station.take()[-1]) == (1, (("policy", 1),))
+
+
+def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.apply()
+    station.subscriber.leave()
+    station.take()
+    station.lend(2, {"policy": (2, 20)})
+    assert station.subscriber.staged is None
+    assert not station.take()
+    station.receive(wire.Ping(EPOCH, 1))
+    assert reported(station.take()[-1]) == (2, (("policy", 1),))
+    station.subscriber.bye("done", reads=True)
+    assert station.take() == [wire.Bye(EPOCH, nonce(7), "reading", "done")]
+
+
+def test_who_was_superseded_gives_back_what_it_will_never_look_at_too(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.apply()
+    station.receive(wire.Bye(EPOCH, nonce(7), "superseded", ""))
+    station.lend(2, {"policy": (2, 20)})  # was on its way
+    station.take()
+    station.subscriber.bye("done")
+    (released,) = station.take()
+    assert isinstance(released, wire.Released)
+    assert released.nonce == nonce(7)
+    assert released.last >= 2
+    assert released.kept == ()
+
+
+def test_who_was_superseded_and_reads_on_says_nothing(station: Station) -> None:
+    station.lend(1, {"policy": (1, 10)})
+    station.apply()
+    station.receive(wire.Bye(EPOCH, nonce(7), "superseded", ""))
+    station.take()
+    station.subscriber.bye("done", reads=True)
+    assert not station.take()
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------------
@@ -568,7 +794,7 @@ def test_pong_tells_what_is_applied_what_waits_and_what_arrives(station: Station
     station.update(3, {"policy": (3, 30)}, eager=False)
     station.take()
     station.receive(wire.Ping(EPOCH, 8))
-    assert station.take() == [wire.Pong(EPOCH, 8, {"policy": 1}, {"policy": 2}, 3)]
+    assert station.take() == [wire.Pong(EPOCH, 8, {"policy": 1}, {"policy": 2}, 3, 3)]
 
 
 def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:

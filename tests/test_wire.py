@@ -20,6 +20,7 @@ from asyncsync.wire import (
     Chunk,
     Failed,
     Fetch,
+    Granted,
     Hello,
     Instruction,
     Part,
@@ -27,6 +28,7 @@ from asyncsync.wire import (
     Pong,
     Ready,
     Refused,
+    Released,
     Staged,
     Update,
     Welcome,
@@ -47,6 +49,7 @@ names = st.text(unicode, max_size=20)
 texts = st.text(unicode, max_size=60)
 versions = st.dictionaries(names, u64, max_size=4)
 crcs = st.none() | u32
+kept = st.lists(st.tuples(names, positive), max_size=4).map(tuple)
 
 
 @st.composite
@@ -56,7 +59,8 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
     for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
         descriptor = draw(st.none() | st.binary(max_size=40))
         nbytes = draw(st.integers(0, 100) if eager else st.integers(0, 1 << 42))
-        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor))
+        in_place = descriptor is not None and draw(st.booleans())
+        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, in_place))
         payload.append(bytes(parts[-1].streamed) if eager else b"")
     values = [draw(st.binary(max_size=10)) for _ in parts]
     return Update(draw(epochs), draw(positive), eager, tuple(parts)), values + (payload if eager else [])
@@ -84,12 +88,14 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
         st.builds(Chunk, epochs, positive, st.integers(0, 1024), u64, crcs),
         st.lists(st.binary(min_size=1, max_size=99), min_size=1, max_size=1),
     ),
-    Staged: alone(st.builds(Staged, epochs, positive)),
-    Applied: alone(st.builds(Applied, epochs, versions)),
-    Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts)),
-    Ping: alone(st.builds(Ping, epochs, u64)),
-    Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64)),
+    Staged: alone(st.builds(Staged, epochs, positive, u64, kept)),
+    Applied: alone(st.builds(Applied, epochs, versions, u64, kept)),
+    Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts, u64, kept)),
+    Ping: alone(st.builds(Ping, epochs, u64, u64)),
+    Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept)),
     Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
+    Released: alone(st.builds(Released, epochs, digests, u64, kept)),
+    Granted: alone(st.builds(Granted, epochs, positive)),
 }
 EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Hello: (Hello(3, bytes(16), 1, 4711, "boot", 99, (1, 2), {"policy": 7}), []),
@@ -100,18 +106,20 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
              [b"", b"", b"data", b""]),
     Fetch: (Fetch((1, 2), 5, 0, 0, 1 << 20), []),
     Chunk: (Chunk((1, 2), 5, 0, 64, 12), [b"bytes"]),
-    Staged: (Staged((1, 2), 5), []),
-    Applied: (Applied((1, 2), {"policy": 7}), []),
-    Failed: (Failed((1, 2), 5, {"policy": 7}, True, "builtins.ValueError", "bad", "Traceback"), []),
-    Ping: (Ping((1, 2), 3), []),
-    Pong: (Pong((1, 2), 3, {"policy": 7}, {"policy": 8}, 5), []),
+    Staged: (Staged((1, 2), 5, 5, (("policy", 7),)), []),
+    Applied: (Applied((1, 2), {"policy": 7}, 5, (("policy", 7),)), []),
+    Failed: (Failed((1, 2), 5, {"policy": 7}, True, "builtins.OSError", "bad", "Traceback", 5, (("policy", 6),)), []),
+    Ping: (Ping((1, 2), 3, 5), []),
+    Pong: (Pong((1, 2), 3, {"policy": 7}, {"policy": 8}, 5, 5, (("policy", 7), ("policy", 8))), []),
     Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
+    Released: (Released((1, 2), bytes(16), 5, (("policy", 7), ("v", 1))), []),
+    Granted: (Granted((1, 2), 5), []),
 }  # fmt: skip
 
 
 def test_every_instruction_is_tried_here() -> None:
     assert set(ANY) == set(EXAMPLES) == set(INSTRUCTIONS)
-    assert sorted(cls.kind for cls in INSTRUCTIONS) == list(range(1, 14))
+    assert sorted(cls.kind for cls in INSTRUCTIONS) == list(range(1, 16))
 
 
 @pytest.mark.parametrize("kind", ANY, ids=lambda cls: cls.__name__)
@@ -166,7 +174,7 @@ def test_an_arbitrary_value_is_a_protocol_error(value: Any) -> None:
         pass
 
 
-@given(st.integers(1, 13), st.lists(anything, max_size=9), st.lists(st.binary(max_size=9), max_size=4))
+@given(st.integers(1, 14), st.lists(anything, max_size=9), st.lists(st.binary(max_size=9), max_size=4))
 def test_arbitrary_fields_are_a_protocol_error(kind: int, values: list[Any], payload: list[bytes]) -> None:
     try:
         instruction, _ = decode([msgpack.packb([wire.PROTOCOL, kind, *values]), *payload])
@@ -247,6 +255,14 @@ def test_the_first_number_of_an_epoch_leaves_room_for_a_higher_one() -> None:
         (EXAMPLES[Ready][0], {"digests": {"m": b""}}),
         (EXAMPLES[Bye][0], {"reason": "x" * 33}),
         (EXAMPLES[Fetch][0], {"upto": -1}),
+        (EXAMPLES[Released][0], {"nonce": b"short"}),
+        (EXAMPLES[Released][0], {"last": -1}),
+        (EXAMPLES[Released][0], {"kept": (("m", 0),)}),
+        (EXAMPLES[Released][0], {"kept": (("m", True),)}),
+        (EXAMPLES[Released][0], {"kept": (("m", 1, 1),)}),
+        (EXAMPLES[Released][0], {"kept": ((b"m", 1),)}),
+        (EXAMPLES[Released][0], {"kept": (("x" * 513, 1),)}),
+        (EXAMPLES[Staged][0], {"kept": (("m", 1),) * (wire.MAX_KEPT + 1)}),
     ],
 )
 def test_a_field_out_of_bounds_is_refused(instruction: Instruction, changes: dict[str, Any]) -> None:
@@ -277,23 +293,24 @@ def test_a_message_needs_a_known_protocol_and_kind() -> None:
     for raw in (
         [],
         [1],
-        [2, 11, [1, 2], 3],
+        [2, 11, [1, 2], 3, 0],
         [1, 0],
-        [1, 14],
+        [1, 15],
         [1, "11"],
-        [True, 11, [1, 2], 3],
+        [True, 11, [1, 2], 3, 0],
         [1, True, [1, 2], 3],
         {},
         7,
     ):
         refused(msgpack.packb(raw))
-    assert "use one version" in str(refused(msgpack.packb([2, 11, [1, 2], 3])))
+    assert "use one version" in str(refused(msgpack.packb([2, 11, [1, 2], 3, 0])))
 
 
 def test_a_key_that_comes_twice_is_refused() -> None:
-    once = b"\x94\x01\x09\x92\x01\x02\x81\xa1a\x01"
+    rest = b"\x00\x90"  # nothing is kept
+    once = b"\x96\x01\x09\x92\x01\x02\x81\xa1a\x01" + rest
     assert decode([once])[0] == Applied((1, 2), {"a": 1})
-    refused(b"\x94\x01\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02")
+    refused(b"\x96\x01\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
 
 
 def test_a_header_may_need_more_than_the_small_limits() -> None:
@@ -303,6 +320,15 @@ def test_a_header_may_need_more_than_the_small_limits() -> None:
     assert decode([encode(Applied((1, 2), short))])[0] == Applied((1, 2), short)
     parts = tuple(Part(f"m{i}", 1, bytes(16), 0) for i in range(1024))
     assert decode([encode(Update((1, 2), 1, False, parts)), *[b""] * 1024])[0] == Update((1, 2), 1, False, parts)
+
+
+def test_all_models_may_be_told_of_with_all_that_is_kept_of_them() -> None:
+    models = {f"model{i}": i for i in range(wire.MAX_MODELS)}
+    kept = tuple((model, version) for model in models for version in range(1, 5))
+    for report in (Pong((1, 2), 3, models, models, 5, 9, kept), Applied((1, 2), models, 9, kept)):
+        assert decode([encode(report)])[0] == report
+    few = Released((1, 2), bytes(16), 9, tuple((chr(0x21 + i), 1) for i in range(90)))
+    assert decode([encode(few)])[0] == few
 
 
 def test_the_longest_failure_fits_into_a_header_in_any_script() -> None:

@@ -36,6 +36,7 @@ class Options:
         max_seconds: after which it gives up.
         plot: the picture's path.
         uvloop: run on uvloop instead of asyncio's own loop.
+        scheme: how the weights travel: "shared", "process" or "zmq".
     """
 
     workers: int = 2
@@ -44,6 +45,7 @@ class Options:
     max_seconds: float = 600.0
     plot: str = "asyncsync-demo.png"
     uvloop: bool = False
+    scheme: str = "shared"
 
     @property
     def new_loop(self) -> Callable[[], Any] | None:

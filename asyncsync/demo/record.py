@@ -23,11 +23,13 @@ class Sample:
         seconds: since the start.
         frames: environment steps, of each worker.
         status: of each worker, as its scheme tells it.
+        slots: of shared memory that there are; 0: the weights travel otherwise.
     """
 
     seconds: float
     frames: tuple[int, ...]
     status: dict[int, WorkerStatus]
+    slots: int = 0
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Record:
         frames: environment steps, of each worker.
         versions: published so far.
         phase: what is going on, in words.
+        scheme: how the weights travel: "shared", "process" or "zmq".
     """
 
     workers: int
@@ -51,6 +54,7 @@ class Record:
     frames: list[int] = field(default_factory=list)
     versions: int = 0
     phase: str = "starting the workers"
+    scheme: str = "shared"
 
     def __post_init__(self) -> None:
         self.frames = [0] * self.workers
@@ -116,6 +120,16 @@ class Record:
         return self._samples[-1].status
 
     @property
+    def has_slots(self) -> bool:
+        """Whether the weights lie in shared memory, where the workers find them, and are not sent."""
+        return self.scheme != "zmq"
+
+    @property
+    def slots(self) -> int:
+        """Of shared memory, at the last sample."""
+        return self._samples[-1].slots
+
+    @property
     def bytes_sent(self) -> int:
         """To all workers, at the last sample."""
         return sum(status.bytes_sent for status in self.status.values())
@@ -124,7 +138,8 @@ class Record:
         """Read the counters, for :meth:`rates`."""
         if self._scheme is not None:
             self.versions = self._scheme.version
-            self._samples.append(Sample(self.seconds, tuple(self.frames), self._scheme.status()))
+            slots = self._scheme.shared_transport.pool.slabs if self.has_slots else 0
+            self._samples.append(Sample(self.seconds, tuple(self.frames), self._scheme.status(), slots))
             while len(self._samples) > 2 and self._samples[1].seconds < self.seconds - WINDOW:
                 self._samples.popleft()
 

@@ -26,7 +26,7 @@ def run(options: Options) -> int:
     from rich.console import Console
 
     console = Console()
-    record = Record(options.workers, options.target)
+    record = Record(options.workers, options.target, scheme=options.scheme)
     torch.set_num_threads(1)  # the workers want the other cores
 
     async def main() -> None:

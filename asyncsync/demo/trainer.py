@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncsync import ZMQWeightSyncScheme
+from asyncsync import WeightSyncScheme
 from asyncsync.demo.crew import Options, start_workers
 from asyncsync.demo.record import Record
 from asyncsync.demo.worker import OBSERVATION, Steps, make_policy
@@ -31,7 +31,8 @@ async def train(options: Options, record: Record) -> None:
         WorkerDied: a worker's process has ended.
     """
     learner = Learner(options.seed)
-    scheme = ZMQWeightSyncScheme(num_workers=options.workers)
+    # SharedMemWeightSyncScheme(num_workers=…), unless the command line says otherwise.
+    scheme = WeightSyncScheme.from_backend(options.scheme, num_workers=options.workers)
     scheme.init_on_sender(model_id="policy", model=learner.policy)
     async with start_workers(scheme, options) as crew, scheme:
         await scheme.connect()  # every worker has applied version 1 now

@@ -17,6 +17,7 @@ REDRAW = 0.2  # seconds
 LINE = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 32  # characters, of the progress bar and the sparkline
+NAMES = {"shared": "shared memory", "process": "multiprocessing", "zmq": "ZeroMQ"}
 
 
 @contextlib.asynccontextmanager
@@ -45,6 +46,7 @@ async def _redraw(record: Record, console: Console) -> None:
 
 
 async def _print_lines(record: Record, console: Console) -> None:
+    console.out(f"asyncsync: PPO on CartPole-v1, weights through {NAMES[record.scheme]}", highlight=False)
     phase, printed = "", -math.inf
     while True:
         record.sample()
@@ -82,26 +84,31 @@ def panel(record: Record) -> RenderableType:
         *_fact("version", f"{record.versions:,}"),
         *_fact("frames", f"{sum(record.frames):,}"),
         *_fact("frames/s", f"{sum(frames for frames, _ in rates):,.0f}"),
-        *_fact("sent", f"{_bytes(sum(sent for _, sent in rates))}/s"),
+        *(
+            _fact("slots", f"{record.slots}")
+            if record.has_slots
+            else _fact("sent", f"{_bytes(sum(sent for _, sent in rates))}/s")
+        ),
     )
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("worker", justify="right")
     table.add_column("state", min_width=7)
-    for name in ("version", "lag", "data lag", "frames/s", "bytes/s"):
+    for name in ("version", "lag", "data lag", "frames/s", *(() if record.has_slots else ("bytes/s",))):
         table.add_column(name, justify="right", min_width=9)
     for worker, (frames, sent) in enumerate(rates):
         status = record.status.get(worker)
         cells = ["–", "–", "–"] if status is None else [status.state, f"{status.version:,}", str(status.lag)]
         style = "" if status is None or status.state == "live" else "red"
-        table.add_row(str(worker), *cells, _number(record.lag(worker)), f"{frames:,.0f}", _bytes(sent), style=style)
-    note = Text(
-        "lag: versions that the worker has yet to apply\ndata lag: versions published between acting and learning",
-        style="dim",
-    )
+        cells += [_number(record.lag(worker)), f"{frames:,.0f}", *([] if record.has_slots else [_bytes(sent)])]
+        table.add_row(str(worker), *cells, style=style)
+    notes = "lag: versions that the worker has yet to apply\ndata lag: versions published between acting and learning"
+    if record.has_slots:
+        notes += "\nslots: copies of the weights in shared memory, for all workers together"
+    note = Text(notes, style="dim")
     return Panel(
         Group(goal, Text(), totals, Text(), table, Text(), note),
-        title="[bold]asyncsync[/] · PPO on CartPole-v1",
+        title=f"[bold]asyncsync[/] · PPO on CartPole-v1 · {NAMES[record.scheme]}",
         subtitle=f"{record.phase} · {record.seconds:.1f} s",
         padding=(1, 2),
         width=80,
@@ -113,9 +120,10 @@ def line(record: Record) -> str:
     rates = [record.rates(worker) for worker in range(record.workers)]
     frames, sent = sum(frames for frames, _ in rates), sum(sent for _, sent in rates)
     workers = "  ".join(f"worker {w}: version {s.version} lag {s.lag}" for w, s in sorted(record.status.items()))
+    moved = f"slots {record.slots}" if record.has_slots else f"sent {_bytes(sent)}/s"
     return (
         f"{record.seconds:6.1f} s  {record.phase}  return {_number(record.mean_return)}  version {record.versions}  "
-        f"frames/s {frames:,.0f}  sent {_bytes(sent)}/s  {workers}"
+        f"frames/s {frames:,.0f}  {moved}  {workers}"
     ).rstrip()
 
 
@@ -124,13 +132,16 @@ def summary(record: Record) -> str:
     seconds = max(record.learning_seconds, 1e-9)
     episodes = min(EPISODES, len(record.episodes))
     lags = [lag for _, _, lag in record.lags]
+    if record.has_slots:
+        moved = f"each written once, into one of {record.slots} slots"
+    else:
+        moved = f"{_bytes(record.bytes_sent)} sent ({_bytes(record.bytes_sent / seconds)}/s)"
     lines = [
         f"{record.phase}: mean return {_number(record.mean_return)} over the last {episodes} episodes, "
         f"{record.seconds:.1f} s after the start",
         f"  learning   {seconds:.1f} s, {len(record.episodes):,} episodes, {sum(record.frames):,} frames "
         f"({sum(record.frames) / seconds:,.0f} frames/s)",
-        f"  weights    {record.versions:,} versions published, {_bytes(record.bytes_sent)} sent "
-        f"({_bytes(record.bytes_sent / seconds)}/s)",
+        f"  weights    {record.versions:,} versions published through {NAMES[record.scheme]}: {moved}",
     ]
     if lags:
         lines.append(

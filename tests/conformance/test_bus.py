@@ -18,6 +18,8 @@ from asyncsync import ClosedError, NotConnected, PartialSendError, SchemaMismatc
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, crew, fill, passed_on, read, until
 
+pytestmark = pytest.mark.schemes("every")
+
 NAMES = ("policy", "value")
 
 
@@ -58,6 +60,7 @@ async def family(
                 await worker.bus.shutdown()
 
 
+@pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_r199_r216_several_models_in_one_update(api: Api) -> None:
     async with family(api) as (bus, sources, workers):
@@ -84,6 +87,7 @@ async def test_r199_a_worker_that_cannot_take_one_of_the_models_takes_none(api: 
         assert [w.read for w in workers] == [{"policy": {9}, "value": {9}}] * 2
 
 
+@pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_r199_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
     async with family(api, 1) as (bus, sources, (worker,)):
@@ -118,6 +122,7 @@ async def test_r216_separately_pickled_schemes_of_one_bus_find_each_other(api: A
         assert [w.read for w in workers] == [{"policy": {3}, "value": {3}}] * 2
 
 
+@pytest.mark.schemes("zmq")
 async def test_r216_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api: Api) -> None:
     bus = api.bus(num_workers=1)
     schemes = {name: api.scheme(bus=bus) for name in NAMES}
@@ -134,6 +139,7 @@ async def test_r216_copies_that_learn_their_worker_only_at_connect_say_what_to_d
         await scheme.shutdown()
 
 
+@pytest.mark.schemes("waiting")
 async def test_r216_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> None:
     async with family(api, 1) as (bus, _, (worker,)):
         waiting = asyncio.create_task(worker.schemes["value"].receive())
@@ -164,6 +170,7 @@ async def test_r085_r216_a_bus_may_be_shut_down_before_it_connects_and_again(api
         api.scheme(bus=bus).init_on_sender(model_id="value", model=Model())
 
 
+@pytest.mark.schemes("zmq")
 async def test_r216_a_bus_pickles_as_its_configuration(api: Api) -> None:
     bus = api.bus(num_workers=2, min_workers=1, checksum=True)
     copy = pickle.loads(pickle.dumps(bus))
@@ -174,6 +181,7 @@ async def test_r216_a_bus_pickles_as_its_configuration(api: Api) -> None:
 # -- whole updates only
 
 
+@pytest.mark.schemes("all")
 @pytest.mark.both_loops
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
 async def test_r194_no_forward_ever_sees_two_versions(api: Api, endpoint: str, unused_tcp_port: int) -> None:

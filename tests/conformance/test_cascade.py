@@ -77,6 +77,7 @@ async def pair(api: Api, context: Any, **options: Any) -> AsyncIterator[tuple[An
         await sender.shutdown()
 
 
+@pytest.mark.schemes("some")
 @pytest.mark.both_loops
 @pytest.mark.parametrize("kind", [Recorder, AsyncRecorder, Returning])
 async def test_r074_every_applied_update_is_passed_on_the_initial_one_included(api: Api, kind: Any) -> None:
@@ -86,7 +87,7 @@ async def test_r074_every_applied_update_is_passed_on_the_initial_one_included(a
         for value in (2, 3):
             await sender.send_async(Model(value))
             assert context.calls[-1] == ({value}, "policy"), "before send has returned"
-            assert read(await receiver.receive(0)) == {value}
+            assert read(await api.receive(receiver, 0)) == {value}
         assert [read(w) for w in context.kept] == [{1}, {2}, {3}], "each a TensorDict of its own"
         assert read(context.model) == {3}
     loop = "asyncsync-loop" if api.is_blocking else "MainThread"
@@ -117,13 +118,14 @@ async def test_r074_an_update_counts_only_when_it_has_been_passed_on(api: Api, k
         assert read(context.model) == {4}
 
 
+@pytest.mark.schemes("some")
 async def test_r074_it_is_passed_on_when_receive_applies_it(api: Api) -> None:
     context = Recorder()
     async with pair(api, context, apply="on_receive") as (sender, receiver):
         await sender.publish(Model(2))
         await until(lambda: bare(receiver).bus._link.subscriber.staged is not None)
         assert context.calls == [({1}, "policy")]
-        assert read(await receiver.receive(5)) == {2}
+        assert read(await api.receive(receiver, 5)) == {2}
         assert context.calls == [({1}, "policy"), ({2}, "policy")]
 
 
@@ -177,6 +179,7 @@ class Several:
         self.calls.append({name: read(each) for name, each in given.items()})
 
 
+@pytest.mark.schemes("some")
 async def test_r074_several_models_of_one_update_are_passed_on_in_one_call(api: Api) -> None:
     bus = api.bus(num_workers=1)
     senders = {name: api.scheme(bus=bus) for name in ("actor", "critic")}

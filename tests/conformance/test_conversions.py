@@ -11,8 +11,10 @@ from tensordict import TensorDict
 
 import asyncsync
 from asyncsync import NotConnected, sync
-from helpers.apis import ASYNCIO, BLOCKING, Api, Face, bare, face
-from helpers.pairs import Model, fill, passed_on, read
+from helpers.apis import Api, Face, bare, face, is_instant
+from helpers.pairs import Model, fill, passed_on, read, until
+
+pytestmark = pytest.mark.schemes("some")
 
 
 def converted(scheme: Any) -> Any:
@@ -42,9 +44,10 @@ async def test_r213_the_workers_may_have_the_other_api(api: Api, order: str, sen
     if not sender_first:
         scheme.init_on_sender(model_id="policy", model=source)
     assert {isinstance(w, Face) for w in workers} == {not api.is_blocking}
-    await follow(scheme, source, workers, models)
+    await follow(api, scheme, source, workers, models)
 
 
+@pytest.mark.schemes("zmq")
 @pytest.mark.parametrize("role", ["none yet", "sender", "receiver"])
 def test_r213_a_scheme_can_be_converted_for_one_worker_after_the_other(api: Api, role: str) -> None:
     scheme = api.scheme(num_workers=2)
@@ -68,10 +71,10 @@ async def test_r213_the_trainer_may_have_the_other_api(api: Api, init_first: boo
         scheme.init_on_sender(model_id="policy", model=source)
     assert isinstance(scheme, Face) is not api.is_blocking
     workers = [init(passed_on(original), i, m) for i, m in enumerate(models)]
-    await follow(scheme, source, workers, models)
+    await follow(api, scheme, source, workers, models)
 
 
-async def follow(scheme: Any, source: Model, workers: list[Any], models: list[Model]) -> None:
+async def follow(api: Api, scheme: Any, source: Model, workers: list[Any], models: list[Model]) -> None:
     """Everything a pair of APIs needs of one another: initial weights, updates for all and for one, the goodbye."""
     try:
         await asyncio.gather(*(s.connect(timeout=5) for s in (scheme, *workers)))
@@ -80,8 +83,8 @@ async def follow(scheme: Any, source: Model, workers: list[Any], models: list[Mo
         assert [read(m) for m in models] == [{2}, {2}]
         await scheme.send_async(Model(3), worker_ids=1)
         assert [read(m) for m in models] == [{2}, {3}]
-        assert [read(await w.receive(timeout=5)) for w in workers] == [{2}, {3}]
-        waiting = [asyncio.create_task(w.receive()) for w in workers]
+        assert [read(await api.receive(w, 5)) for w in workers] == [{2}, {3}]
+        waiting = [asyncio.create_task(until_the_end(w)) for w in workers]
         await scheme.shutdown()
         ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
         assert [type(e) for e in ended] == [asyncsync.ClosedError] * 2
@@ -90,19 +93,26 @@ async def follow(scheme: Any, source: Model, workers: list[Any], models: list[Mo
             await each.shutdown()
 
 
+async def until_the_end(receiver: Any) -> None:
+    """A receive that the sender's goodbye ends."""
+    if is_instant(receiver):
+        await until(lambda: receiver.closed)
+    await receiver.receive()
+
+
 def test_r213_a_conversion_keeps_the_class_the_configuration_and_what_was_initialised(api: Api) -> None:
     scheme = api.scheme("state_dict", num_workers=2)
     context = object()
     weights = TensorDict.from_module(Model(4))
     scheme.init_on_sender(model_id="policy", weights=weights, devices=["cpu", "cpu"], context=context)
-    twin, other = converted(scheme), BLOCKING if api is ASYNCIO else ASYNCIO
-    assert type(bare(twin)) is other.ZMQWeightSyncScheme
+    twin, other = converted(scheme), api.other
+    assert type(bare(twin)) is other.scheme_class
     assert type(bare(twin.bus)) is other.Bus
     assert (twin.bus.endpoint, twin.bus.num_workers) == (scheme.bus.endpoint, 2)
     assert (twin.model_id, twin.context, twin.strategy.extract_as) == ("policy", context, "state_dict")
     assert read(twin.weights) == {4}
-    assert isinstance(twin.shared_transport, other.ZMQTransport)
-    assert type(bare(converted(twin))) is api.ZMQWeightSyncScheme
+    assert type(twin.shared_transport) is other.transport_class
+    assert type(bare(converted(twin))) is api.scheme_class
 
 
 def test_r213_a_scheme_that_has_the_api_already_is_returned_itself() -> None:
@@ -110,9 +120,10 @@ def test_r213_a_scheme_that_has_the_api_already_is_returned_itself() -> None:
     assert (scheme := sync.ZMQWeightSyncScheme()).blocking is scheme
 
 
+@pytest.mark.schemes("zmq")
 def test_r213_the_scheme_that_moves_nothing_converts_too(api: Api) -> None:
     twin = converted(api.make(api.NoWeightSyncScheme))
-    assert type(bare(twin)) is (BLOCKING if api is ASYNCIO else ASYNCIO).NoWeightSyncScheme
+    assert type(bare(twin)) is api.other.NoWeightSyncScheme
 
 
 @pytest.mark.parametrize("init_first", [True, False])
@@ -154,7 +165,7 @@ def test_r213_one_worker_cannot_have_schemes_of_one_bus_with_both_apis(api: Api)
 
 
 def test_r213_a_bus_takes_schemes_of_its_own_api_only(api: Api) -> None:
-    other = BLOCKING if api is ASYNCIO else ASYNCIO
+    other = api.other
     with pytest.raises(TypeError, match=r"same API, both blocking or both asynchronous"):
         other.scheme(bus=api.bus())
 
@@ -167,14 +178,16 @@ class BlockingMine(sync.ZMQWeightSyncScheme):
     pass
 
 
+@pytest.mark.schemes("zmq")
 def test_r213_a_class_of_ones_own_has_no_counterpart_and_the_error_says_what_to_do(api: Api) -> None:
     mine = api.make(api.either(Mine, BlockingMine))
-    other = "asyncsync.sync" if api is ASYNCIO else "asyncsync"
+    other = "asyncsync" if api.is_blocking else "asyncsync.sync"
     with pytest.raises(TypeError, match=f"Mine has no counterpart in {other}: derive one.*{mine.bus.endpoint}"):
         converted(mine)
     assert isinstance(mine.blocking if api.is_blocking else mine.aio, (Mine, BlockingMine))
 
 
+@pytest.mark.schemes("zmq")
 def test_r213_nor_has_a_class_of_ones_own_that_is_called_like_one_of_asyncsyncs(api: Api) -> None:
     mine = api.make(type("ZMQWeightSyncScheme", (api.ZMQWeightSyncScheme,), {}))
     with pytest.raises(TypeError, match="has no counterpart"):

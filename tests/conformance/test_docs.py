@@ -65,7 +65,7 @@ def test_r217_the_documented_timeouts_are_the_defaults(module: Any) -> None:
             assert default(getattr(scheme, name), "timeout") == expected, name
             seen.add(name)
     assert seen >= {"connect", "send_async", "wait_version", "receive", "fetch", "shutdown"}
-    for transport in (module.TransportBackend, module.ZMQTransport):
+    for transport in (module.TransportBackend, module.ZMQTransport, module.SharedMemTransport, module.MPTransport):
         assert default(transport.receive_weights, "timeout") is None
         assert transport.supports_timeout
 

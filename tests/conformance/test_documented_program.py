@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,15 +13,27 @@ from torch import multiprocessing as mp
 from torch import nn
 
 import asyncsync
-from asyncsync.sync import ZMQWeightSyncScheme
+from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.documented import ask, main, worker_fn
 from helpers.pairs import Clock, Model, fill
 from helpers.workers import follow
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_r013_r035_r036_the_standalone_example_runs_as_documented(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("fork", SharedMemWeightSyncScheme),
+        ("forkserver", SharedMemWeightSyncScheme),
+        ("spawn", SharedMemWeightSyncScheme),
+        ("forkserver", partial(SharedMemWeightSyncScheme, map_above=0)),
+        ("fork", partial(SharedMemWeightSyncScheme, map_above=0)),
+        ("forkserver", MultiProcessWeightSyncScheme),
+        ("forkserver", ZMQWeightSyncScheme),
+    ],
+    ids=["fork", "forkserver", "spawn", "forkserver-mapped", "fork-mapped", "forkserver-process", "forkserver-zmq"],
+)
+def test_r013_r035_r036_the_standalone_example_runs_as_documented(method: str, kind: Any) -> None:
     points: list[str] = []
 
     def train(policy: nn.Module, epoch: int) -> None:
@@ -35,15 +48,16 @@ def test_r013_r035_r036_the_standalone_example_runs_as_documented(method: str) -
         else:
             assert held == [{epoch}] * 2, f"{point}: the policy's weights as they are at this moment"
 
-    assert main(mp.get_context(method), train, check) == [0, 0], "the workers end well and are joined"
+    assert main(mp.get_context(method), train, check, kind) == [0, 0], "the workers end well and are joined"
     assert points == ["connected"] + ["trained", "sent"] * 10 + ["closed"]
 
 
-async def test_r213_an_asyncio_trainer_with_the_documented_blocking_worker_in_another_process() -> None:
+@pytest.mark.parametrize("name", ["ZMQWeightSyncScheme", "SharedMemWeightSyncScheme"])
+async def test_r213_an_asyncio_trainer_with_the_documented_blocking_worker_in_another_process(name: str) -> None:
     context = mp.get_context("forkserver")
     here, there = context.Pipe()
     policy = nn.Linear(4, 2)
-    async with asyncsync.ZMQWeightSyncScheme() as scheme:
+    async with getattr(asyncsync, name)() as scheme:
         weights = TensorDict.from_module(fill(policy, 1))
         scheme.init_on_sender(model_id="policy", weights=weights, devices=[torch.device("cpu")], num_workers=1)
         worker = context.Process(target=worker_fn, args=(scheme.blocking, 0, there))
@@ -62,10 +76,11 @@ async def test_r213_an_asyncio_trainer_with_the_documented_blocking_worker_in_an
             end(worker, here, there)
 
 
-def test_r213_a_blocking_trainer_with_an_asyncio_worker_in_another_process() -> None:
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_r213_a_blocking_trainer_with_an_asyncio_worker_in_another_process(kind: Any) -> None:
     context = mp.get_context("forkserver")
     here, there = context.Pipe()
-    with ZMQWeightSyncScheme(num_workers=1) as scheme:
+    with kind(num_workers=1) as scheme:
         scheme.init_on_sender(model_id="policy", model=(source := Model(1)))
         worker = context.Process(target=follow, args=(scheme.aio, 0, there))
         worker.start()

@@ -15,7 +15,15 @@ from helpers.pairs import Model, fill, read, receiver_of
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [("none", "NoWeightSyncScheme"), ("direct", "NoWeightSyncScheme"), ("zmq", "ZMQWeightSyncScheme")],
+    [
+        ("none", "NoWeightSyncScheme"),
+        ("direct", "NoWeightSyncScheme"),
+        ("shared", "SharedMemWeightSyncScheme"),
+        ("thread", "SharedMemWeightSyncScheme"),
+        ("process", "MultiProcessWeightSyncScheme"),
+        ("multiprocessing", "MultiProcessWeightSyncScheme"),
+        ("zmq", "ZMQWeightSyncScheme"),
+    ],
 )
 def test_r050_from_backend_makes_the_scheme_of_its_api(api: Api, backend: str, name: str) -> None:
     scheme = api.WeightSyncScheme.from_backend(backend)
@@ -28,11 +36,19 @@ def test_r050_from_backend_hands_its_arguments_on(api: Api) -> None:
     assert (scheme.strategy.extract_as, scheme.bus.num_workers, scheme.bus.min_workers) == ("state_dict", 3, 2)
     with pytest.raises(TypeError, match="colour"):
         api.WeightSyncScheme.from_backend("zmq", colour="red")
+    for backend in ("shared", "process"):
+        scheme = api.WeightSyncScheme.from_backend(backend, slots=3, map_above=5, num_workers=2)
+        scheme.init_on_sender(model_id="policy", model=Model())
+        assert (scheme.shared_transport.pool.slots_allowed, scheme.shared_transport.pool.map_above) == (3, 5)
 
 
 @pytest.mark.parametrize("backend", ["carrier pigeon", "ZMQ", "", None, 3])
 def test_r050_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: Any) -> None:
-    with pytest.raises(ValueError, match=r"there is no backend .*; choose one of 'none', 'zmq'.*'direct'"):
+    message = (
+        r"there is no backend .*; choose one of 'none', 'shared', 'process', 'zmq', "
+        r"'direct', 'thread', 'multiprocessing'$"
+    )
+    with pytest.raises(ValueError, match=message):
         api.WeightSyncScheme.from_backend(backend)
 
 
@@ -58,6 +74,7 @@ class Nested:
         self.env = type("Env", (), {"transform": [transform]})()
 
 
+@pytest.mark.schemes("every")
 @pytest.mark.parametrize("kind", ["get_model", "path"])
 async def test_r054_a_context_is_the_source_and_the_destination(api: Api, kind: str) -> None:
     source, model = Model(1), Model()
@@ -77,6 +94,7 @@ async def test_r054_a_context_is_the_source_and_the_destination(api: Api, kind: 
         assert read(model) == {2}
 
 
+@pytest.mark.schemes("every")
 @pytest.mark.parametrize("path", ["env.transform[0].module", "env.transform[0].named['critic']"])
 async def test_r080_weights_may_be_a_path_in_the_context(api: Api, path: str) -> None:
     other = Model(5)

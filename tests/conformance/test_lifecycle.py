@@ -21,8 +21,6 @@ from asyncsync import (
     NotConnected,
     PartialSendError,
     SchemaMismatch,
-    ZMQWeightSyncScheme,
-    sync,
 )
 from helpers.apis import Api, bare
 from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until

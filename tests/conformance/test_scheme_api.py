@@ -17,6 +17,16 @@ from asyncsync import SchemaMismatch, WeightStrategy, ZMQWeightSyncScheme, sync
 from helpers.apis import ASYNCIO, Api
 from helpers.pairs import Model, fill, passed_on, read, receiver_of
 
+pytestmark = pytest.mark.schemes("every")
+
+SCHEMES = [
+    "WeightSyncScheme",
+    "ZMQWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+]
+
 
 def test_r052_strategy_is_tensordict_by_default_and_any_other_name_an_error(api: Api) -> None:
     assert inspect.signature(api.WeightSyncScheme.__init__).parameters["strategy"].default == "tensordict"
@@ -27,6 +37,7 @@ def test_r052_strategy_is_tensordict_by_default_and_any_other_name_an_error(api:
         api.scheme("numpy")
 
 
+@pytest.mark.schemes("all")
 @pytest.mark.both_loops
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 async def test_r038_both_strategies_carry_a_module_into_another(api: Api, strategy: str) -> None:
@@ -61,6 +72,7 @@ async def started(
             await each.shutdown()
 
 
+@pytest.mark.schemes("zmq")
 def test_r054_every_argument_of_init_on_sender_is_by_keyword_only(api: Api) -> None:
     parameters = inspect.signature(api.WeightSyncScheme.init_on_sender).parameters
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for name, p in parameters.items() if name != "self")
@@ -120,7 +132,7 @@ async def test_r057_each_worker_gets_what_it_receives_on_its_device(api: Api) ->
     devices = [torch.device("cpu"), torch.device("meta")]
     async with api.crew(2, sender={"model": Model(1), "devices": devices}) as (sender, receivers, models):
         await sender.send_async(Model(2))
-        assert [(await r.receive(timeout=5))["first"].device for r in receivers] == devices
+        assert [(await api.receive(r, 5))["first"].device for r in receivers] == devices
         assert [read(m) for m in models] == [{2}, {2}], "the models stay where they are"
 
 
@@ -212,6 +224,7 @@ def test_r064_a_model_id_may_be_a_path_in_the_context(api: Api) -> None:
     assert scheme.model is model
 
 
+@pytest.mark.schemes("zmq")
 def test_r065_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api) -> None:
     parameters = inspect.signature(api.WeightSyncScheme.init_on_receiver).parameters
     assert parameters["context"].default is None
@@ -221,13 +234,14 @@ def test_r065_init_on_receiver_takes_worker_idx_and_model_without_a_context(api:
     assert (scheme.model, scheme.worker_idx, scheme.context) == (model, 0, None)
 
 
-@pytest.mark.parametrize("cls", ["WeightSyncScheme", "ZMQWeightSyncScheme", "NoWeightSyncScheme", "Bus"])
+@pytest.mark.parametrize("cls", [*SCHEMES, "Bus"])
+@pytest.mark.schemes("zmq")
 def test_r079_what_waits_is_a_coroutine_function_or_an_ordinary_one(api: Api, cls: str) -> None:
     kind = getattr(api, cls)
     assert inspect.iscoroutinefunction(kind.send_async), "for a coroutine, on either API"
     for name in ("connect", "publish", "wait_version", "receive", "fetch", "shutdown"):
         if hasattr(kind, name):
-            assert inspect.iscoroutinefunction(getattr(kind, name)) is (api is ASYNCIO), name
+            assert inspect.iscoroutinefunction(getattr(kind, name)) is not api.is_blocking, name
     if api.is_blocking:
         assert not inspect.iscoroutinefunction(kind.send)
 
@@ -261,14 +275,6 @@ class Doubling:
         return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]
 
 
-class Doubled(Doubling, ZMQWeightSyncScheme):
-    pass
-
-
-class BlockingDoubled(Doubling, sync.ZMQWeightSyncScheme):
-    pass
-
-
 class DoublingLater:
     async def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> Any:
         await asyncio.sleep(0)
@@ -284,7 +290,7 @@ class BlockingDoubledLater(DoublingLater, sync.ZMQWeightSyncScheme):
 
 
 async def test_r080_a_subclass_may_prepare_weights(api: Api) -> None:
-    await doubles(api, api.make(api.either(Doubled, BlockingDoubled)))
+    await doubles(api, api.extended(Doubling))
 
 
 async def test_r080_a_subclass_may_prepare_weights_in_a_coroutine() -> None:
@@ -335,16 +341,9 @@ class Keeping:
         super().apply_weights(weights, inplace)  # type: ignore[misc]
 
 
-class Applying(Keeping, ZMQWeightSyncScheme):
-    pass
-
-
-class BlockingApplying(Keeping, sync.ZMQWeightSyncScheme):
-    pass
-
-
+@pytest.mark.schemes("all")
 async def test_r081_an_overridden_apply_weights_gets_every_update_as_its_own(api: Api) -> None:
-    async with api.crew(1, scheme=api.make(api.either(Applying, BlockingApplying))) as everybody:
+    async with api.crew(1, scheme=api.extended(Keeping)) as everybody:
         for value in (1, 2):
             await everybody.sender.send_async(fill(everybody.source, value))
         assert [read(kept) for kept in everybody.receivers[0].kept] == [{0}, {1}, {2}]
@@ -356,7 +355,7 @@ def test_r082_create_transport_is_abstract(api: Api) -> None:
     assert api.WeightSyncScheme.__abstractmethods__ == {"create_transport"}
     with pytest.raises(TypeError, match="create_transport"):
         api.WeightSyncScheme()  # type: ignore[abstract]
-    assert isinstance(api.scheme().create_transport(anything=1), api.ZMQTransport)
+    assert type(api.scheme().create_transport(anything=1)) is api.transport_class
 
 
 # -- defaults
@@ -376,12 +375,14 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-@pytest.mark.parametrize("cls", ["WeightSyncScheme", "ZMQWeightSyncScheme", "NoWeightSyncScheme"])
+@pytest.mark.parametrize("cls", SCHEMES)
+@pytest.mark.schemes("zmq")
 def test_r052_r081_every_documented_default_is_the_default(api: Api, cls: str, name: str) -> None:
     parameters = inspect.signature(getattr(getattr(api, cls), name)).parameters
     assert {p: parameters[p].default for p in DOCUMENTED[name]} == DOCUMENTED[name]
 
 
+@pytest.mark.schemes("zmq")
 def test_r064_model_id_of_a_receiver_has_no_default(api: Api) -> None:
     with pytest.raises(TypeError, match="model_id"):
         api.scheme().init_on_receiver(worker_idx=0)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync import PartialSendError, PeerLost, ZMQWeightSyncScheme
+import asyncsync
+from asyncsync import PartialSendError, PeerLost
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, receiver_of, until
 from helpers.processes import Filled, Remote, Trainer, Worker, processes
@@ -31,10 +32,22 @@ def told(connection: Connection) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_r013_r036_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_workers_join(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("spawn", "ZMQWeightSyncScheme"),
+        ("forkserver", "ZMQWeightSyncScheme"),
+        ("fork", "ZMQWeightSyncScheme"),
+        ("forkserver", "SharedMemWeightSyncScheme"),
+        ("fork", "SharedMemWeightSyncScheme"),
+        ("forkserver", "MultiProcessWeightSyncScheme"),
+    ],
+)
+def test_r013_r036_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_workers_join(
+    method: str, name: str
+) -> None:
     context = multiprocessing.get_context(method)
-    scheme = ZMQWeightSyncScheme()
+    scheme = getattr(asyncsync, name)()
     scheme.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
     pipes = [context.Pipe() for _ in range(2)]
     workers = [context.Process(target=follow, args=(scheme, i, there)) for i, (_, there) in enumerate(pipes)]
@@ -66,6 +79,7 @@ def test_r013_r036_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_work
             b.close()
 
 
+@pytest.mark.schemes("every")
 @pytest.mark.parametrize("first", ["sender", "receiver"])
 async def test_r017_r018_either_process_may_connect_first(api: Api, first: str, start: Callable[..., Remote]) -> None:
     sender = api.scheme(num_workers=1)
@@ -85,6 +99,7 @@ async def test_r017_r018_either_process_may_connect_first(api: Api, first: str, 
         assert await worker.value() == 5
 
 
+@pytest.mark.schemes("every")
 async def test_r200_a_killed_worker_is_lost_at_once_and_named(api: Api, start: Callable[..., Remote]) -> None:
     sender = api.scheme(num_workers=2)
     sender.init_on_sender(model_id="policy", model=(source := Filled(64, 1)))
@@ -104,6 +119,7 @@ async def test_r200_a_killed_worker_is_lost_at_once_and_named(api: Api, start: C
         assert await workers[0].value() == 2
 
 
+@pytest.mark.schemes("waiting")
 async def test_r210_after_the_senders_crash_receivers_keep_waiting(api: Api, start: Callable[..., Remote]) -> None:
     scheme = api.scheme(num_workers=1)
     receiver = receiver_of(scheme, 0, model := Filled(64, -1))

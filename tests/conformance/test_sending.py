@@ -30,6 +30,8 @@ from helpers.apis import Api, bare
 from helpers.pairs import Clock, Model, crew, fill, held, read, receiver_of, until
 from helpers.processes import impatient
 
+pytestmark = pytest.mark.schemes("every")
+
 # -- push and pull
 
 
@@ -45,7 +47,7 @@ async def test_r004_weights_are_pushed_and_can_be_pulled(api: Api) -> None:
         assert everybody.read == [{1}, {0}]
         with pytest.raises(PartialSendError):
             await sender.wait_version(version, timeout=0.1)
-        assert read(await second.receive(timeout=5)) == {1}
+        assert read(await api.receive(second, 5)) == {1}
         await sender.wait_version(version, timeout=5)
 
 
@@ -115,6 +117,7 @@ async def test_r070_a_string_is_a_path_in_the_context(api: Api) -> None:
         assert everybody.sender.version == 3
 
 
+@pytest.mark.schemes("all")
 async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_have(api: Api) -> None:
     async with api.crew(3) as everybody:
         sender = everybody.sender
@@ -140,6 +143,7 @@ async def test_r072_send_async_returns_when_the_workers_have_applied(api: Api) -
 # -- receiving
 
 
+@pytest.mark.schemes("waiting")
 async def test_r073_receive_applies_immediately(api: Api) -> None:
     async with api.crew(1, receiver={"apply": "on_receive"}) as everybody:
         receiver = everybody.receivers[0]
@@ -153,6 +157,7 @@ async def test_r073_receive_applies_immediately(api: Api) -> None:
         assert everybody.read == [{2}]
 
 
+@pytest.mark.schemes("waiting")
 async def test_r075_receive_returns_the_newest_update_once_or_none(api: Api) -> None:
     async with api.crew(1) as everybody:
         receiver = everybody.receivers[0]
@@ -166,6 +171,7 @@ async def test_r075_receive_returns_the_newest_update_once_or_none(api: Api) -> 
         assert await receiver.receive(timeout=0) is None
 
 
+@pytest.mark.schemes("waiting")
 @pytest.mark.both_loops
 async def test_r078_none_blocks_and_zero_polls(api: Api) -> None:
     assert inspect.signature(api.WeightSyncScheme.receive).parameters["timeout"].default is None
@@ -182,6 +188,7 @@ async def test_r078_none_blocks_and_zero_polls(api: Api) -> None:
             assert read(await blocked) == {1}
 
 
+@pytest.mark.schemes("waiting")
 @pytest.mark.both_loops
 @pytest.mark.parametrize("end", ["an update", "the sender's goodbye", "its own shutdown"])
 async def test_r042_without_a_timeout_receive_ends_only_by_an_update_or_the_end(api: Api, end: str) -> None:
@@ -211,6 +218,7 @@ async def test_r042_cancelled_it_ends_and_loses_nothing() -> None:
         assert read(await receiver.receive()) == {1}
 
 
+@pytest.mark.schemes("waiting")
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.1])
 async def test_r043_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
@@ -264,8 +272,8 @@ async def test_r195_send_async_names_each_worker_that_failed_and_why(api: Api) -
         async with fussy:
             await fussy.connect(timeout=5)
             await receivers[2].shutdown()
-            with held(receivers[3]), Clock(0.5), pytest.raises(PartialSendError) as caught:
-                await sender.send_async(fill(everybody.source, 13), timeout=0.5)
+            with held(receivers[3]), Clock(0.3), pytest.raises(PartialSendError) as caught:
+                await sender.send_async(fill(everybody.source, 13), timeout=0.3)
             error = caught.value
             assert error.acked == {0: 2}
             assert {w: type(e) for w, e in error.failed.items()} == {1: RemoteError, 2: PeerLost, 3: AckTimeout}
@@ -328,6 +336,7 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
         yield socket
 
 
+@pytest.mark.schemes("zmq")
 @pytest.mark.parametrize("width", [64, 1 << 20])
 async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:
     sender = api.scheme()
@@ -360,11 +369,12 @@ async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version(api: 
                 await sender.wait_version(version, worker_ids=0, timeout=5)
             assert everybody.read == [{10}, {0}]
         await busy.wait_version(version, timeout=5)
-        assert read(await busy.receive(0)) == {10}
+        assert read(await api.receive(busy, 0)) == {10}
         assert await busy.receive(0) is None, "the versions in between never came"
         assert busy.bus._link.subscriber.pool.peak <= 4  # type: ignore[union-attr]
 
 
+@pytest.mark.schemes("zmq")
 @pytest.mark.both_loops
 async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(api: Api) -> None:
     sender = api.scheme(num_workers=4)
@@ -402,6 +412,7 @@ async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(
         assert (zero.status()[0].state, zero.status()[0].reason) == ("lost", "the sender was shut down")
 
 
+@pytest.mark.schemes("zmq")
 async def test_r212_an_elastic_sender_needs_min_workers(api: Api) -> None:
     assert inspect.signature(api.ZMQWeightSyncScheme).parameters["min_workers"].default == 1
     sender = api.scheme(min_workers=2)
@@ -426,13 +437,14 @@ async def test_r212_an_elastic_sender_needs_min_workers(api: Api) -> None:
 # -- whose memory it is
 
 
+@pytest.mark.schemes("all")
 @pytest.mark.parametrize("width", [64, 2 << 20])
 async def test_r218_nothing_that_was_returned_is_overwritten_by_a_later_update(api: Api, width: int) -> None:
     source, model = Model(1, width), Model(width=width)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         await sender.send_async(fill(source, 2))
         kept = {
-            "receive": await receiver.receive(5),
+            "receive": await api.receive(receiver, 5),
             "fetch": await receiver.fetch(5),
             "receiver.weights": receiver.weights,
             "sender.weights": sender.weights,
@@ -444,12 +456,13 @@ async def test_r218_nothing_that_was_returned_is_overwritten_by_a_later_update(a
         for weights in kept.values():
             weights.zero_()  # type: ignore[union-attr]
         assert read(model) == read(source) == read(receiver.weights) == read(sender.weights) == {7}
-        assert read(await receiver.receive(0)) == {7}
+        assert read(await api.receive(receiver, 0)) == {7}
 
 
+@pytest.mark.schemes("all")
 async def test_r218_a_published_snapshot_does_not_alias_the_source(api: Api) -> None:
     async with api.crew(1, receiver={"apply": "on_receive"}) as everybody:
         await everybody.sender.publish(fill(everybody.source, 1))
         fill(everybody.source, 99)
-        assert read(await everybody.receivers[0].receive(5)) == {1}
+        assert read(await api.receive(everybody.receivers[0], 5)) == {1}
         assert torch.equal(everybody.source.last, torch.full((7,), 99.0))

@@ -14,6 +14,8 @@ from asyncsync import PartialSendError, SchemaMismatch, WeightStrategy
 from helpers.apis import Api
 from helpers.pairs import Model, fill, read, receiver_of
 
+pytestmark = pytest.mark.schemes("some")
+
 
 class Renamed(WeightStrategy):
     """The trainer's model is the worker's `policy`."""
@@ -76,7 +78,7 @@ async def test_r207_a_strategy_may_cast_on_the_wire(api: Api) -> None:
         assert e.read == [{1.5}]
         await e.sender.send_async(fill(e.source, 1.0009765625))
         assert e.read == [{1.0}], "rounded to bf16 on its way"
-        received = await e.receivers[0].receive(0)
+        received = await api.receive(e.receivers[0], 0)
         assert received is not None
         assert received["first"].dtype == torch.bfloat16, "receive returns what was sent"
         assert e.sender.status()[0].bytes_sent < 2 * (2 * (1 << 16) + 4096)

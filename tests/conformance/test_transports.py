@@ -24,6 +24,8 @@ from asyncsync import (
 from helpers.apis import ASYNCIO, Api, bare, in_thread
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 
+pytestmark = pytest.mark.schemes("every")
+
 
 async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A documented method: a coroutine of asyncsync's transport, an ordinary one of asyncsync.sync's."""
@@ -36,7 +38,8 @@ async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) 
 # -- the documented methods
 
 
-@pytest.mark.parametrize("name", ["TransportBackend", "ZMQTransport"])
+@pytest.mark.schemes("zmq")
+@pytest.mark.parametrize("name", ["TransportBackend", "ZMQTransport", "SharedMemTransport", "MPTransport"])
 def test_r049_each_api_has_the_documented_methods_with_the_documented_arguments(api: Api, name: str) -> None:
     kind = getattr(api, name)
     assert name in api.module.__all__
@@ -58,6 +61,7 @@ def test_r049_each_api_has_the_documented_methods_with_the_documented_arguments(
         )
 
 
+@pytest.mark.schemes("waiting")
 @pytest.mark.both_loops
 async def test_r040_send_weights_publishes_and_receive_weights_waits_for_the_next_update(api: Api) -> None:
     async with api.crew(2) as (sender, receivers, models):
@@ -77,6 +81,7 @@ async def test_r040_send_weights_waits_for_no_worker(api: Api) -> None:
         async with receiver.hold():
             await call(api, sender.shared_transport.send_weights, Model(2))
             assert read(model) == {0}
+        await receiver.wait_version(2, timeout=5)
         assert read(await call(api, receiver.receiver_transport.receive_weights, 5.0)) == {2}
 
 
@@ -95,6 +100,7 @@ async def test_r043_an_expired_timeout_returns_none(api: Api, timeout: float) ->
             assert await call(api, receiver.receiver_transport.receive_weights, timeout) is None
 
 
+@pytest.mark.schemes("waiting")
 async def test_r042_without_a_timeout_it_ends_with_the_senders_goodbye(api: Api) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
         waiting = asyncio.create_task(call(api, receiver.receiver_transport.receive_weights))
@@ -297,7 +303,7 @@ async def test_r041_without_initial_weights_the_receivers_setup_returns_none(api
 
 
 async def test_a_transport_of_no_scheme_says_how_to_get_one(api: Api) -> None:
-    transport = api.ZMQTransport()
+    transport = api.transport_class()
     for name, arguments in (
         ("send_weights", {"weights": Model()}),
         ("receive_weights", {}),
@@ -310,6 +316,7 @@ async def test_a_transport_of_no_scheme_says_how_to_get_one(api: Api) -> None:
             await call(api, getattr(transport, name), **arguments)
 
 
+@pytest.mark.schemes("zmq")
 async def test_a_transport_knows_its_role(api: Api) -> None:
     sender = bare(api.scheme())
     sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
@@ -320,6 +327,7 @@ async def test_a_transport_knows_its_role(api: Api) -> None:
         await call(api, transport.send_weights)
 
 
+@pytest.mark.schemes("some")
 async def test_a_transport_keeps_no_scheme_alive(api: Api) -> None:
     sender = bare(api.scheme())
     sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
@@ -356,6 +364,7 @@ class BlockingWithoutTimeouts(NoTimeouts, sync.ZMQWeightSyncScheme):
     pass
 
 
+@pytest.mark.schemes("zmq")
 async def test_r076_a_transport_without_timeouts_refuses_one(api: Api) -> None:
     scheme = api.make(api.either(WithoutTimeouts, BlockingWithoutTimeouts))
     async with api.crew(1, scheme=scheme) as (sender, (receiver,), _):

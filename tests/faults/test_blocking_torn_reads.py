@@ -4,21 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from multiprocessing import Pipe
+from typing import Any, NamedTuple
 
 import pytest
 
+from asyncsync.loans import Loans
+from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from helpers import shared_workers
 from helpers.blocking_crew import idle, new_sender, start
 from helpers.blocking_workers import forwards
+from helpers.processes import Filled
+from helpers.shared_workers import MIB, release_too_early
 
 PASSES = {1000: 14_000, 1 << 18: 2_700}  # of 1.2 forwards: 20 000 altogether
+SLOT_PASSES = 18_200  # of 1.1 forwards
+SOAK = 910_000
 VERSIONS = 300
 
 
-def read_under_fire(numel: int, count: int, *, broken: bool = False) -> tuple[int, int, int]:
-    """How many reads were torn, how many versions they saw, and how often they went back."""
-    sender = new_sender(numel, num_workers=1)
+class Case(NamedTuple):
+    """A scheme whose slabs are slots, and how a worker takes what is in them."""
+
+    kind: Any
+    options: dict[str, Any]
+    inplace: bool | None
+    repointed: bool
+
+
+SLOTS = {
+    "shared, re-pointed": Case(SharedMemWeightSyncScheme, {"map_above": 0}, None, True),
+    "shared, copied from the slot": Case(SharedMemWeightSyncScheme, {"map_above": 0}, True, False),
+    "shared, copied out": Case(SharedMemWeightSyncScheme, {}, None, False),
+    "process, copied from the slot": Case(MultiProcessWeightSyncScheme, {"map_above": 0}, None, False),
+    "process, copied out": Case(MultiProcessWeightSyncScheme, {}, None, False),
+}
+every_case = pytest.mark.parametrize("case", SLOTS.values(), ids=SLOTS)
+
+
+def read_under_fire(sender: Any, worker_function: Callable[..., None], *arguments: Any) -> Any:
+    """What the worker tells of its reads."""
     here, there = Pipe()
-    worker = start(forwards, sender, 0, numel, count, broken, there)
+    worker = start(worker_function, sender, 0, *arguments, there)
     try:
         sender.connect()
         assert here.recv() == "connected"
@@ -26,7 +52,7 @@ def read_under_fire(numel: int, count: int, *, broken: bool = False) -> tuple[in
         while not here.poll():
             value += 1
             sender.publish(sender.model.fill(value))
-        result: tuple[int, int, int] = here.recv()
+        result = here.recv()
         worker.join(20)
         assert worker.exitcode == 0
         return result
@@ -41,7 +67,8 @@ def read_under_fire(numel: int, count: int, *, broken: bool = False) -> tuple[in
 
 @pytest.mark.parametrize("numel", PASSES, ids=["eager", "chunked"])
 def test_r194_no_forward_of_the_main_thread_is_torn(numel: int, record_property: Callable[[str, object], None]) -> None:
-    torn, seen, back = read_under_fire(numel, PASSES[numel])
+    sender = new_sender(numel, num_workers=1)
+    torn, seen, back = read_under_fire(sender, forwards, numel, PASSES[numel], False)
     record_property("versions seen", seen)
     assert (torn, back) == (0, 0)
     assert seen >= VERSIONS
@@ -49,5 +76,50 @@ def test_r194_no_forward_of_the_main_thread_is_torn(numel: int, record_property:
 
 
 def test_r194_the_oracle_of_the_main_thread_catches_a_broken_gate() -> None:
-    torn, _, _ = read_under_fire(1000, 4000, broken=True)
+    torn, _, _ = read_under_fire(new_sender(1000, num_workers=1), forwards, 1000, 4000, True)
+    assert torn > 0
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def slot_sender(kind: Any, numel: int, **options: Any) -> Any:
+    scheme = kind(num_workers=1, **options)
+    scheme.init_on_sender(model_id="policy", model=Filled(numel, 1.0, parts=4))
+    return scheme
+
+
+def read_slots(case: Case, numel: int, passes: int, record_property: Callable[[str, object], None]) -> None:
+    sender = slot_sender(case.kind, numel, **case.options)
+    torn, seen, back, repointed = read_under_fire(sender, shared_workers.forwards, numel, passes, case.inplace, False)
+    record_property("versions seen", seen)
+    assert (torn, back) == (0, 0)
+    assert seen >= VERSIONS
+    assert repointed is case.repointed
+    assert sender.shared_transport.pool.peak <= 4
+    assert idle()
+
+
+@every_case
+def test_r194_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(
+    case: Case, record_property: Callable[[str, object], None]
+) -> None:
+    read_slots(case, MIB // 4, SLOT_PASSES, record_property)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@every_case
+def test_r194_no_forward_of_a_million_of_two_threads_is_torn_while_slots_are_written(
+    case: Case, record_property: Callable[[str, object], None]
+) -> None:
+    read_slots(case, MIB, SOAK, record_property)
+
+
+@pytest.mark.parametrize("broken", ["gate", "loans"])
+def test_r194_the_oracle_of_two_threads_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "loans":
+        monkeypatch.setattr(Loans, "report", release_too_early)
+    sender = slot_sender(SharedMemWeightSyncScheme, MIB, map_above=0)
+    torn, *_ = read_under_fire(sender, shared_workers.forwards, MIB, 4000, None, broken == "gate")
     assert torn > 0

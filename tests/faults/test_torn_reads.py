@@ -7,25 +7,57 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 
+from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.loans import Loans
 from helpers.processes import Remote, Schemes, Worker
+from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
 pytestmark = pytest.mark.timeout(90)
 
 FORWARDS = 20_000
+SOAK = 1_000_000
 VERSIONS = 100
 
 
+class Case(NamedTuple):
+    """A scheme whose slabs are slots, and how a worker takes what is in them."""
+
+    kind: Any
+    options: dict[str, Any]
+    inplace: bool | None
+    repointed: bool
+
+
+SLOTS = {
+    "shared, re-pointed": Case(SharedMemWeightSyncScheme, {"map_above": 0}, None, True),
+    "shared, copied from the slot": Case(SharedMemWeightSyncScheme, {"map_above": 0}, True, False),
+    "shared, copied out": Case(SharedMemWeightSyncScheme, {}, None, False),
+    "process, copied from the slot": Case(MultiProcessWeightSyncScheme, {"map_above": 0}, None, False),
+    "process, copied out": Case(MultiProcessWeightSyncScheme, {}, None, False),
+}
+every_case = pytest.mark.parametrize("case", SLOTS.values(), ids=SLOTS)
+
+
 async def read_under_fire(
-    schemes: Schemes, workers: list[Remote], endpoint: str, numel: int, forwards: int, *, broken_gate: bool = False
+    schemes: Schemes,
+    workers: list[Remote],
+    numel: int,
+    forwards: int,
+    *,
+    kind: Any = ZMQWeightSyncScheme,
+    receiver: dict[str, Any] | None = None,
+    broken: bool = False,
+    **options: Any,
 ) -> list[tuple[int, int]]:
     """How many reads were torn, and how many versions were seen, by each worker."""
-    sender = schemes.sender(numel, endpoint=endpoint, num_workers=len(workers))
+    sender = schemes.sender(numel, kind=kind, num_workers=len(workers), **options)
     await asyncio.gather(
         sender.connect(),
-        *(w.connect(sender, i, numel, broken_gate=broken_gate) for i, w in enumerate(workers)),
+        *(w.connect(sender, i, numel, **(receiver or {})) for i, w in enumerate(workers)),
     )
 
     async def fire() -> None:
@@ -39,7 +71,8 @@ async def read_under_fire(
     await asyncio.wait([firing])
     assert firing.cancelled()
     last = await sender.send_async(sender.model.fill(sender.version + 1))
-    assert [await w.value() for w in workers] == [last] * len(workers)
+    if not broken:
+        assert [await w.value() for w in workers] == [last] * len(workers)
     return results
 
 
@@ -58,7 +91,7 @@ async def test_r194_no_forward_is_torn_under_full_speed_sending(
     record_property: Callable[[str, object], None],
 ) -> None:
     workers = [start(Worker, uvloop=uvloop) for _ in range(2)]
-    results = await read_under_fire(schemes, workers, endpoint, numel, FORWARDS)
+    results = await read_under_fire(schemes, workers, numel, FORWARDS, endpoint=endpoint)
     record_property("versions seen by each worker", [seen for _, seen in results])
     assert [torn for torn, _ in results] == [0, 0]
     assert min(seen for _, seen in results) >= VERSIONS
@@ -67,5 +100,71 @@ async def test_r194_no_forward_is_torn_under_full_speed_sending(
 async def test_r194_the_oracle_catches_a_broken_gate(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    results = await read_under_fire(schemes, [start(Worker)], endpoint, 1000, 4000, broken_gate=True)
+    results = await read_under_fire(
+        schemes, [start(Worker)], 1000, 4000, receiver={"broken_gate": True}, endpoint=endpoint
+    )
+    assert results[0][0] > 0
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+async def read_slots(
+    case: Case,
+    numel: int,
+    forwards: int,
+    schemes: Schemes,
+    start: Callable[..., Remote],
+    record_property: Callable[[str, object], None],
+) -> None:
+    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
+    results = await read_under_fire(
+        schemes, workers, numel, forwards, kind=case.kind, receiver={"inplace": case.inplace}, **case.options
+    )
+    record_property("versions seen by each worker", [seen for _, seen in results])
+    assert [torn for torn, _ in results] == [0, 0]
+    assert min(seen for _, seen in results) >= VERSIONS
+    assert [await w.is_repointed() for w in workers] == [[case.repointed] * 8] * 2
+    pool = schemes.made[0].shared_transport.pool
+    assert pool.peak <= pool.slots_allowed
+
+
+@every_case
+async def test_r194_no_forward_is_torn_while_slots_are_written_at_full_speed(
+    case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
+) -> None:
+    await read_slots(case, MIB // 4, FORWARDS, schemes, start, record_property)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@every_case
+async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
+    case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
+) -> None:
+    await read_slots(case, MIB, SOAK, schemes, start, record_property)
+
+
+async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    results = await read_under_fire(
+        schemes,
+        [start(SharedWorker)],
+        MIB // 4,
+        4000,
+        kind=SharedMemWeightSyncScheme,
+        receiver={"broken_gate": True},
+        map_above=0,
+    )
+    assert results[0][0] > 0
+
+
+async def test_r194_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
+    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loans, "report", release_too_early)
+    results = await read_under_fire(
+        schemes, [start(SharedWorker)], MIB, 4000, kind=SharedMemWeightSyncScheme, map_above=0, broken=True
+    )
     assert results[0][0] > 0

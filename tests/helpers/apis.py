@@ -1,12 +1,14 @@
-"""One face for both APIs, so that one test proves a requirement for either.
+"""One face for both APIs and every scheme, so that one test proves a requirement for all of them.
 
+    @pytest.mark.schemes("every")
     async def test_r019_connect_delivers_the_initial_weights(api: Api) -> None:
         async with api.crew(2, source=Model(6)) as everybody:
             assert everybody.read == [{6}, {6}]
 
-The `api` fixture in conftest.py runs it twice. With :data:`ASYNCIO`, ``api.scheme()`` and ``api.bus()`` are asyncsync's
-own objects. With :data:`BLOCKING` they are those of asyncsync.sync behind a :class:`Face`: each method that waits is an
-ordinary call in a thread of its own, which the test awaits; everything else is the object's own.
+The `api` fixture in conftest.py runs it with each of :data:`SETS`' set of that name; without a mark, with ZeroMQ's
+scheme in both APIs. With those of asyncio, ``api.scheme()`` and ``api.bus()`` are asyncsync's own objects. With the
+blocking ones they are those of asyncsync.sync behind a :class:`Face`: each method that waits is an ordinary call in a
+thread of its own, which the test awaits; everything else is the object's own.
 
 A test without `api` is about asyncio alone: cancellation, event loops, or the internals of one class.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,9 +28,9 @@ from typing import Any
 
 import asyncsync
 import asyncsync.sync
-from helpers.pairs import Crew, crew
+from helpers.pairs import Clock, Crew, crew
 
-__all__ = ["ASYNCIO", "BLOCKING", "Api", "Face", "bare", "face", "in_thread"]
+__all__ = ["ASYNCIO", "BLOCKING", "SETS", "Api", "Face", "bare", "face", "in_thread", "is_instant"]
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,18 +130,29 @@ def bare(scheme: Any) -> Any:
     return scheme.bare if isinstance(scheme, Face) else scheme
 
 
+def is_instant(scheme: Any) -> bool:
+    """Whether ``receive`` returns nothing, at once: documented of the blocking SharedMem scheme."""
+    return isinstance(bare(scheme), asyncsync.sync.SharedMemWeightSyncScheme)
+
+
 class Api:
-    """One of the two APIs; what has no name here is an attribute of its module.
+    """One of the two APIs with one of the schemes; what has no name here is an attribute of its module.
 
     Args:
         name: of the test's parameter.
         module: asyncsync or asyncsync.sync.
+        kind: what its scheme and transport are called: "ZMQ", "SharedMem", "MultiProcess".
+        options: of the scheme's constructor.
     """
 
-    def __init__(self, name: str, module: ModuleType) -> None:
+    def __init__(self, name: str, module: ModuleType, kind: str = "ZMQ", **options: Any) -> None:
         self.name = name
         self.module = module
+        self.kind = kind
+        self.options = options
         self.is_blocking = module is asyncsync.sync
+        self.scheme_class: Any = getattr(module, f"{kind}WeightSyncScheme")
+        self.transport_class: Any = getattr(module, f"{kind.replace('MultiProcess', 'MP')}Transport")
 
     def __repr__(self) -> str:
         return self.name
@@ -146,9 +160,28 @@ class Api:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
+    @property
+    def is_instant(self) -> bool:
+        """As :func:`is_instant`."""
+        return self.is_blocking and self.kind == "SharedMem"
+
+    @property
+    def other(self) -> Api:
+        """The other API with the same scheme."""
+        module = asyncsync if self.is_blocking else asyncsync.sync
+        return Api(f"not {self.name}", module, self.kind, **self.options)
+
     def either(self, asyncio_class: type, blocking_class: type) -> type:
         """The one of a pair of classes that belongs to this API."""
         return blocking_class if self.is_blocking else asyncio_class
+
+    def extended(self, mixin: type, *args: Any, **options: Any) -> Any:
+        """A scheme of this kind, of a class with a mixin before it; pickles, as if of the mixin's module."""
+        name = f"{mixin.__name__}{self.kind}{'Blocking' if self.is_blocking else ''}"
+        module = sys.modules[mixin.__module__]
+        if not hasattr(module, name):
+            setattr(module, name, type(name, (mixin, self.scheme_class), {"__module__": mixin.__module__}))
+        return self.make(getattr(module, name), *args, **{**self.options, **options})
 
     def make(self, kind: type, *args: Any, bus: Any = None, **options: Any) -> Any:
         """An object of a class of this API, behind the common face."""
@@ -158,8 +191,8 @@ class Api:
         return face(made) if self.is_blocking else made
 
     def scheme(self, *args: Any, **options: Any) -> Any:
-        """A ZMQWeightSyncScheme."""
-        return self.make(self.module.ZMQWeightSyncScheme, *args, **options)
+        """A scheme of this kind."""
+        return self.make(self.scheme_class, *args, **{**self.options, **options})
 
     def bus(self, *args: Any, **options: Any) -> Any:
         """A Bus."""
@@ -169,6 +202,45 @@ class Api:
         """:func:`helpers.pairs.crew` with the schemes of this API."""
         return crew(workers, scheme=self.scheme() if scheme is None else scheme, **options)
 
+    async def receive(self, receiver: Any, timeout: float | None = None) -> Any:
+        """The receiver's newest update, by ``receive``, or by ``fetch`` where that returns nothing, as documented."""
+        if not is_instant(receiver):
+            return await receiver.receive(timeout)
+        with Clock(0.5):
+            assert await receiver.receive(timeout) is None
+        return await receiver.fetch(timeout=5)
+
 
 ASYNCIO = Api("asyncio", asyncsync)
 BLOCKING = Api("blocking", asyncsync.sync)
+
+# Test models are small: they are copied out of shared memory, unless the scheme is told to leave everything there.
+_ALL = [
+    ASYNCIO,
+    BLOCKING,
+    Api("asyncio-shared", asyncsync, "SharedMem"),
+    Api("blocking-shared", asyncsync.sync, "SharedMem"),
+    Api("asyncio-mapped", asyncsync, "SharedMem", map_above=0),
+    Api("blocking-mapped", asyncsync.sync, "SharedMem", map_above=0),
+    Api("asyncio-process", asyncsync, "MultiProcess"),
+    Api("blocking-process", asyncsync.sync, "MultiProcess", map_above=0),
+]
+_EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped")]
+_IN_PLACE = [api for api in _ALL if api.name.endswith(("-mapped", "-process"))]
+
+SETS: dict[str, list[Api]] = {
+    "zmq": [ASYNCIO, BLOCKING],
+    "every": _EVERY,
+    "waiting": [api for api in _EVERY if not api.is_instant],
+    "all": _ALL,
+    "some": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.name in ("asyncio-mapped", "blocking-process"))],
+    "slots": [api for api in _ALL if api.kind != "ZMQ"],
+    "in place": _IN_PLACE,
+    "shared": [api for api in _ALL if api.kind == "SharedMem"],
+    "instant": [api for api in _ALL if api.is_instant],
+    "mapped": [api for api in _ALL if api.kind == "SharedMem" and api.options],
+    "process": [api for api in _ALL if api.kind == "MultiProcess"],
+}
+"""What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
+them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; … "in place" is for
+tests that set ``map_above`` themselves."""

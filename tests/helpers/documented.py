@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from tensordict import TensorDict
 
-from asyncsync.sync import ZMQWeightSyncScheme as SharedMemWeightSyncScheme
+from asyncsync.sync import SharedMemWeightSyncScheme
 from helpers import processes
 
 __all__ = ["ask", "main", "read", "worker_fn"]
@@ -54,13 +54,19 @@ def worker_fn(scheme: Any, worker_idx: int, pipe: Connection) -> None:
     pipe.send(("closed", read(model)))
 
 
-def main(context: Any, train: Callable[[nn.Module, int], None], check: Callable[[str, int, list[Any]], None]) -> Any:
+def main(
+    context: Any,
+    train: Callable[[nn.Module, int], None],
+    check: Callable[[str, int, list[Any]], None],
+    SharedMemWeightSyncScheme: Any = SharedMemWeightSyncScheme,
+) -> Any:
     """The page's main process. Returns its worker processes, which have been joined.
 
     Args:
         context: of multiprocessing.
         train: called with the policy and the epoch: the training step.
         check: called at each point with its name, the epoch, and what each worker holds.
+        SharedMemWeightSyncScheme: makes the scheme; another one is a drop-in replacement.
     """
     pipes = [context.Pipe() for _ in range(2)]
     here = [pipe for pipe, _ in pipes]

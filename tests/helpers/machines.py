@@ -17,7 +17,7 @@ from asyncsync.strategy import WeightStrategy
 from asyncsync.subscriber import Subscriber
 from asyncsync.wire import Instruction
 
-__all__ = ["EPOCH", "SMALL", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
+__all__ = ["EPOCH", "SMALL", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
 
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
@@ -113,19 +113,23 @@ class Desk:
         *,
         dtype: torch.dtype = torch.float32,
         models: Iterable[str] = ("policy",),
+        lent: bool = False,
     ) -> int:
         slabs = {m: slab_of(self.pool, value, dtype) for m in models}
+        for model, slab in slabs.items():
+            slab.lent = lent
+            slab.descriptor = f"{model} {self.publisher.version + 1}".encode() if lent else None
         try:
             return self.publisher.publish(slabs, workers, self.now)
         finally:
             for slab in slabs.values():
                 slab.release()
 
-    def staged(self, worker: int, update: Instruction) -> None:
-        self.receive(worker, wire.Staged(self.publisher.epoch, update.serial))  # type: ignore[attr-defined]
+    def staged(self, worker: int, update: Instruction, last: int = 0, kept: wire.Kept = ()) -> None:
+        self.receive(worker, wire.Staged(self.publisher.epoch, update.serial, last, kept))  # type: ignore[attr-defined]
 
-    def applied(self, worker: int, **versions: int) -> None:
-        self.receive(worker, wire.Applied(self.publisher.epoch, versions))
+    def applied(self, worker: int, last: int = 0, kept: wire.Kept = (), **versions: int) -> None:
+        self.receive(worker, wire.Applied(self.publisher.epoch, versions, last, kept))
 
     def finish(self, worker: int, update: Instruction) -> None:
         """The worker stages and applies this update."""
@@ -159,6 +163,17 @@ class Desk:
             self.publisher.tick(self.now)
 
 
+class Borrowed(Slab):
+    """A lent slab, as a worker sees it: the sender's very memory."""
+
+    lent = True
+    forked = False
+
+    @property
+    def is_used(self) -> bool:
+        return self.references > 0 or self.forked
+
+
 class Fickle(Binding):
     """A binding whose conversion raises while ``broken`` is set."""
 
@@ -177,6 +192,10 @@ class Station:
         self.now = 0.0
         self.pool = SlabPool()
         self.subscriber = Subscriber(0, nonce(7), Identity(107, "here", 1), settings)
+        self.subscriber.attach = self._attach
+        self.offered: dict[bytes, tuple[Slab, bool]] = {}
+        self.borrowed: dict[bytes, Borrowed] = {}
+        self.unavailable: set[str] = set()
         self.models: dict[str, dict[str, torch.Tensor]] = {}
         self.bindings: dict[str, Fickle] = {}
         for model in models:
@@ -230,6 +249,44 @@ class Station:
         parts = tuple(wire.Part(m, values[m][0], s.layout.digest, s.nbytes, None, descriptor) for m, s in slabs.items())
         whole = [b"" if descriptor else bytes(s.memory) for s in slabs.values()] if eager else []
         self.receive(wire.Update(epoch, serial, eager, parts), [*(b"" for _ in parts), *whole])
+
+    def lend(
+        self, serial: int, values: dict[str, tuple[int, float]], *, mapped: bool = True, epoch: wire.Epoch = EPOCH
+    ) -> None:
+        """An update whose slabs the worker reads where they are, or copies out at once."""
+        parts = []
+        for model, (version, value) in values.items():
+            descriptor = f"{epoch} {model} {version}".encode()
+            slab, _ = self.offered.setdefault(descriptor, (slab_of(SlabPool(), value), mapped))
+            parts.append(wire.Part(model, version, slab.layout.digest, slab.nbytes, None, descriptor))
+        self.receive(wire.Update(epoch, serial, True, tuple(parts)), [b""] * (2 * len(parts)))
+
+    def overwrite(self, version: int) -> None:
+        """The trainer uses the memory of this version again."""
+        for descriptor, (slab, _) in self.offered.items():
+            if descriptor.endswith(b" %d" % version):
+                slab.memory[:] = b"\xaa" * slab.nbytes
+
+    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+        assert part.descriptor is not None
+        if part.model_id in self.unavailable:
+            raise OSError("it is not here")
+        if part.descriptor not in self.offered:
+            return None
+        source, mapped = self.offered[part.descriptor]
+        if not mapped:
+            slab = self.subscriber.pool.acquire(layout)
+            slab.memory[:] = source.memory
+            return slab
+        known = self.borrowed.get(part.descriptor)
+        if known is not None and known.references:
+            return known.retain()
+        self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
+        return self.borrowed[part.descriptor]
+
+    def flush(self) -> None:
+        """What a shell does before it sends."""
+        self.subscriber.flush()
 
     def chunk(self, serial: int, offset: int, size: int, value: float, part: int = 0) -> None:
         slab = slab_of(self.pool, value)

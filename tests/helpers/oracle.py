@@ -18,6 +18,7 @@ class Oracle:
     trainers: list[Trainer]
     workers: list[Worker]
     records: dict[int, Record]
+    images: dict[int, bytes]
 
     def check(self) -> None:
         for trainer in self.trainers:
@@ -26,6 +27,8 @@ class Oracle:
         for worker in self.workers:
             if worker.alive:
                 self._check_worker(worker)
+                if self.world.lent:
+                    self._check_memory(worker)
 
     def _check_trainer(self, trainer: Trainer) -> None:
         publisher = trainer.publisher
@@ -33,39 +36,77 @@ class Oracle:
         targets = len(holders)
         for peer in publisher.peers.values():
             if peer.transfer is not None:
-                holders.update(slab for _, slab in peer.transfer.parts.values())
+                holders.update(peer.transfer._retained)
                 assert not peer.lost
+        lent = 0
+        for loans in publisher.loans.values():
+            holders.update(slab for _, slab in loans)
+            lent += len(loans)
         packing = [slab for slab, _ in trainer.packing]
         holders.update(packing)
         for slab, count in holders.items():
             assert slab.references == count, f"{slab.references} references to a slab that {count} hold"
-        assert len(holders) <= trainer.pool.slabs <= len(holders) + 1, "a slab is neither in use nor the spare one"
+        slabs, spares = trainer.pool.slabs + trainer.slots.slabs, 2 if self.world.lent else 1
+        assert len(holders) <= slabs <= len(holders) + spares, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
-        fetching = sum(len(p.transfer.parts) for p in publisher.peers.values() if p.transfer is not None)
-        assert trainer.pool.slabs <= targets + fetching + len(packing) + 1
+        fetching = sum(len(p.transfer._retained) for p in publisher.peers.values() if p.transfer is not None)
+        assert slabs <= targets + fetching + lent + len(packing) + spares
         for publication in publisher.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"
 
     def _check_worker(self, worker: Worker) -> None:
         subscriber = worker.subscriber
         holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber._held.values())
-        stagings = {id(s): s for s in (subscriber.staged, worker.running) if s is not None and not s.abandoned}
+        holders.update(slab for homes in subscriber._homes.values() for slab in homes)
+        waiting = (subscriber.staged, worker.running, *subscriber._interrupted)
+        stagings = {id(s): s for s in waiting if s is not None and not s.abandoned}
         for staging in stagings.values():
             holders.update(part.slab for part in staging.parts.values())
         if subscriber._incoming is not None:
-            holders.update(subscriber._incoming.slabs)
+            holders.update(slab for slab in subscriber._incoming.slabs if slab is not None)
             ahead = subscriber._incoming.ahead
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
         holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
+        holders.update(use.slab for use in worker.uses if use.kind == "reader")
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
-        assert len(holders) <= subscriber.pool.slabs <= len(holders) + 1, f"{worker} leaks slabs"
+        for borrowed in worker.mapped.values():
+            assert not borrowed.references or borrowed in holders, f"{worker} keeps a slot that nothing uses"
+        own = sum(not slab.lent for slab in holders)
+        assert own <= subscriber.pool.slabs <= own + 1, f"{worker} leaks slabs"
         if subscriber.staged is not None:
             assert subscriber.staged.epoch == subscriber.epoch, f"{worker} is about to apply weights of another trainer"
             for model, part in subscriber.staged.parts.items():
                 assert part.version >= subscriber.version(model), (
                     f"{worker} is about to apply an older version of {model!r}"
                 )
+
+    def _check_memory(self, worker: Worker) -> None:
+        """Whatever a worker may read in place is what it was when it was lent."""
+        subscriber = worker.subscriber
+        seen = [(*held, model) for model, held in subscriber._held.items()]
+        for staging in (subscriber.staged, worker.running, *subscriber._interrupted):
+            if staging is not None and not staging.abandoned:
+                seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
+        if (incoming := subscriber._incoming) is not None:
+            assert subscriber.epoch is not None
+            parts = zip(incoming.parts, incoming.slabs, strict=True)
+            seen += [(subscriber.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
+        for epoch, version, slab, model in seen:
+            if slab.lent:
+                number = self._number(worker, epoch, version, model)
+                assert slab.memory == self.images[number], f"version {version} of {model!r} was written under {worker}"
+        for use in worker.uses:
+            assert use.slab.memory == self.images[use.number], (
+                f"{use.number} was written under a {use.kind} of {worker}"
+            )
+
+    def _number(self, worker: Worker, epoch: tuple[int, int], version: int, model: str) -> int:
+        """What this version of a model is for this worker."""
+        trainer = next(t for t in self.trainers if t.publisher.epoch == epoch)
+        number = trainer.records[version - 1].number_for(worker.index, "" if self.world.models == ("",) else model)
+        assert number is not None
+        return number
 
     def _observe(self, worker: Worker) -> None:
         """After something was applied: is it what it must be?"""

@@ -9,7 +9,7 @@ import torch
 
 from asyncsync import wire
 from asyncsync.binding import Binding, Prepared
-from asyncsync.errors import SchemaMismatch
+from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.flat import FlatWeights
 from asyncsync.layout import Layout
 from asyncsync.publisher import Publisher
@@ -19,8 +19,9 @@ from asyncsync.staging import Staging
 from asyncsync.strategy import WeightStrategy
 from asyncsync.subscriber import Subscriber
 from asyncsync.targets import Publication
+from helpers.machines import Borrowed
 
-__all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Worker", "World", "draw_world", "layout_of"]
+__all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
 
 # Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
@@ -44,6 +45,7 @@ class World:
         stubborn: workers that accept one layout only.
         eager, descriptors: how bytes travel (neither: as chunks).
         local: the workers share the trainer's host, so their death is noticed at once.
+        lent: these models travel in slots that workers map, or copy out at once; only if local.
     """
 
     workers: int = 2
@@ -54,6 +56,7 @@ class World:
     checksum: bool = False
     descriptors: bool = False
     local: bool = True
+    lent: frozenset[str] = frozenset()
 
     @property
     def settings(self) -> Settings:
@@ -67,15 +70,18 @@ class World:
 
 def draw_world(source: random.Random) -> World:
     count = source.randint(1, 4)
+    models = source.choice([("policy",), ("",), ("policy", "critic"), ("policy", "critic")])
+    lent = frozenset(source.choice([models, models, models[:1]])) if source.random() < 0.5 else frozenset()
     return World(
         workers=count,
         elastic=source.random() < 0.4,
-        models=source.choice([("policy",), ("",), ("policy", "critic"), ("policy", "critic")]),
+        models=models,
         stubborn=frozenset(w for w in range(count) if source.random() < 0.4),
         eager=source.random() < 0.3,
         checksum=source.random() < 0.5,
         descriptors=source.random() < 0.2,
-        local=source.random() < 0.7,
+        local=bool(lent) or source.random() < 0.7,
+        lent=lent,
     )
 
 
@@ -121,6 +127,43 @@ class Record:
         return f"version {self.version} of trainer {self.trainer.number}: {self.numbers}"
 
 
+class Slots(SlabPool):
+    """Slabs that are written at once when nobody reads them any more, as far as their trainer knows."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.made: list[Slab] = []
+        self._trainer = trainer
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        slab = super()._make(layout, pinned=pinned)
+        slab.lent = True
+        self.made.append(slab)
+        return slab
+
+    def describe(self, slab: Slab, *, mapped: bool) -> bytes:
+        return b"slot %d %d %d" % (self._trainer.number, self.made.index(slab), mapped)
+
+    def _keep(self, slab: Slab) -> None:
+        if self._trainer.usable:  # else it writes nothing any more
+            slab.memory[:] = b"\x55" * slab.nbytes
+        super()._keep(slab)
+
+
+@dataclass(eq=False)
+class Use:
+    """Somebody in a worker process, besides its subscriber, reads a slab that holds this number.
+
+    Attributes:
+        kind: ``"reader"`` (copies it), ``"fork"`` (a child that has not its own copy yet), ``"model"`` (of a worker
+            that has left while its Parameters lie there).
+    """
+
+    kind: str
+    slab: Slab
+    number: int
+
+
 class Trainer:
     """A trainer process."""
 
@@ -128,6 +171,7 @@ class Trainer:
         self.number = number
         self.alive = True
         self.pool = SlabPool()
+        self.slots = Slots(self)
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
@@ -194,6 +238,10 @@ class Worker:
         self.connection: Connection | None = None
         identity = Identity(100 + number, BOOT if world.local else "another host", 1)
         self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings)
+        self.subscriber.attach = self._attach
+        self.left = False
+        self.mapped: dict[Slab, Borrowed] = {}
+        self.uses: list[Use] = []
         self.models: dict[str, dict[str, torch.Tensor]] = {}
         self.bindings: dict[str, FlakyBinding] = {}
         self.contents: dict[str, int] = {}
@@ -209,6 +257,47 @@ class Worker:
         self.contents[model] = 0
         self.subscriber.register(model, self.bindings[model], now)
 
+    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+        """As transports.attachments do it."""
+        assert part.descriptor is not None
+        if not part.descriptor.startswith(b"slot "):
+            return None
+        assert self.connection is not None
+        number, index, mapped = map(int, part.descriptor.split()[1:])
+        trainer = self.connection.trainer
+        assert trainer.number == number
+        slot = trainer.slots.made[index]
+        known = self.mapped.get(slot)
+        if known is None and not trainer.alive:
+            self.failures += 1
+            raise WeightSyncError("the sender's shared memory cannot be opened")
+        if not mapped:
+            slab = self.subscriber.pool.acquire(layout)
+            slab.buffer.copy_(slot.buffer)
+            return slab
+        if known is not None and known.references:
+            return known.retain()
+        if known is None:
+            known = self.mapped[slot] = Borrowed(layout, slot.buffer)
+        else:
+            known._reuse(layout)
+        return known
+
+    def use(self, kind: str, slab: Slab, number: int) -> None:
+        if kind == "reader":
+            slab.retain()
+        elif kind == "fork":
+            assert isinstance(slab, Borrowed)
+            slab.forked = True
+        self.uses.append(Use(kind, slab, number))
+
+    def end_use(self, use: Use) -> None:
+        self.uses.remove(use)
+        if use.kind == "reader":
+            use.slab.release()
+        elif use.kind == "fork" and not any(u.kind == "fork" and u.slab is use.slab for u in self.uses):
+            use.slab.forked = False  # type: ignore[attr-defined]
+
     def look(self, model: str) -> int:
         """The number that this model holds."""
         found = {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}
@@ -217,7 +306,12 @@ class Worker:
 
     @property
     def active(self) -> bool:
-        return self.alive and self.subscriber.ended is None
+        return self.running_on and self.subscriber.ended is None
+
+    @property
+    def running_on(self) -> bool:
+        """Whether the process is there, and its receiver has not been shut down."""
+        return self.alive and not self.left
 
     def __repr__(self) -> str:
         return f"worker {self.index} (incarnation {self.number})"

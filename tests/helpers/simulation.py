@@ -73,7 +73,9 @@ OPERATIONS = {
     "connect": 5,
     "crash": 1,
     "spawn": 1,
-    "leave": 1,
+    "leave": 2,
+    "read": 3,
+    "fork": 1,
     "notice": 1,
     "assemble": 1,
     "restart_trainer": 1,
@@ -102,8 +104,10 @@ class Simulation(Oracle):
         self.network: list[Message] = []
         self.delayed: list[Message] = []
         self.records: dict[int, Record] = {}
+        self.images: dict[int, bytes] = {}
         self.owners: dict[int, int | None] = {}
         self.dropped: Counter[str] = Counter()
+        self.untold: list[Worker] = []
         self.trainer = self._start_trainer(1000)
         for index in range(world.workers):
             self._start_worker(index)
@@ -201,6 +205,7 @@ class Simulation(Oracle):
         if worker.running is None and worker.subscriber.staged is not None:
             worker.running = worker.subscriber.staged
             worker.running.run()
+            worker.running.over = True
             self._observe(worker)
 
     def _do_finish(self, a: int, b: int) -> None:
@@ -274,7 +279,7 @@ class Simulation(Oracle):
         """kill -9, and maybe a new incarnation at once."""
         worker = self._pick(a)
         self._disconnect(worker)
-        worker.alive = False
+        self._kill(worker)
         if b % 2:
             self._connect(self._start_worker(worker.index), self.trainer)
 
@@ -284,13 +289,20 @@ class Simulation(Oracle):
             self._connect(self._start_worker(a % self.world.workers), self.trainer)
 
     def _do_leave(self, a: int, b: int) -> None:
-        """A worker says BYE and ends."""
+        """A worker's scheme is shut down, maybe with Parameters left in slots; its process ends then, or goes on."""
         worker = self._pick(a)
-        if b % 4 == 0 and worker.active:
-            worker.subscriber.bye("done")
-            self._settle()
-            self._disconnect(worker)
-            worker.alive = False
+        if b % 4 == 0 and worker.running_on:
+            self._leave(worker, reads=b // 4 % 2 == 0)
+            if b // 8 % 4 == 0:
+                self._kill(worker)
+
+    def _do_read(self, a: int, b: int) -> None:
+        """A reader begins to copy what a worker holds, or has done so."""
+        self._use("reader", self._pick(a), b)
+
+    def _do_fork(self, a: int, b: int) -> None:
+        """A child that reads what its parent has mapped, until it has its own copy."""
+        self._use("fork", self._pick(a), b)
 
     def _do_notice(self, a: int, b: int) -> None:
         """The operating system tells the trainer which of its local workers have died."""
@@ -327,6 +339,10 @@ class Simulation(Oracle):
         self._do_late(0, 0)
         for worker in self.workers:
             worker.held = False
+            for use in list(worker.uses):
+                worker.end_use(use)
+            if worker.left and worker.alive:
+                self._kill(worker)  # its BYE may have been lost
             if worker.running is not None:
                 self._finish(worker)
             for binding in worker.bindings.values():
@@ -338,9 +354,11 @@ class Simulation(Oracle):
             self._end_trainer(self.trainer)
             self.trainer = self._start_trainer(1000 + 10 * len(self.trainers))
         self._until(self._arrived, "the targets of before")
+        self._until(self._returned, "what was lent before")
         self._check_progress()
         self._publish(self.world.models, None, DTYPES[0], each=False)
         self._until(self._arrived, "a publication for everybody")
+        self._until(self._returned, "what was lent")
         self._check_progress()
         version = self.trainer.publisher.version
         progress = self.trainer.publisher.progress(version, self.trainer.publisher.targeted(version))
@@ -360,7 +378,7 @@ class Simulation(Oracle):
             assert self.now < deadline, f"not converged within {ENOUGH:g} s to {what}: {problem}"
             machines = [
                 *(t.publisher for t in self.trainers if t.alive),
-                *(w.subscriber for w in self.workers if w.alive),
+                *(w.subscriber for w in self.workers if w.running_on),
             ]
             due = min(m.next_tick(self.now) for m in machines)
             self._advance_to(max(self.now, due))
@@ -375,8 +393,16 @@ class Simulation(Oracle):
             if not any(w.active for w in self.workers if w.index == index):
                 self._start_worker(index)
         for worker in self.workers:
+            if worker.running_on and not worker.active:  # superseded, or told that the trainer is no more
+                said = worker.connection is not None
+                self._leave(worker, reads=False)
+                if not said:
+                    self._kill(worker)
             if worker.active:
                 self._register_rest(worker)
+                if worker.subscriber.nonce in self.trainer.publisher._superseded and worker not in self.untold:
+                    self._disconnect(worker)  # its BYE was lost, and a connection that loses something breaks
+                    self.untold.append(worker)
                 if worker.connection is None:
                     self._connect(worker, self.trainer)
         self._do_notice(0, 0)
@@ -440,6 +466,19 @@ class Simulation(Oracle):
                     assert excused, f"{worker} has {worker.contents} instead of {record}: {progress.failed}"
         return None
 
+    def _returned(self) -> str | None:
+        """None if nothing is lent but what workers use, and nothing is in use but that and the targets."""
+        publisher = self.trainer.publisher
+        for nonce, loans in publisher.loans.items():
+            worker = next(w for w in self.workers if w.subscriber.nonce == nonce)
+            used = {key for key, slab in worker.subscriber._kept.items() if slab.is_used}
+            for key, _ in loans:
+                if not worker.active:
+                    return f"{key} is still lent to {worker}, which is gone"
+                if key not in used:
+                    return f"{key} is still lent to {worker}, which uses {used}"
+        return None
+
     def _check_progress(self) -> None:
         publisher = self.trainer.publisher
         for version in range(1, publisher.version + 1):
@@ -486,10 +525,42 @@ class Simulation(Oracle):
             worker.connection = None
             worker.subscriber.disconnected()
 
+    def _kill(self, worker: Worker) -> None:
+        worker.alive = False
+        worker.uses = []
+
+    def _leave(self, worker: Worker, *, reads: bool) -> None:
+        """As a receiver's shutdown does it."""
+        subscriber = worker.subscriber
+        if worker.running is not None:
+            self._finish(worker)
+        subscriber.leave()
+        for use in list(worker.uses):
+            worker.end_use(use)
+        if reads:
+            for model, (epoch, version, slab) in subscriber._held.items():
+                if slab.lent and (epoch == subscriber.epoch or worker.connection is None):
+                    worker.use("model", slab, self._number(worker, epoch, version, model))
+        subscriber.bye("done", reads=reads)
+        self._settle()
+        worker.left = True
+        self._disconnect(worker)
+        subscriber.close()
+
+    def _use(self, kind: str, worker: Worker, b: int) -> None:
+        uses = [use for use in worker.uses if use.kind == kind]
+        if uses and b % 2:
+            worker.end_use(uses[b // 2 % len(uses)])
+            return
+        lent = [(m, *held) for m, held in worker.subscriber._held.items() if held[2].lent]
+        if lent and worker.active:
+            model, epoch, version, slab = lent[b // 2 % len(lent)]
+            worker.use(kind, slab, self._number(worker, epoch, version, model))
+
     def _lose(self, worker: Worker) -> None:
         for trainer in self.trainers:
             if trainer.alive:
-                trainer.publisher.lost(worker.index, worker.subscriber.nonce, "its process has ended", self.now)
+                trainer.publisher.ended(worker.index, worker.subscriber.nonce, "its process has ended", self.now)
 
     def _advance_to(self, now: float) -> None:
         self.now = now
@@ -497,7 +568,7 @@ class Simulation(Oracle):
             if trainer.alive:
                 trainer.publisher.tick(self.now)
         for worker in self.workers:
-            if worker.alive:
+            if worker.running_on:
                 worker.subscriber.tick(self.now)
         self._settle()
 
@@ -508,7 +579,7 @@ class Simulation(Oracle):
             if message.upward:
                 if connection.trainer.alive:
                     connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
-            elif connection.worker.alive:
+            elif connection.worker.running_on:
                 connection.worker.subscriber.receive(instruction, payload, self.now)
         except ProtocolError as error:
             self.dropped[str(error).partition(":")[0]] += 1
@@ -525,6 +596,7 @@ class Simulation(Oracle):
                     while worker.running is None and worker.subscriber.staged is not None:
                         worker.running = worker.subscriber.staged
                         worker.running.run()
+                        worker.running.over = True
                         self._observe(worker)
                         self._finish(worker)
             self._send_up(worker)
@@ -542,6 +614,8 @@ class Simulation(Oracle):
                     trainer.publisher.unreachable(route, self.now)
 
     def _send_up(self, worker: Worker) -> None:
+        if worker.running_on:
+            worker.subscriber.flush()
         outbox = worker.subscriber.outbox
         while outbox:
             instruction, payload = outbox.popleft()
@@ -581,7 +655,7 @@ class Simulation(Oracle):
 
         def make(model: str, whom: Iterable[int | None], dtype: torch.dtype) -> Slab:
             number = len(self.records) + len(dtypes) + 1
-            slab = self._slab(trainer, number, dtype)
+            slab = self._slab(trainer, model, number, dtype)
             slabs.append(slab)
             dtypes[number] = dtype
             numbers.setdefault(model, {}).update(dict.fromkeys(whom, number))
@@ -611,25 +685,30 @@ class Simulation(Oracle):
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
-            trainer.unpack(slabs)
+            trainer.unpack([slab for slab in slabs if not slab.lent])
         version = publisher.publish(parts, None if each else workers, self.now)
         assert version == record.version
         for slab in slabs:
             slab.release()
         self._settle()
 
-    def _slab(self, trainer: Trainer, number: int, dtype: torch.dtype) -> Slab:
+    def _slab(self, trainer: Trainer, model: str, number: int, dtype: torch.dtype) -> Slab:
         flat = FlatWeights({path: torch.full(shape, number, dtype=dtype) for path, shape in SHAPES.items()})
-        slab = trainer.pool.acquire(layout_of(dtype))
+        lent = model in self.world.lent
+        slab = (trainer.slots if lent else trainer.pool).acquire(layout_of(dtype))
         pack(slab, flat)
-        if self.world.descriptors:
+        if lent:
+            self.images[number] = bytes(slab.memory)
+            slab.in_place = number % 3 > 0
+            slab.descriptor = trainer.slots.describe(slab, mapped=slab.in_place)
+        elif self.world.descriptors:
             slab.descriptor = descriptor = b"%d" % number
             trainer.shared[descriptor] = slab
             slab.on_release = lambda: trainer.shared.pop(descriptor)
         return slab
 
     def _pick(self, a: int) -> Worker:
-        alive = [w for w in self.workers if w.alive] or self.workers
+        alive = [w for w in self.workers if w.running_on] or self.workers
         return alive[a % len(alive)]
 
     def _some_models(self, a: int) -> tuple[str, ...]:

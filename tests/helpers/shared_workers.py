@@ -1,0 +1,366 @@
+"""Trainers and workers of the tests with slots: what :class:`~helpers.processes.Worker` can, and how to hurt it.
+
+Each runs in a process of its own; see :mod:`helpers.processes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncsync import binding, sender
+from asyncsync.slab import FOREIGN
+from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
+
+__all__ = [
+    "MIB",
+    "BatchNormed",
+    "SharedTrainer",
+    "SharedWorker",
+    "forwards",
+    "is_repointed",
+    "release_too_early",
+    "slots_in_sight",
+    "trains",
+]
+
+MIB = 1 << 18  # float32 elements in a MiB
+WRITTEN = -77.0
+
+
+def is_repointed(model: nn.Module) -> list[bool]:
+    """Of each Parameter, whether its memory is a slot's mapping."""
+    return [p.untyped_storage().data_ptr() in FOREIGN for p in model.parameters()]
+
+
+def slots_in_sight(*pids: int) -> set[int]:
+    """The inodes of the slots that these processes (this one, if none is named) have open or mapped."""
+    found = set()
+    for pid in pids or (os.getpid(),):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/memfd:asyncsync" in line:
+                    found.add(int(line.split()[4]))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if "/memfd:asyncsync" in os.readlink(entry):
+                        found.add(entry.stat().st_ino)
+    return found
+
+
+def _address_space() -> int:
+    found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def release_too_early(self: Any, last: int, kept: Any) -> None:
+    """What ``Loans.report`` must not be."""
+    self.close()
+
+
+class BatchNormed(nn.Module):
+    """Weights that show a torn read, and a layer that writes its running statistics in every forward."""
+
+    def __init__(self, numel: int, value: float = 0.0) -> None:
+        super().__init__()
+        self.filled = Filled(numel, value)
+        self.norm = nn.BatchNorm1d(4096)
+        self.fill(value)
+
+    def fill(self, value: float) -> BatchNormed:
+        self.filled.fill(value)
+        with torch.no_grad():
+            for tensor in (*self.norm.parameters(), *self.norm.buffers()):
+                tensor.fill_(value)
+        return self
+
+    @property
+    def contents(self) -> dict[str, list[float]]:
+        """The least and the greatest number in each tensor."""
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {name: [float(end) for end in t.detach().aminmax()] for name, t in tensors.items()}
+
+    def forward(self) -> tuple[float, float]:
+        self.norm(torch.randn(8, 4096))
+        found: tuple[float, float] = self.filled()
+        return found
+
+
+class _Hurt:
+    """What can be done to either side."""
+
+    scheme: Any
+    emit: Callable[[Any], None]
+    _limits: tuple[int, int] | None = None
+
+    async def slots_in_sight(self) -> set[int]:
+        return slots_in_sight()
+
+    async def descriptors(self) -> list[str]:
+        """What they refer to; not those of the slots, which Python's mmap keeps."""
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the directory
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+        return sorted(target for target in found if "/memfd:asyncsync" not in target)
+
+    async def limit_memory(self, nbytes: int | None) -> None:
+        """Have this process get no more than so many further bytes of address space (None: as many as it wants)."""
+        if self._limits is None:
+            self._limits = resource.getrlimit(resource.RLIMIT_AS)
+        if nbytes is None:
+            resource.setrlimit(resource.RLIMIT_AS, self._limits)
+            return
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + nbytes, self._limits[1]))
+
+
+class SharedTrainer(_Hurt, Trainer):
+    """A sender of :class:`~helpers.processes.Filled` weights, through slots."""
+
+    async def publish_all_the_time(self) -> None:
+        """Until this process ends."""
+        while True:
+            await self.scheme.publish(self.model.fill(self.scheme.version + 1))
+            await asyncio.sleep(0)
+
+    async def die_in_the_middle_of_packing(self, value: float) -> None:
+        """Publish, and get SIGKILL when half of it has been written into the slot."""
+
+        def pack_half(slab: Any, flat: Any, *rest: Any) -> None:
+            tensors = list(flat.tensors.values())
+            half = len(tensors) // 2
+            for view, tensor in list(zip(slab.views, tensors, strict=True))[:half]:
+                view.copy_(tensor.detach())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        sender.pack = pack_half  # type: ignore[assignment]
+        await self.scheme.publish(self.model.fill(value))
+
+    async def slots(self) -> tuple[int, int]:
+        """How many are in use, and how many there are."""
+        pool = self.scheme.shared_transport.pool
+        return len(pool.used), pool.slabs
+
+    async def fork(self) -> dict[str, Any]:
+        """What a forked child of this trainer finds."""
+
+        def child() -> dict[str, Any]:
+            found: dict[str, Any] = {"slots": len(slots_in_sight())}
+            try:
+                asyncio.new_event_loop().run_until_complete(self.scheme.publish(self.model))
+            except RuntimeError as error:
+                found["error"] = str(error)
+            return found
+
+        result: dict[str, Any] = await asyncio.to_thread(_in_fork, child)
+        return result
+
+
+class SharedWorker(_Hurt, Worker):
+    """A receiver of them."""
+
+    _children: dict[int, tuple[int, int]]
+
+    async def connect(
+        self, scheme: Any, worker_idx: int, numel: int, *, inplace: bool | None = None, **options: Any
+    ) -> int:
+        self._children = {}
+        if inplace is not None:
+            scheme.init_on_receiver = functools.partial(scheme.init_on_receiver, inplace=inplace)
+        return await super().connect(scheme, worker_idx, numel, **options)
+
+    async def connect_normed(self, scheme: Any, worker_idx: int, numel: int, inplace: bool | None = None) -> None:
+        self.model = BatchNormed(numel, -1.0)  # type: ignore[assignment]
+        self.scheme = scheme
+        scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx, inplace=inplace)
+        await scheme.connect()
+
+    async def contents(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = self.model.contents  # type: ignore[attr-defined]
+        return found
+
+    async def is_repointed(self) -> list[bool]:
+        return is_repointed(self.model)
+
+    async def run(self, count: int) -> None:
+        """Forwards in train mode."""
+        self.model.train()
+        for _ in range(count):
+            self.model()
+            await asyncio.sleep(0)
+
+    async def train(self, steps: int, *, own: bool = False) -> float:
+        """An optimizer's steps; returns what the model holds then. ``own``: with momentum, kept between calls."""
+        return trains(self.model, steps, momentum=0.9 if own else 0.0)
+
+    async def train_under_fire(self, steps: int) -> int:
+        """Train all the time, each step in a hold; returns how often a step began with what nobody has sent."""
+        wrong = 0
+        for _ in range(steps):
+            async with self.scheme.hold():
+                before, ends = self.scheme.version, self.model()
+                fresh = before != getattr(self, "_trained", 0)
+                wrong += (ends[0] != ends[1]) or (fresh and ends[0] != before)
+                trains(self.model, 1)
+                self._trained = before
+            await asyncio.sleep(0)
+        return wrong
+
+    async def shutdown_and_keep_the_model(self) -> list[bool]:
+        await self.scheme.shutdown()
+        return is_repointed(self.model)
+
+    async def abandon(self) -> None:
+        """Forget the scheme without a word."""
+        self.scheme = None
+
+    # -- forks ------------------------------------------------------------------------------------------------------
+
+    async def fork(self) -> int:
+        """A child that answers :meth:`ask`; returns its pid."""
+        there, mine = os.pipe()
+        here, its = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for number in (mine, here, *sum(self._children.values(), ())):
+                    os.close(number)
+                signal.alarm(60)  # no test lasts so long
+                while os.read(there, 1):
+                    try:
+                        answer = repr(value_of(dict(self.model.named_parameters())))
+                    except AssertionError as error:
+                        answer = str(error)
+                    os.write(its, f"{answer:<200}".encode())
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(there)
+        os.close(its)
+        self._children[pid] = (mine, here)
+        return pid
+
+    async def ask(self, pid: int) -> str:
+        """What the child's model holds."""
+        mine, here = self._children[pid]
+
+        def ask() -> str:
+            os.write(mine, b"?")
+            return os.read(here, 200).decode().strip()
+
+        return await asyncio.to_thread(ask)
+
+    async def end(self, pid: int, how: signal.Signals | None = None) -> int:
+        """End a child; returns its exit code."""
+        mine, here = self._children.pop(pid)
+        if how is not None:
+            os.kill(pid, how)
+        os.close(mine)
+        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+        os.close(here)
+        return os.waitstatus_to_exitcode(status)
+
+    async def fork_often(self, count: int) -> tuple[list[str], list[str]]:
+        """Children that end at once; returns how many descriptors there were before, and are afterwards."""
+        before = await self.descriptors()
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            await asyncio.to_thread(os.waitpid, pid, 0)
+        return before, await self.descriptors()
+
+    async def use_the_scheme_in_a_child(self) -> dict[str, str]:
+        calls: dict[str, Callable[[], Any]] = {
+            "receive": lambda: self.scheme.receive(0),
+            "fetch": lambda: self.scheme.fetch(1),
+            "connect": lambda: self.scheme.connect(),
+        }
+
+        def child() -> dict[str, str]:
+            found = {}
+            for name, call in calls.items():
+                try:
+                    found[name] = f"returned {asyncio.new_event_loop().run_until_complete(call())!r}"
+                except BaseException as error:
+                    found[name] = f"{type(error).__name__}: {error}"
+            return found
+
+        result: dict[str, str] = await asyncio.to_thread(_in_fork, child)
+        return result
+
+
+def _in_fork(function: Callable[[], Any]) -> Any:
+    from helpers.blocking_crew import in_fork
+
+    return in_fork(function)
+
+
+def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:
+    """Steps of an optimizer that write every element; returns what they all hold then."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return value_of(dict(model.named_parameters()))
+
+
+# -- blocking workers --------------------------------------------------------------------------------------------------
+
+
+def forwards(
+    scheme: Any, index: int, numel: int, count: int, inplace: bool | None, broken: bool, connection: Connection
+) -> None:
+    """Forwards of the main thread and of another one, some of them in a hold; tells how many were torn, how many
+    versions they saw, how often they went back, and whether the Parameters lie in a slot."""
+    scheme.init_on_receiver("policy", model=Filled(numel, -1.0, parts=4), worker_idx=index, inplace=inplace)
+    if broken:
+        scheme.bus._gate = BrokenGate()
+        binding.copy_tensors = _copy_one_by_one
+    scheme.connect(timeout=30)
+    connection.send("connected")
+    model = scheme.model
+    found: list[tuple[int, int, set[float]]] = []
+
+    def read(passes: int) -> None:
+        torn = back = 0
+        last, seen = 0.0, set()
+        for i in range(passes):
+            if i % 10:
+                values = {*model()}
+            else:
+                with scheme.hold():
+                    values = {*model()}
+                    time.sleep(0)
+                    values |= {*model()}
+            torn += len(values) > 1
+            back += min(values) < last
+            last = max(values)
+            seen |= values
+        found.append((torn, back, seen))
+
+    other = threading.Thread(target=read, args=(count // 3,))
+    other.start()
+    read(count - count // 3)
+    other.join()
+    torn, back = sum(t for t, _, _ in found), sum(b for _, b, _ in found)
+    connection.send((torn, len(set().union(*(s for _, _, s in found))), back, all(is_repointed(model))))
+    scheme.shutdown()

@@ -1,0 +1,432 @@
+"""Adopting: a module's Parameters get their memory in a slot, and everything else of the model its right values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncsync.binding import Binding
+from asyncsync.errors import SchemaMismatch
+from asyncsync.layout import Layout
+from asyncsync.slab import FOREIGN, Slab, SlabPool, pack
+from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.transports.attachments import Attachments
+from asyncsync.transports.slots import Place, SlotPool
+
+
+class Pair:
+    """A sender's slots and a worker's model, in one process."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.model = model
+        self.strategy = WeightStrategy("state_dict")
+        self.binding = Binding(model, self.strategy, adopts=True, **options)
+        self.pool = SlotPool(4, 0)
+        self.attachments = Attachments()
+        self.slots: list[Slab] = []
+        self.held: Slab | None = None
+
+    def lend(self, source: Any) -> Slab:
+        """The slab as the worker sees it."""
+        flat = flat_weights(self.strategy, source)
+        slot = self.pool.acquire(Layout.of(flat))
+        pack(slot, flat)
+        self.slots.append(slot)
+        slab = self.attachments.find(Place.decode(self.pool.describe(slot))).slab(slot.layout)
+        slab.values = slot.values
+        return slab
+
+    def apply(self, slab: Slab) -> None:
+        """As a subscriber does it: the new one is held, and the old one let go of, when it has been applied."""
+        self.binding.check(slab.layout)
+        prepared = self.binding.prepare(slab)
+        assert prepared is not None
+        prepared.resolve()
+        prepared.apply()
+        if self.held is not None:
+            self.held.release()
+        self.held = slab
+
+    def update(self, source: Any) -> None:
+        self.apply(self.lend(source))
+        for slot in self.slots[:-1]:  # the sender writes what the worker has given back
+            slot.memory[:] = b"\x7f" * slot.nbytes
+            slot.release()
+        del self.slots[:-1]
+
+    def update_otherwise(self, source: Any) -> None:
+        """As ZeroMQ would bring it."""
+        flat = flat_weights(self.strategy, source)
+        slab = SlabPool().acquire(Layout.of(flat))
+        pack(slab, flat)
+        self.apply(slab)
+        self.forget()
+
+    def forget(self) -> None:
+        for slot in self.slots:
+            slot.memory[:] = b"\x7f" * slot.nbytes
+            slot.release()
+        self.slots.clear()
+
+    def close(self) -> None:
+        if self.held is not None:
+            self.held.release()
+        self.forget()
+        self.attachments.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def make(model: Any, **options: Any) -> Pair:
+        made.append(Pair(model, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    made.clear()  # what a model lies in lives as long as the model
+
+
+def filled(value: float, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """A model whose every element is this number: a torn update shows."""
+    model = make() if make is not None else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    for tensor in model.state_dict().values():
+        tensor.fill_(value)
+    return model
+
+
+def values_of(model: nn.Module) -> set[float]:
+    return {x for tensor in model.state_dict().values() for x in tensor.flatten().tolist()}
+
+
+def adopted(model: nn.Module) -> set[str]:
+    """The tensors that lie in a slot."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name for name, t in named.items() if t.is_cpu and t.untyped_storage().data_ptr() in FOREIGN}
+
+
+def linear(value: float) -> nn.Module:
+    return filled(value, lambda: nn.Linear(3, 4))
+
+
+# -- what is adopted ---------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_adopted_and_buffers_copied(pair: Callable[..., Pair]) -> None:
+    model = filled(0)
+    worker = pair(model)
+    parameters = dict(model.named_parameters())
+    for version in (1, 2, 3, 4):
+        worker.update(filled(version))
+        assert values_of(model) == {version}
+        assert adopted(model) == set(parameters)
+        assert dict(model.named_parameters()) == parameters  # the objects that an optimiser has
+        assert worker.attachments.are_adopted
+    assert all(p.requires_grad and p.is_leaf for p in parameters.values())
+
+
+def test_what_a_worker_writes_stays_its_own_and_is_gone_with_the_next_update(pair: Callable[..., Pair]) -> None:
+    model, other = filled(0), filled(0)
+    worker, neighbour = pair(model), pair(other)
+    for version in range(1, 8):
+        slab = worker.lend(filled(version))
+        place = Place.decode(worker.pool.describe(worker.slots[-1]))
+        beside = neighbour.attachments.find(place).slab(slab.layout)
+        worker.apply(slab)
+        neighbour.apply(beside)
+        assert values_of(model) == values_of(other) == {version}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(100)
+        model(torch.rand(5, 3))  # BatchNorm writes its buffers
+        assert values_of(other) == {version}
+        for slot in worker.slots[:-1]:
+            slot.memory[:] = b"\x7f" * slot.nbytes
+            slot.release()
+        del worker.slots[:-1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_parameters_are_adopted_once_and_stay_tied(pair: Callable[..., Pair]) -> None:
+    model = filled(0, Tied)
+    worker = pair(model)
+    for version in (1, 2, 3):
+        worker.update(filled(version, Tied))
+        assert values_of(model) == {version}
+        assert model.head.weight is model.embed.weight  # type: ignore[union-attr]
+        assert adopted(model) == {"embed.weight"}
+
+
+def transposed() -> nn.Module:
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(torch.zeros(3, 4).t())
+    return model
+
+
+def shared() -> nn.Module:
+    return nn.Linear(3, 4).share_memory()
+
+
+def part_of_something_larger() -> nn.Module:
+    model = nn.Linear(3, 4)
+    flat = torch.zeros(16)
+    model.weight = nn.Parameter(flat[:12].view(4, 3))
+    model.bias = nn.Parameter(flat[12:])
+    return model
+
+
+def of_inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(3, 4)
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def of_a_subclass() -> nn.Module:
+    model = nn.Linear(3, 4)
+    model.weight = Special(torch.zeros(4, 3))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "movable"),
+    [
+        (transposed, {"bias"}),
+        (shared, set()),
+        (part_of_something_larger, set()),
+        (of_inference, set()),
+        (of_a_subclass, {"bias"}),
+    ],
+)
+def test_what_cannot_be_moved_is_copied_into_its_own_memory(
+    pair: Callable[..., Pair], make: Callable[[], nn.Module], movable: set[str]
+) -> None:
+    model = make()
+    worker = pair(model)
+    where = {n: p.data_ptr() for n, p in model.named_parameters() if n not in movable}
+    for version in (1, 2, 3):
+        worker.update(linear(version))
+        assert values_of(model) == {version}
+        assert adopted(model) == movable
+        assert {n: p.data_ptr() for n, p in model.named_parameters() if n not in movable} == where
+
+
+def test_a_meta_model_gets_memory_of_its_own_first(pair: Callable[..., Pair]) -> None:
+    with torch.device("meta"):
+        model: nn.Module = nn.Linear(3, 4)
+    worker = pair(model)
+    for version in (1, 2, 3):
+        worker.update(linear(version))
+        assert values_of(model) == {version}
+
+
+def test_what_is_converted_is_copied(pair: Callable[..., Pair]) -> None:
+    model = linear(0).double()
+    worker = pair(model, cast=True)
+    for version in (1, 2):
+        worker.update(linear(version))
+        assert values_of(model) == {version}
+        assert adopted(model) == set()
+
+
+def compiled_inside() -> nn.Module:
+    return nn.Sequential(torch.compile(linear(0), backend="eager"))  # type: ignore[arg-type]
+
+
+def compiled_itself() -> nn.Module:
+    model = linear(0)
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("make", [compiled_inside, compiled_itself])
+def test_a_module_whose_addresses_somebody_has_is_copied_into(
+    pair: Callable[..., Pair], make: Callable[[], nn.Module]
+) -> None:
+    model = make()
+    worker = pair(model)
+    where = [p.data_ptr() for p in model.parameters()]
+    for version in (1.0, 2.0):
+        worker.update({name: torch.full_like(t, version) for name, t in model.state_dict().items()})
+        assert values_of(model) == {version}
+        assert adopted(model) == set()
+        assert [p.data_ptr() for p in model.parameters()] == where
+
+
+@pytest.mark.parametrize("model", [{"w": torch.zeros(3)}, {"w": nn.Parameter(torch.zeros(3))}])
+def test_only_modules_adopt(pair: Callable[..., Pair], model: dict[str, torch.Tensor]) -> None:
+    worker = pair(model)
+    worker.update({"w": torch.ones(3)})
+    assert (model["w"] == 1).all()
+    assert not worker.attachments.are_adopted
+
+
+def test_a_model_adopts_the_slabs_of_adoptable_memory_only(pair: Callable[..., Pair]) -> None:
+    model = linear(0)
+    worker = pair(model)
+    worker.update_otherwise(linear(1))
+    assert values_of(model) == {1}
+    assert adopted(model) == set()
+
+
+# -- moving on ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_that_comes_another_way_moves_everything_out(pair: Callable[..., Pair]) -> None:
+    model = filled(0)
+    worker = pair(model)
+    worker.update(filled(1))
+    worker.update_otherwise(filled(2))
+    assert values_of(model) == {2}
+    assert adopted(model) == set()
+    worker.update(filled(3))
+    assert values_of(model) == {3}
+    assert len(adopted(model)) == 6
+
+
+def test_a_parameter_that_cannot_be_moved_any_more_gets_memory_of_its_own(pair: Callable[..., Pair]) -> None:
+    model: Any = linear(0)
+    worker = pair(model)
+    worker.update(linear(1))
+    model.weight.data = model.weight.data.view(3, 4).t()  # in the same slot, but no longer contiguous
+    before = worker.slots[0].memory.tobytes()
+    slab = worker.lend(linear(2))
+    worker.apply(slab)
+    assert worker.slots[0].memory.tobytes() == before
+    worker.forget()
+    slab.buffer.fill_(0)
+    assert set(model.weight.flatten().tolist()) == {2}
+    assert adopted(model) == {"bias"}
+
+
+def test_a_parameter_that_the_user_puts_over_adopted_memory_moves_along(pair: Callable[..., Pair]) -> None:
+    model: Any = linear(0)
+    worker = pair(model)
+    worker.update(linear(1))
+    model.weight = nn.Parameter(model.weight.data, requires_grad=False)
+    worker.update(linear(2))
+    assert values_of(model) == {2}
+    assert adopted(model) == {"weight", "bias"}
+
+
+def test_load_state_dict_between_updates(pair: Callable[..., Pair]) -> None:
+    model = filled(0)
+    worker = pair(model)
+    for version in (1, 3, 5):
+        worker.update(filled(version))
+        model.load_state_dict(filled(version + 1).state_dict(), assign=version != 3)
+        assert values_of(model) == {version + 1}
+    worker.update(filled(7))
+    assert values_of(model) == {7}
+
+
+def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Callable[..., Pair]) -> None:
+    model: Any = linear(0)
+    worker = pair(model)
+    worker.update(linear(1))
+    slab = worker.lend(linear(2))
+    worker.binding.check(slab.layout)
+    prepared = worker.binding.prepare(slab)
+    assert prepared is not None
+    own, model.bias = model.bias, nn.Parameter(torch.zeros(5))
+    with pytest.raises(SchemaMismatch):
+        prepared.resolve()
+    model.bias = own
+    slab.release()
+    assert values_of(model) == {1}
+
+
+# -- autograd and optimisers -------------------------------------------------------------------------------------------
+
+
+def test_a_backward_over_weights_that_were_moved_since_is_an_error(pair: Callable[..., Pair]) -> None:
+    model = filled(1, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    worker = pair(model)
+    for version in (2.0, 3.0):
+        loss = model(torch.ones(2, 3)).sum()
+        worker.update(filled(version, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_an_optimiser_goes_on_with_adopted_parameters(pair: Callable[..., Pair]) -> None:
+    model = linear(0)
+    worker = pair(model)
+    optimiser = torch.optim.Adam(model.parameters(), lr=1.0)
+    for version in (1, 2, 3):
+        worker.update(linear(version))
+        model(torch.ones(2, 3)).sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        assert version not in values_of(model)
+        assert len(optimiser.state) == 2
+        assert bytes(worker.slots[-1].memory).count(bytes(torch.tensor([float(version)]).numpy())) >= 16
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def wide(value: float) -> nn.Module:
+    return filled(value, lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))))
+
+
+def saved(thing: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def test_copies_of_an_adopted_model_are_independent(pair: Callable[..., Pair]) -> None:
+    model = wide(0)
+    worker = pair(model)
+    worker.update(wide(1))
+    deep = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(model))
+    loaded = torch.load(io.BytesIO(saved(model)), weights_only=False)
+    state = torch.load(io.BytesIO(saved(model.state_dict())))
+    for version in (2, 3, 4):
+        worker.update(wide(version))
+    for twin in (deep, pickled, loaded):
+        assert values_of(twin) == {1}
+        assert adopted(twin) == set()
+    assert {x for t in state.values() for x in t.flatten().tolist()} == {1}
+
+
+def test_a_saved_model_holds_the_slab_once_whatever_the_number_of_parameters(pair: Callable[..., Pair]) -> None:
+    model = wide(0)
+    before = len(saved(model.state_dict()))
+    worker = pair(model)
+    worker.update(wide(1))
+    assert len(saved(model.state_dict())) < before + (32 << 10)
+    assert len(saved(model)) < before + (64 << 10)
+
+
+def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callable[..., Pair]) -> None:
+    """Passing a model to a spawned process does that: torch moves the storage, under all tensors that use it."""
+    model = linear(0)
+    worker = pair(model)
+    worker.update(linear(1))
+    worker.update(linear(2))
+    model.share_memory()
+    for version in (3, 4, 5, 6):
+        worker.update(linear(version))
+        assert values_of(model) == {version}

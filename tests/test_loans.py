@@ -1,0 +1,355 @@
+"""Loans: what a worker may be reading where it lies is written again when that worker, or its end, has said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync import wire
+from asyncsync.errors import ProtocolError
+from asyncsync.layout import Layout
+from asyncsync.loans import Key, Loans
+from asyncsync.settings import Settings
+from asyncsync.slab import Slab
+from helpers.machines import EPOCH, Desk, nonce
+
+F64 = torch.float64
+RETRY = Settings().retry_interval
+
+
+def lent(nbytes: int = 64) -> Slab:
+    slab = Slab(Layout([(("w",), torch.uint8, (nbytes,))]), torch.zeros(nbytes, dtype=torch.uint8))
+    slab.lent = True
+    return slab
+
+
+# -- one worker's loans ------------------------------------------------------------------------------------------------
+
+
+def test_a_loan_holds_its_slab_until_a_report_of_its_update_does_not_name_it() -> None:
+    loans, slab = Loans(0, 7), lent()
+    loans.lend(5, {"policy": (3, slab)})
+    assert (slab.references, len(loans)) == (2, 1)
+    loans.report(4, ())  # this worker has not seen it yet
+    loans.report(5, (("policy", 3),))  # reads it
+    loans.report(9, (("policy", 3),))
+    assert list(loans) == [(("policy", 3), slab)]
+    loans.report(9, (("policy", 4), ("critic", 3)))
+    assert (slab.references, len(loans)) == (1, 0)
+
+
+def test_a_report_from_before_a_slab_was_lent_again_does_not_give_it_back() -> None:
+    loans, slab = Loans(0, 7), lent()
+    loans.lend(5, {"policy": (3, slab)})
+    loans.lend(6, {"policy": (3, slab)})
+    assert slab.references == 2  # one loan
+    loans.report(5, ())
+    assert slab.references == 2
+    loans.report(6, ())
+    assert slab.references == 1
+
+
+def test_reports_that_come_twice_or_late_give_nothing_back_twice() -> None:
+    loans, old, new = Loans(0, 7), lent(), lent()
+    loans.lend(1, {"policy": (1, old)})
+    loans.lend(2, {"policy": (2, new)})
+    loans.report(2, (("policy", 2),))
+    loans.report(2, (("policy", 2),))
+    loans.report(1, (("policy", 1),))
+    assert (old.references, new.references) == (1, 2)
+
+
+def test_only_what_workers_read_in_place_is_a_loan() -> None:
+    loans, mine, plain = Loans(0, 7), lent(), lent()
+    plain.lent = False
+    loans.lend(1, {"policy": (1, mine), "critic": (1, plain)})
+    assert [key for key, _ in loans] == [("policy", 1)]
+    assert plain.references == 1
+
+
+def test_the_end_of_a_process_gives_everything_back() -> None:
+    loans, slabs = Loans(0, 7), [lent() for _ in range(3)]
+    for serial, slab in enumerate(slabs, 1):
+        loans.lend(serial, {"policy": (serial, slab)})
+    loans.close()
+    loans.close()
+    assert ([slab.references for slab in slabs], len(loans)) == ([1, 1, 1], 0)
+
+
+class Reader:
+    """A worker as loans imagine it: looks at newer UPDATEs only, may forget any version at any time, and reports."""
+
+    def __init__(self) -> None:
+        self.serial = 0
+        self.uses: set[Key] = set()
+
+    def see(self, serial: int, keys: Iterable[Key]) -> None:
+        if serial > self.serial:
+            self.serial = serial
+            self.uses.update(keys)
+
+
+actions = st.tuples(st.sampled_from(["lend", "see", "forget", "report", "hear"]), st.integers(0, 30))
+
+
+@given(st.lists(actions, max_size=60))
+def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_back_all_else(
+    steps: list[tuple[str, int]],
+) -> None:
+    """UPDATEs and reports may arrive in any order, repeatedly, or never."""
+    loans, reader = Loans(0, 7), Reader()
+    slabs: dict[Key, Slab] = {}
+    updates: list[tuple[int, list[Key]]] = []
+    reports: list[tuple[int, list[Key]]] = []
+    for name, number in steps:
+        if name == "lend":
+            parts = {"policy": 1 + number % 5} | ({"critic": 1 + number % 3} if number % 2 else {})
+            keys = [(model, version) for model, version in parts.items()]
+            out = {model: (version, slabs.setdefault((model, version), lent())) for model, version in parts.items()}
+            updates.append((len(updates) + 1, keys))
+            loans.lend(len(updates), out)
+        elif name == "see" and updates:
+            reader.see(*updates[number % len(updates)])
+        elif name == "forget" and reader.uses:
+            reader.uses.discard(sorted(reader.uses)[number % len(reader.uses)])
+        elif name == "report":
+            reports.append((reader.serial, sorted(reader.uses)))
+        elif name == "hear" and reports:
+            loans.report(*reports[number % len(reports)])
+        for key in reader.uses:
+            assert slabs[key].references == 2, f"{key} is read, and may be written"
+    reader.see(len(updates) + 1, [])
+    loans.report(reader.serial, sorted(reader.uses))
+    assert {key for key, _ in loans} == reader.uses
+
+
+# -- the publisher's ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk()
+    desk.join(0, 1)
+    desk.publisher.assemble("policy")
+    return desk
+
+
+def update_for(desk: Desk, worker: int) -> wire.Update:
+    (update,) = desk.take(wire.Update, b"%d" % worker)
+    assert isinstance(update, wire.Update)
+    return update
+
+
+def out(desk: Desk, worker: int) -> set[int]:
+    """The versions that the newest incarnation of this worker, with its default nonce, may be reading."""
+    loans = desk.publisher.loans.get(nonce(worker), Loans(worker, 0))
+    return {version for (_, version), _ in loans}
+
+
+def slabs_out(desk: Desk) -> int:
+    return desk.pool._in_use
+
+
+def test_an_update_lends_its_slabs_and_applying_a_newer_one_gives_them_back(desk: Desk) -> None:
+    desk.publish(1, lent=True)
+    first = {w: desk.take(wire.Update, None) for w in [0]}[0]
+    assert len(first) == 2
+    for worker in (0, 1):
+        desk.staged(worker, first[0], 1, (("policy", 1),))
+        desk.applied(worker, 1, (("policy", 1),), policy=1)
+    assert (out(desk, 0), out(desk, 1)) == ({1}, {1})
+    desk.publish(2, lent=True)
+    second = update_for(desk, 0)
+    assert slabs_out(desk) == 2
+    for worker in (0, 1):
+        desk.staged(worker, second, second.serial, (("policy", 1), ("policy", 2)))
+        assert out(desk, worker) == {1, 2}
+        desk.applied(worker, second.serial, (("policy", 2),), policy=2)
+        assert out(desk, worker) == {2}
+    assert slabs_out(desk) == 1
+
+
+def test_a_worker_that_copies_out_gives_back_with_staged(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    update = update_for(desk, 0)
+    desk.staged(0, update, update.serial)
+    assert nonce(0) not in desk.publisher.loans
+
+
+def test_staging_alone_gives_nothing_back(desk: Desk) -> None:
+    """The word is the report, whatever message brings it."""
+    desk.publish(1, [0], lent=True)
+    update = update_for(desk, 0)
+    desk.staged(0, update)
+    desk.applied(0, policy=1)
+    desk.failed(0, update)
+    desk.pass_time(RETRY)
+    desk.pong(0, {"policy": 1})
+    assert out(desk, 0) == {1}
+
+
+def test_a_failure_and_a_pong_report_too(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    update = update_for(desk, 0)
+    failed = wire.Failed(EPOCH, update.serial, {"policy": 1}, False, "builtins.OSError", "no", "", update.serial)
+    desk.receive(0, failed)
+    assert out(desk, 0) == set()
+    desk.publish(2, [0], lent=True)
+    update = update_for(desk, 0)
+    desk.pass_time(RETRY)
+    seq = desk.publisher.peers[0].ping_seq
+    desk.receive(0, wire.Pong(EPOCH, seq, {}, {}, 0, update.serial, (("policy", 2),)))
+    assert out(desk, 0) == {2}
+    desk.receive(0, wire.Pong(EPOCH, seq, {}, {}, 0, update.serial, ()))  # its number was answered; its report counts
+    assert out(desk, 0) == set()
+
+
+def test_an_update_that_got_lost_stays_lent_until_its_successor_is_reported(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    lost = update_for(desk, 0)
+    desk.publish(2, [0], lent=True)
+    desk.pass_time(RETRY)
+    desk.receive(0, wire.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, 0, ()))
+    desk.ready(0)
+    again = update_for(desk, 0)
+    assert again.serial > lost.serial
+    assert out(desk, 0) == {1, 2}  # the first might come yet, and be looked at
+    desk.staged(0, again, again.serial, (("policy", 2),))
+    assert out(desk, 0) == {2}
+
+
+def test_a_ping_tells_of_the_last_update_so_that_a_lost_one_comes_back_though_nothing_follows_it(desk: Desk) -> None:
+    desk.pass_time(RETRY)
+    assert {ping.serial for ping in desk.take(wire.Ping)} == {0}  # type: ignore[attr-defined]
+    desk.publish(1, [0], lent=True)
+    lost = update_for(desk, 0)
+    desk.pass_time(RETRY)
+    assert [ping.serial for ping in desk.take(wire.Ping, b"0")] == [lost.serial]  # type: ignore[attr-defined]
+    desk.receive(0, wire.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
+    assert out(desk, 0) == set()  # it is sent anew when the worker has accepted its layout anew
+    desk.ready(0)
+    assert (update_for(desk, 0).serial, out(desk, 0)) == (lost.serial + 1, {1})
+
+
+def test_the_same_version_after_a_reconnection_is_lent_anew(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    first = update_for(desk, 0)
+    desk.hello(0, route=b"new")
+    desk.receive(b"new", wire.Ready(EPOCH, {}))
+    (second,) = desk.take(wire.Update, b"new")
+    assert isinstance(second, wire.Update)
+    desk.receive(b"new", wire.Released(EPOCH, nonce(0), first.serial, ()))
+    assert out(desk, 0) == {1}
+    desk.receive(b"new", wire.Released(EPOCH, nonce(0), second.serial, ()))
+    assert out(desk, 0) == set()
+
+
+def test_a_report_over_an_old_connection_does_not_count(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    update = update_for(desk, 0)
+    desk.hello(0, route=b"new")
+    with pytest.raises(ProtocolError, match="unknown peer"):
+        desk.staged(0, update, update.serial)
+    assert out(desk, 0) == {1}
+
+
+def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
+    desk.publish(1, lent=True)
+    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", ""))
+    desk.receive(1, wire.Bye(EPOCH, nonce(1), "reading", ""))
+    assert (out(desk, 0), out(desk, 1)) == (set(), {1})
+    assert [peer.state for peer in desk.publisher.peers.values()] == ["lost", "lost"]
+    desk.publisher.ended(1, nonce(1), "its process has ended", desk.now)
+    assert desk.publisher.loans == {}
+
+
+def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(desk: Desk) -> None:
+    desk.publish(1, lent=True)
+    desk.hello(0, incarnation=50, route=b"next")
+    desk.ready(1)
+    desk.receive(b"next", wire.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest}))  # type: ignore[union-attr]
+    assert {n: {v for (_, v), _ in loans} for n, loans in desk.publisher.loans.items()} == {
+        nonce(0): {1},
+        nonce(1): {1},
+        nonce(50): {1},
+    }
+    desk.publisher.ended(0, nonce(0), "its process (100) has ended", desk.now)
+    assert desk.publisher.loans.keys() == {nonce(1), nonce(50)}
+    assert desk.publisher.peers[0].state == "live"
+
+
+def test_who_was_superseded_keeps_its_loans_until_it_says_released(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    update = update_for(desk, 0)
+    desk.staged(0, update, update.serial, (("policy", 1),))
+    desk.hello(0, incarnation=50, route=b"next")
+    assert out(desk, 0) == {1}
+    with pytest.raises(ProtocolError, match="unknown peer"):
+        desk.applied(0, update.serial, (), policy=1)
+    assert out(desk, 0) == {1}
+    desk.receive(0, wire.Released(EPOCH, nonce(0), wire.MAX_SERIAL, ()))
+    assert desk.publisher.loans == {}
+
+
+def test_released_of_another_epoch_is_refused(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    for route in (0, b"nobody"):
+        with pytest.raises(ProtocolError, match="another epoch"):
+            desk.receive(route, wire.Released((1, 1), nonce(0), wire.MAX_SERIAL, ()))
+    assert out(desk, 0) == {1}
+
+
+def test_silence_gives_nothing_back(desk: Desk) -> None:
+    desk.publish(1, lent=True)
+    desk.pass_time(3600)
+    assert (out(desk, 0), out(desk, 1)) == ({1}, {1})
+
+
+def test_a_connection_to_this_host_that_is_gone_gives_nothing_back_but_one_to_another_does() -> None:
+    desk = Desk()
+    for worker, local in ((0, True), (1, False)):
+        desk.hello(worker, local=local)
+        desk.ready(worker)
+    desk.publisher.assemble("policy")
+    desk.publish(1, lent=True)
+    for _ in range(2):
+        for route in (b"0", b"1"):
+            desk.publisher.unreachable(route, desk.now)
+        desk.now += RETRY
+    assert (out(desk, 0), out(desk, 1)) == ({1}, set())
+
+
+def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target_and_is_still_there(desk: Desk) -> None:
+    desk.publish(1, [0], lent=True)
+    update = update_for(desk, 0)
+    desk.staged(0, update, update.serial)
+    assert slabs_out(desk) == 1
+    desk.hello(0, incarnation=50, route=b"next")
+    desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
+    assert {v for (_, v), _ in desk.publisher.loans[nonce(50)]} == {1}
+
+
+def test_models_of_one_update_come_back_one_by_one() -> None:
+    desk = Desk(1, models=("policy", "critic"))
+    desk.join(0)
+    desk.publish(1, models=("policy", "critic"), lent=True)
+    update = update_for(desk, 0)
+    desk.staged(0, update, update.serial, (("critic", 1),))
+    assert {key for key, _ in desk.publisher.loans[nonce(0)]} == {("critic", 1)}
+
+
+def test_closing_gives_everything_back(desk: Desk) -> None:
+    desk.publish(1, lent=True)
+    desk.hello(0, incarnation=50, route=b"next")
+    desk.publisher.close()
+    assert (desk.publisher.loans, slabs_out(desk)) == ({}, 0)
+    desk.receive(0, wire.Released(EPOCH, nonce(0), 1, ()))
+
+
+def test_what_is_not_lent_leaves_no_loans(desk: Desk) -> None:
+    desk.publish(1)
+    assert desk.publisher.loans == {}

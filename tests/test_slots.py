@@ -1,0 +1,339 @@
+"""Slots: slabs in memory files of the sender, that nobody else can write, and of which nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import resource
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync.errors import WeightSyncError
+from asyncsync.flat import FlatWeights
+from asyncsync.layout import Layout
+from asyncsync.slab import pack
+from asyncsync.transports import slots
+from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, SlotPool
+from helpers.memory import files, mappings
+
+PAGE = mmap.PAGESIZE
+
+
+def layout_of(nbytes: int) -> Layout:
+    return Layout([(("w",), torch.uint8, (nbytes,))])
+
+
+def acquire(pool: SlotPool, nbytes: int = PAGE, value: int = 1) -> Slot:
+    slab = pool.acquire(layout_of(nbytes))
+    assert isinstance(slab, Slot)
+    pack(slab, FlatWeights({("w",): torch.full((nbytes,), value, dtype=torch.uint8)}))
+    return slab
+
+
+def path_of(slot: Slot) -> str:
+    place = slot.place(mapped=True, inodes=())
+    return f"/proc/{place.pid}/fd/{place.number}"
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+u32, u64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
+places = st.builds(Place, st.booleans(), u32, u32, u64, u64, u64, st.lists(u64, max_size=20).map(tuple))
+
+
+@given(places)
+def test_a_place_comes_back_as_it_was(place: Place) -> None:
+    assert Place.decode(place.encode()) == place
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=100).map(lambda rest: b"SHM\x01" + rest))
+def test_whatever_else_is_decoded_is_a_place_or_a_value_error(descriptor: bytes) -> None:
+    try:
+        place = Place.decode(descriptor)
+    except ValueError:
+        return
+    assert place.encode() == descriptor
+
+
+@given(places, st.data())
+def test_a_damaged_place_is_a_place_or_a_value_error(place: Place, data: st.DataObject) -> None:
+    damaged = bytearray(place.encode())
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    del damaged[data.draw(st.integers(0, len(damaged))) :]
+    try:
+        Place.decode(bytes(damaged))
+    except ValueError:
+        return
+
+
+def test_a_descriptor_of_more_slots_than_one_process_has_is_refused() -> None:
+    most = Place(True, 1, 2, 3, 4, 5, tuple(range(MAX_FILES)))
+    assert Place.decode(most.encode()) == most
+    assert len(most.encode()) < 64 << 10  # what an instruction may bring
+    with pytest.raises(ValueError, match="another transport"):
+        Place.decode(most._replace(inodes=tuple(range(MAX_FILES + 1))).encode())
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 64, PAGE, PAGE + 64, 3 * PAGE])
+def test_a_slot_holds_what_was_packed_wherever_it_is_read(nbytes: int) -> None:
+    pool = SlotPool(4, 0)
+    slot = acquire(pool, nbytes, 7)
+    assert bytes(slot.memory) == b"\x07" * nbytes
+    place = Place.decode(pool.describe(slot))
+    assert (place.size, place.pid, place.inodes) == (nbytes, os.getpid(), (place.inode,))
+    with open(path_of(slot), "rb") as file:
+        content = file.read()
+    assert len(content) == max(1, -(-nbytes // PAGE)) * PAGE
+    assert content[:nbytes] == b"\x07" * nbytes
+    assert slot.buffer.data_ptr() % 64 == 0
+    slot.release()
+    pool.close()
+
+
+def test_nobody_else_can_write_or_resize_a_slot() -> None:
+    pool = SlotPool(4, 0)
+    slot = acquire(pool)
+    with open(path_of(slot), "r+b", buffering=0) as file:  # the same user may open it for writing
+        with pytest.raises(PermissionError):
+            file.write(b"x")
+        with pytest.raises(PermissionError):
+            mmap.mmap(file.fileno(), PAGE)
+        for size in (0, PAGE // 2, 2 * PAGE):
+            with pytest.raises(PermissionError):
+                file.truncate(size)
+    assert bytes(slot.memory) == b"\x01" * PAGE
+    slot.memory[:] = b"\x02" * PAGE  # its owner still can
+    with open(path_of(slot), "rb") as file:
+        assert file.read(1) == b"\x02"
+    slot.release()
+    pool.close()
+
+
+def test_slots_are_not_inherited_by_programs() -> None:
+    pool = SlotPool(4, 0)
+    slot = acquire(pool)
+    assert not os.get_inheritable(slot.place(mapped=True, inodes=()).number)
+    slot.release()
+    pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 64, LARGE_BYTES])
+def test_nothing_is_left_of_slots(nbytes: int) -> None:
+    pool = SlotPool(4, 0)
+    held = [acquire(pool, nbytes) for _ in range(3)]
+    assert (len(files()), len(mappings())) == (3, 3)
+    held.pop().release()
+    held.pop().release()  # one spare is enough
+    eventually(lambda: (len(files()), len(mappings())) == (2, 2))
+    pool.close()
+    eventually(lambda: (len(files()), len(mappings())) == (1, 1))
+    held.pop().release()
+    eventually(lambda: not files() and not mappings())
+
+
+def test_nothing_is_left_of_a_pool_that_nobody_closed() -> None:
+    pool = SlotPool(4, 0)
+    slot = acquire(pool)
+    pool.describe(slot)
+    del pool, slot
+    gc.collect()
+    assert not files()
+    assert not mappings()
+
+
+def eventually(done: Callable[[], bool]) -> None:
+    """Large slots are unmapped by threads."""
+    for thread in threading.enumerate():
+        if thread.name == "asyncsync-unmapping":
+            thread.join(10)
+    assert done(), (files(), mappings())
+
+
+def test_a_view_that_somebody_kept_stays_readable() -> None:
+    """Unmapping it would be the end of the process."""
+    program = """
+        import torch
+        from asyncsync.layout import Layout
+        from asyncsync.transports.slots import SlotPool
+
+        pool = SlotPool(4, 0)
+        slab = pool.acquire(Layout([(("w",), torch.uint8, (4096,))]))
+        slab.memory[:] = b"\\x07" * 4096
+        view = slab.views[0][:10]
+        slab.release()
+        pool.close()
+        print(int(view.sum()))
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "70\n"), ran.stderr
+
+
+def test_disposing_twice_is_disposing_once() -> None:
+    pool = SlotPool(4, 0)
+    slot = acquire(pool)
+    number = slot.place(mapped=True, inodes=()).number
+    slot.dispose()
+    other = os.open("/dev/null", os.O_RDONLY)
+    assert other == number  # the lowest number is taken first
+    slot.dispose()
+    os.fstat(other)
+    os.close(other)
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_came_back_is_used_again() -> None:
+    pool = SlotPool(4, 0)
+    first = acquire(pool, 64, 1)
+    place = Place.decode(pool.describe(first))
+    first.release()
+    assert pool.is_quick(64)
+    second = acquire(pool, 64, 2)
+    assert second is first
+    assert Place.decode(pool.describe(second)) == place
+    assert bytes(second.memory) == b"\x02" * 64
+    second.release()
+    pool.close()
+
+
+def test_a_slot_of_another_size_is_given_back() -> None:
+    pool = SlotPool(4, 0)
+    small = acquire(pool, 64)
+    small.release()
+    large = acquire(pool, 128)
+    assert not pool.is_quick(64)
+    assert (len(files()), pool.slabs) == (1, 1)
+    assert Place.decode(pool.describe(large)).inodes == (large.inode,)
+    large.release()
+    pool.close()
+
+
+def test_a_slot_of_the_same_size_takes_another_layout() -> None:
+    pool = SlotPool(4, 0)
+    first = pool.acquire(Layout([(("a",), torch.float32, (16,))]))
+    first.release()
+    second = pool.acquire(Layout([(("b",), torch.int64, (8,))]))
+    assert second is first
+    assert (second.views[0].dtype, second.views[0].shape) == (torch.int64, (8,))
+    second.release()
+    pool.close()
+
+
+def test_workers_are_told_which_slots_there_are_and_whether_to_map_them() -> None:
+    pool = SlotPool(4, 100)
+    slots = [acquire(pool, 64), acquire(pool, 128)]
+    told = [Place.decode(pool.describe(slot)) for slot in slots]
+    assert [place.mapped for place in told] == [False, True]
+    assert {inode for place in told for inode in place.inodes} == {slot.inode for slot in slots}
+    for slot in slots:
+        slot.release()
+    pool.close()
+
+
+def test_there_is_room_for_the_targets_and_so_many_that_readers_hold() -> None:
+    pool = SlotPool(2, 0)
+    assert pool.has_room(64, (), 1)
+    first = acquire(pool, 64)
+    assert pool.has_room(64, {first}, 1)  # the target, and the one to be written
+    assert not pool.has_room(64, (), 1)  # a reader has it
+    assert pool.has_room(64, (), 2)
+    second = acquire(pool, 64)
+    assert not pool.has_room(64, {second}, 1)
+    assert pool.has_room(64, {first, second}, 1)
+    first.release()  # that one can be written again, whoever holds the others
+    assert pool.has_room(64, (), 1)
+    assert not pool.has_room(128, (), 1)
+    assert pool.has_room(128, {second}, 1)
+    second.release()
+    pool.close()
+
+
+@pytest.mark.parametrize("slots_allowed", [2, 3, 4])
+def test_with_all_slots_held_by_readers_there_is_no_room_until_one_comes_back(slots_allowed: int) -> None:
+    pool = SlotPool(slots_allowed, 0)
+    held: list[Slot] = []
+    while pool.has_room(64, held[-1:], 1):
+        held.append(acquire(pool, 64))
+    assert len(held) == slots_allowed
+    held.pop(0).release()
+    assert pool.has_room(64, held[-1:], 1)
+    for slot in held:
+        slot.release()
+    pool.close()
+
+
+# -- no memory ---------------------------------------------------------------------------------------------------------
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (slots.mmap, "mmap")])
+def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str
+) -> None:
+    pool = SlotPool(4, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, refuse)
+        with pytest.raises(MemoryError, match=r"no shared memory for a slot of 4096 bytes.*No space left"):
+            pool.acquire(layout_of(64))
+    assert pool.slabs == 0
+    gc.collect()
+    assert not files()
+    slot = acquire(pool, 64)
+    slot.release()
+    pool.close()
+
+
+def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
+    program = f"""
+        import resource, torch
+        from asyncsync.layout import Layout
+        from asyncsync.transports.slots import SlotPool
+
+        pool = SlotPool(4, 0)
+        used = int(open("/proc/self/statm").read().split()[0]) * {PAGE}
+        resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+        try:
+            pool.acquire(Layout([(("w",), torch.uint8, (64 << 20,))]))
+        except MemoryError as error:
+            print("MemoryError", pool.slabs)
+        slab = pool.acquire(Layout([(("w",), torch.uint8, (1 << 20,))]))
+        slab.release()
+        pool.close()
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "MemoryError 0\n"), ran.stderr
+
+
+def test_without_file_descriptors_there_is_an_error_that_says_so() -> None:
+    pool = SlotPool(4, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(WeightSyncError, match="no shared memory can be had"):
+            pool.acquire(layout_of(64))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pool.slabs == 0
+
+
+def test_a_descriptor_has_fields_of_fixed_size() -> None:
+    assert len(Place(True, 1, 2, 3, 4, 5, ()).encode()) == struct.calcsize("<4sBIIQQQ")
