@@ -39,10 +39,10 @@ class Loans:
     def __iter__(self) -> Iterator[tuple[Key, Slab]]:
         return ((key, slab) for key, (_, slab) in self._lent.items())
 
-    def lend(self, serial: int, parts: Mapping[str, tuple[int, Slab]], *, in_place: bool = False) -> None:
-        """These parts go out with the UPDATE of this serial; or those to be read in place, which it has asked for."""
+    def lend(self, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
+        """These parts of the UPDATE of this serial are the worker's from now on."""
         for model_id, (version, slab) in parts.items():
-            if slab.lent and slab.in_place is in_place:
+            if slab.lent:
                 key = (model_id, version)
                 known = self._lent.get(key)
                 if known is None:

@@ -22,10 +22,17 @@ Parts = dict[str, tuple[int, Slab]]
 
 
 class Announcement:
-    """An UPDATE and its payload frames, the same for all workers that are to have the same parts."""
+    """An UPDATE and its payload frames, the same for all workers that are to have the same parts.
 
-    def __init__(self, serial: int, parts: Parts, epoch: Epoch, *, eager_bytes: int, checksum: bool) -> None:
+    Args:
+        granted: what is read in place need not be asked for.
+    """
+
+    def __init__(
+        self, serial: int, parts: Parts, epoch: Epoch, *, eager_bytes: int, checksum: bool, granted: bool = False
+    ) -> None:
         self.serial = serial
+        self.granted = granted
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         slabs = [slab for _, slab in parts.values()]
         packed = all(slab.packed == slab.nbytes for slab in slabs)  # what is not there yet can only follow as chunks
@@ -39,14 +46,16 @@ class Announcement:
                 payload.append(piece)
                 crc = zlib.crc32(piece) if checksum else None
             digest = slab.layout.digest
-            told.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, slab.in_place))
+            asked = slab.in_place and not granted
+            told.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, asked))
         self.update = Update(epoch, serial, eager, tuple(told))
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
 
-    def says(self, parts: Parts) -> bool:
+    def says(self, parts: Parts, *, granted: bool) -> bool:
         """True for the very same versions and slabs."""
-        return self.key == [(m, version, id(slab)) for m, (version, slab) in parts.items()]
+        key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
+        return self.key == key and self.granted is granted
 
 
 class Transfer:
@@ -56,6 +65,7 @@ class Transfer:
         granted: how many of the parts' bytes, laid end to end, the worker has given credit for.
         in_place, unclaimed: some parts are to be read in place; the worker has not asked for them yet. Until it does
             they are not kept for it, and may hold another version by then.
+        lent: the parts that are kept for it.
         layouts: model and digest of each part.
     """
 
@@ -63,7 +73,8 @@ class Transfer:
         self.serial = announcement.serial
         self.parts = parts
         self.layouts = {(model_id, slab.layout.digest) for model_id, (_, slab) in parts.items()}
-        self._retained = [slab.retain() for _, slab in parts.values() if not slab.in_place]
+        self.lent = {m: part for m, part in parts.items() if announcement.granted or not part[1].in_place}
+        self._retained = [slab.retain() for _, slab in self.lent.values()]
         self.in_place = self.unclaimed = len(self._retained) < len(parts)
         self.after_ping = after_ping
         self.restart = 0
@@ -80,12 +91,13 @@ class Transfer:
     def claim(self) -> None:
         """The worker has asked for the parts that are read in place, and they are still what was announced."""
         self.unclaimed = False
-        self._retained += [slab.retain() for _, slab in self.parts.values() if slab.in_place]
+        self._retained += [slab.retain() for m, (_, slab) in self.parts.items() if m not in self.lent]
+        self.lent = self.parts
 
     def release(self) -> None:
         for slab in self._retained:
             slab.release()
-        self.parts, self._retained = {}, []
+        self.parts, self.lent, self._retained = {}, {}, []
 
     def chunks(self, epoch: Epoch, *, chunk_bytes: int, checksum: bool) -> Iterator[tuple[Chunk, memoryview]]:
         """The next pieces, as far as the worker's credit reaches and the slabs are packed."""

@@ -303,11 +303,13 @@ class Publisher(Overview):
             for model_id, (version, _) in transfer.parts.items():
                 target = self.targets.target(peer.worker, model_id)
                 if target is None or target.version != version:
+                    # It has waited once: what there is now comes without being asked for, or publications that follow
+                    # each other faster than its questions would keep it waiting for ever.
                     peer.end_transfer()
-                    self._pump(peer)
+                    self._pump(peer, granted=True)
                     return False
             transfer.claim()
-            self._loans(peer).lend(transfer.serial, transfer.parts, in_place=True)
+            self._loans(peer).lend(transfer.serial, transfer.lent)
         self._send(peer.route, wire.Granted(self.epoch, transfer.serial))
         return True
 
@@ -511,8 +513,9 @@ class Publisher(Overview):
             welcome = wire.Welcome(self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models)
             self._send(peer.route, welcome, layouts)
 
-    def _pump(self, peer: Peer) -> None:
-        """Start the next UPDATE for a worker that has none outstanding and is behind its target."""
+    def _pump(self, peer: Peer, *, granted: bool = False) -> None:
+        """Start the next UPDATE for a worker that has none outstanding and is behind its target. ``granted``: what is
+        read in place is lent at once."""
         if peer.transfer is not None or peer.lost or self.fenced is not None:
             return
         behind, blocked, fresh = {}, set(), False
@@ -533,7 +536,7 @@ class Publisher(Overview):
         if not parts:
             return
         said = self._said
-        if said is None or said.serial <= peer.serial or not said.says(parts):
+        if said is None or said.serial <= peer.serial or not said.says(parts, granted=granted):
             self._serial += 1
             self._started = True
             said = self._said = Announcement(
@@ -542,10 +545,11 @@ class Publisher(Overview):
                 self.epoch,
                 eager_bytes=self.settings.eager_bytes,
                 checksum=self.settings.checksum,
+                granted=granted,
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
-        if any(slab.lent and not slab.in_place for _, slab in parts.values()):
-            self._loans(peer).lend(said.serial, parts)
+        if any(slab.lent for _, slab in peer.transfer.lent.values()):
+            self._loans(peer).lend(said.serial, peer.transfer.lent)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.update, said.payload)
