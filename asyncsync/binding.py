@@ -22,7 +22,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest
 from asyncsync.layout import Layout, unpack_values
 from asyncsync.places import Places, Plan, Specs
-from asyncsync.slab import FOREIGN, Slab, clone
+from asyncsync.slab import Slab, clone, is_foreign
 
 if TYPE_CHECKING:
     from asyncsync.strategy import WeightStrategy
@@ -142,7 +142,7 @@ class Prepared:
 
     def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
         """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
-        foreign = self._binding.abroad and _is_foreign(destination)
+        foreign = self._binding.abroad and is_foreign(destination)
         if self._home is not None and _can_move(destination, source) and (foreign or _is_alone(destination)):
             self._home.adopted = self._binding.abroad = True
             return source
@@ -427,10 +427,6 @@ def _is_compiled(model: Any) -> bool:
     return compiled or scripted or getattr(model, "_compiled_call_impl", None) is not None
 
 
-def _is_foreign(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.untyped_storage().data_ptr() in FOREIGN
-
-
 def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether this Parameter's memory may be the slab's, which ``source`` is a view of unless it was converted."""
     return (
@@ -439,7 +435,7 @@ def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
         and source.dtype is destination.dtype
         and destination.is_contiguous()
         and not destination.is_inference()
-        and _is_foreign(source)
+        and is_foreign(source)
     )
 
 

@@ -65,6 +65,7 @@ class ReceiverLink(Link):
         self.wanted: list[str] = []
         self.cascade = Cascade()
         self.sender_lost = False
+        self._copying = 0
         self._offered: Staging | None = None
         self._inline: list[tuple[Staging, BaseException | None]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
@@ -432,9 +433,11 @@ class ReceiverLink(Link):
         held = self.subscriber.held(model_id)
         assert held is not None
         slab = held[2].retain()
+        self._copying += 1
         try:
             return then(await self.run(slab.copy, slab.nbytes))
         finally:
+            self._copying -= 1
             slab.release()
             if slab.lent and not self.closed:
                 self.settle()  # the sender may be waiting for it
@@ -458,6 +461,8 @@ class ReceiverLink(Link):
         ended = self.subscriber.ended
         if self.sender_lost or isinstance(ended, ClosedError):
             return True  # nobody writes there any more
+        if self._copying:
+            await finish(self.thread.submit(lambda: None))  # receive() is still reading
         done = True
         for transport in {id(t): t for t in self._fetches.transports.values()}.values():
             if transport.is_adopted or self.gate.applying:

@@ -31,20 +31,49 @@ from asyncsync.flat import FlatWeights, Path, nest
 from asyncsync.layout import ALIGNMENT, Layout, pack_values, unpack_values
 
 PROGRESS_BYTES = 4 << 20
-FOREIGN: set[int] = set()
-"""Addresses of mappings of other processes' memory in which this one's Parameters may lie."""
 _is_cpu = attrgetter("is_cpu")
 
 __all__ = [
     "FOREIGN",
+    "Ranges",
     "Slab",
     "SlabPool",
     "clone",
     "copy_flat",
     "cuda_events",
+    "is_foreign",
     "pack",
     "pack_slab_values",
 ]
+
+
+class Ranges:
+    """Where mappings of other processes' memory begin and end, in which this one's Parameters may lie."""
+
+    def __init__(self) -> None:
+        # Replaced, not changed: mappings may end in a garbage collection, while somebody looks.
+        self._ranges: tuple[tuple[int, int], ...] = ()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def __contains__(self, address: int) -> bool:
+        for begin, end in self._ranges:  # noqa: SIM110 (asked for every Parameter)
+            if begin <= address < end:
+                return True
+        return False
+
+    def add(self, begin: int, end: int) -> None:
+        with self._lock:
+            self._ranges = (*self._ranges, (begin, end))
+
+    def discard(self, begin: int) -> None:
+        with self._lock:
+            self._ranges = tuple([one for one in self._ranges if one[0] != begin])
+
+
+FOREIGN = Ranges()
 
 
 class Slab:
@@ -316,6 +345,11 @@ class SlabPool:
     def _keep(self, slab: Slab) -> None:
         if not self._closed:
             self._spare = slab
+
+
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a mapping of another process's memory."""
+    return tensor.is_cpu and tensor.untyped_storage().data_ptr() in FOREIGN
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ class Incoming:
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise _too_many_values(len(frame))
-        self.values = values
+        self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
         self.slabs: list[Slab | None] = []
         try:
             for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
@@ -230,7 +230,7 @@ class Incoming:
     def granted_part(self, index: int, slab: Slab) -> None:
         """One of the claims, with a reference for this object."""
         self.claims.remove(index)
-        slab.values = bytes(self.values[index])
+        slab.values = self.values[index]
         self.slabs[index] = slab
 
     def take(self) -> list[Slab]:

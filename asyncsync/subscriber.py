@@ -414,7 +414,9 @@ class Subscriber:
                 part = incoming.parts[index]
                 slab = self._attach(part, incoming.layouts[index])
                 if slab is None:
-                    raise ValueError("this update is to be read in place, which its transport cannot do")
+                    raise ValueError(
+                        "this update was offered by another transport: use the same scheme class on both sides"
+                    )
                 incoming.granted_part(index, slab)
                 self.bytes_received += part.nbytes
         except Exception as error:  # no memory, or no access to the sender's: the trainer is told

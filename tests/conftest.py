@@ -9,6 +9,7 @@ Two test files need two names, also when they lie in different directories.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
@@ -79,6 +80,8 @@ def _process_wide() -> None:
         b.connect("inproc://warm")
         a.send(bytearray(1 << 17), copy=False)  # pyzmq's collector thread, with a context of its own
         b.recv()
+    gc.collect()
+    gc.freeze()  # half a million objects of the libraries: collections, forced ones too, take a tenth of the time
 
 
 @pytest.fixture(scope="session", autouse=True)

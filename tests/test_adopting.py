@@ -15,7 +15,7 @@ from torch import nn
 from asyncsync.binding import Binding
 from asyncsync.errors import SchemaMismatch
 from asyncsync.layout import Layout
-from asyncsync.slab import FOREIGN, Slab, SlabPool, pack
+from asyncsync.slab import Slab, SlabPool, is_foreign, pack
 from asyncsync.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.slots import Place, SlotPool
@@ -112,7 +112,7 @@ def values_of(model: nn.Module) -> set[float]:
 def adopted(model: nn.Module) -> set[str]:
     """The tensors that lie in a slot."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name for name, t in named.items() if t.is_cpu and t.untyped_storage().data_ptr() in FOREIGN}
+    return {name for name, t in named.items() if is_foreign(t)}
 
 
 def linear(value: float) -> nn.Module:
@@ -411,13 +411,14 @@ def test_copies_of_an_adopted_model_are_independent(pair: Callable[..., Pair]) -
     assert {x for t in state.values() for x in t.flatten().tolist()} == {1}
 
 
-def test_a_saved_model_holds_the_slab_once_whatever_the_number_of_parameters(pair: Callable[..., Pair]) -> None:
+def test_a_parameter_is_saved_and_pickled_with_its_own_bytes_and_no_others(pair: Callable[..., Pair]) -> None:
     model = wide(0)
-    before = len(saved(model.state_dict()))
+    things: list[Callable[[], Any]] = [model.state_dict, lambda: model, lambda: next(model.parameters())]
+    before = [(len(saved(thing())), len(pickle.dumps(thing()))) for thing in things]
     worker = pair(model)
     worker.update(wide(1))
-    assert len(saved(model.state_dict())) < before + (32 << 10)
-    assert len(saved(model)) < before + (64 << 10)
+    assert adopted(model)
+    assert [(len(saved(thing())), len(pickle.dumps(thing()))) for thing in things] == before
 
 
 def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callable[..., Pair]) -> None:

@@ -163,25 +163,22 @@ def test_bench_ends_when_a_process_dies_in_the_middle(who: int, tmp_path: Path) 
 
 @needs_torchrl
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("who", ["worker 0", "TorchRL's worker 0"])
-def test_bench_ends_when_a_process_beside_torchrl_dies(who: str, tmp_path: Path) -> None:
+def test_bench_ends_when_a_process_beside_torchrl_dies(tmp_path: Path) -> None:
     arguments = ["--quick", "--only", "shared", "--trials", "100000"]
     with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:
         workers = _all_started(process, 5)
         _measuring(process)
-        workers[0 if who == "worker 0" else 3].kill()  # the third is TorchRL's sender
+        workers[3].kill()  # the third is TorchRL's sender
         code, out, err = finish(process)
         assert (code, out) == (1, "")
         assert "semaphore" not in err
-        assert err.startswith(
-            f"asyncsync bench: {who} {'was killed by SIGKILL' if who == 'worker 0' else 'has died'}\n"
-        )
+        assert err.startswith("asyncsync bench: TorchRL's worker 0 has died\n")
         _all_ended(workers)
         assert private_directories() == []
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("section", ["throughput", "latency", pytest.param("shared", marks=needs_torchrl)])
+@pytest.mark.parametrize("section", ["throughput", pytest.param("shared", marks=needs_torchrl)])
 def test_ctrl_c_leaves_no_process_behind(section: str, tmp_path: Path) -> None:
     arguments = ["--quick", "--only", section, "--trials", "100000"]
     with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:

@@ -24,7 +24,7 @@ import torch
 
 from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import WeightSyncError
-from asyncsync.layout import Layout
+from asyncsync.layout import Entry, Layout
 from asyncsync.slab import FOREIGN, Slab, SlabPool
 from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
 
@@ -45,6 +45,22 @@ class Mapped(Slab):
     def __init__(self, layout: Layout, attachment: Attachment) -> None:
         super().__init__(layout, attachment.buffer[: layout.nbytes])
         self._attachment = attachment
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """A typed view per entry of the layout, each a storage of its own: whoever pickles a Parameter, saves it or
+        shares it with another process, does so with its bytes, not with the whole slab's."""
+        if self._views is None:
+            with normal_tensors():
+                self._views = [self._attachment.tensor(entry) for entry in self.layout.entries]
+        return self._views
+
+    def forget_moved(self) -> None:
+        """``share_memory()`` on a model, or its way into a spawned process, moves a storage with all its views."""
+        begin = self._attachment.address
+        pairs = zip(self._views or (), self.layout.entries, strict=False)
+        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
+            self._views = None
 
     @property
     def sent(self) -> torch.Tensor:
@@ -80,20 +96,23 @@ class Attachment:
             raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
         finally:
             os.close(number)
-        self.buffer = self._tensor(self._map)
-        self._untouched = self._tensor(self._other)
+        self.buffer = _tensor(self._map)
+        self._untouched = _tensor(self._other)
         self._detached = False
         self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
-        address = self._address = self.buffer.data_ptr()
-        FOREIGN.add(address)
-        weakref.finalize(self._map, FOREIGN.discard, address)  # tensors may outlive this object
+        self.address = self.buffer.data_ptr()
+        FOREIGN.add(self.address, self.address + self._size)
+        weakref.finalize(self._map, FOREIGN.discard, self.address)  # tensors may outlive this object
         _attachments.add(self)
 
-    def _tensor(self, mapping: mmap.mmap) -> torch.Tensor:
-        with normal_tensors():
-            return torch.frombuffer(mapping, dtype=torch.uint8)
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """One of the tensors that lie here."""
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        area = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
+        return area.view(entry.dtype).view(entry.shape)
 
     @property
     def untouched(self) -> torch.Tensor:
@@ -129,9 +148,7 @@ class Attachment:
             return slab.retain()  # told twice; it cannot have been written meanwhile
         if slab is not None and (slab.adopted or slab.exposed):
             self._clean()
-        if self.buffer.data_ptr() != self._address:
-            # share_memory() on a model, or its way into a spawned process, has moved the storage, with all its views.
-            self.buffer, slab = self._tensor(self._map), None
+            slab.forget_moved()
         if slab is None or slab.nbytes != layout.nbytes:
             slab = self._slab = Mapped(layout, self)
         else:
@@ -146,7 +163,7 @@ class Attachment:
 
     def _has_own_pages(self) -> bool:
         # To look is cheaper than to throw away, and map anew, all pages whenever some might have been written.
-        first, count = self._address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
+        first, count = self.address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
         try:
             number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -237,6 +254,11 @@ class Attachments:
     def _drop(self, key: tuple[int, int]) -> None:
         # The slab refers to the attachment: without this, a garbage collection would have to come to free the memory.
         self._known.pop(key)._slab = None
+
+
+def _tensor(mapping: mmap.mmap) -> torch.Tensor:
+    with normal_tensors():
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _map(number: int, size: int) -> mmap.mmap:

@@ -38,7 +38,12 @@ SLOTS = {
     "process, copied from the slot": Case(MultiProcessWeightSyncScheme, {"map_above": 0}, None, False),
     "process, copied out": Case(MultiProcessWeightSyncScheme, {}, None, False),
 }
+SAME = "process, copied out"
 every_case = pytest.mark.parametrize("case", SLOTS.values(), ids=SLOTS)
+# One is left to the soak, and to the asynchronous workers: the way is the same.
+most_cases = pytest.mark.parametrize(
+    "case", [SLOTS[n] for n in SLOTS if n != SAME], ids=[n for n in SLOTS if n != SAME]
+)
 
 
 def read_under_fire(sender: Any, worker_function: Callable[..., None], *arguments: Any) -> Any:
@@ -100,7 +105,7 @@ def read_slots(case: Case, numel: int, passes: int, record_property: Callable[[s
     assert idle()
 
 
-@every_case
+@most_cases
 def test_r194_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(
     case: Case, record_property: Callable[[str, object], None]
 ) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from asyncsync import binding, sender
-from asyncsync.slab import FOREIGN
+from asyncsync.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
 
 __all__ = [
@@ -44,7 +44,7 @@ WRITTEN = -77.0
 
 def is_repointed(model: nn.Module) -> list[bool]:
     """Of each Parameter, whether its memory is a slot's mapping."""
-    return [p.untyped_storage().data_ptr() in FOREIGN for p in model.parameters()]
+    return [is_foreign(p) for p in model.parameters()]
 
 
 def slots_in_sight(*pids: int) -> set[int]:
