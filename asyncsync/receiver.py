@@ -252,8 +252,15 @@ class ReceiverLink(Link):
         now = self.loop.time()
         if error is None:
             self.subscriber.applied(staging, now)
+            if any(part.slab.lent for part in staging.parts.values()):
+                self.loop.call_soon(self._clean)
         else:
             self.subscriber.failed(staging, error, now)
+
+    def _clean(self) -> None:
+        if not self.closed:
+            for transport in set(self._fetches.transports.values()):
+                transport.clean()
 
     def _poll_gate(self) -> None:
         # Readers that ended abnormally do not say so: look for them while an update waits.

@@ -79,6 +79,9 @@ class Attachment:
     Args:
         place: where it is.
 
+    Attributes:
+        is_detached: it is this process's own memory now, and shows the slot no more.
+
     Raises:
         WeightSyncError: it is not there, or not what it should be.
         MemoryError: it cannot be mapped.
@@ -98,7 +101,7 @@ class Attachment:
             os.close(number)
         self.buffer = _tensor(self._map)
         self._untouched = _tensor(self._other)
-        self._detached = False
+        self.is_detached = False
         self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
@@ -117,7 +120,7 @@ class Attachment:
     @property
     def untouched(self) -> torch.Tensor:
         """What the slot holds; once it may be written again, what is left of that here."""
-        return self.buffer if self._detached else self._untouched
+        return self.buffer if self.is_detached else self._untouched
 
     @property
     def in_use(self) -> bool:
@@ -146,20 +149,22 @@ class Attachment:
         slab = self._slab
         if slab is not None and slab.references:
             return slab.retain()  # told twice; it cannot have been written meanwhile
-        if slab is not None and (slab.adopted or slab.exposed):
-            self._clean()
-            slab.forget_moved()
+        self.clean()
         if slab is None or slab.nbytes != layout.nbytes:
             slab = self._slab = Mapped(layout, self)
         else:
             slab._reuse(layout)
-        slab.adopted = slab.exposed = False
         return slab
 
-    def _clean(self) -> None:
-        """Throw away pages of this process's own: they would hide what the slot holds now."""
+    def clean(self) -> None:
+        """If nobody uses it: throw away pages of this process's own, which would hide what the slot holds next."""
+        slab = self._slab
+        if slab is None or slab.references or not (slab.adopted or slab.exposed) or self.is_detached:
+            return
         if self._has_own_pages():
             self._map.madvise(mmap.MADV_DONTNEED)
+        slab.forget_moved()
+        slab.adopted = slab.exposed = False
 
     def _has_own_pages(self) -> bool:
         # To look is cheaper than to throw away, and map anew, all pages whenever some might have been written.
@@ -183,7 +188,7 @@ class Attachment:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
         pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]
         pages += np.uint8(0)  # a page that is written is copied; it keeps what it holds
-        self._detached = True
+        self.is_detached = True
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +220,7 @@ class Attachments:
         """The mapping of this slot. Raises as :class:`Attachment`."""
         key = (place.device, place.inode)
         found = self._known.get(key)
-        if found is None:
+        if found is None or found.is_detached:
             found = self._known[key] = Attachment(place)
         if self._alive != place.inodes or len(self._known) > len(place.inodes):
             self._alive = place.inodes
@@ -225,6 +230,11 @@ class Attachments:
                 if gone and attachment is not found and not attachment.in_use:
                     self._drop(other)
         return found
+
+    def clean(self) -> None:
+        """Now rather than when the next update is waited for: it takes milliseconds."""
+        for attachment in self._known.values():
+            attachment.clean()
 
     @property
     def are_adopted(self) -> bool:

@@ -91,6 +91,9 @@ class TransportCore:
         """Receiver: whether a model's parameters lie in memory that the sender may write again."""
         return False
 
+    def clean(self) -> None:
+        """Receiver: after an update, when nobody waits: prepare for the next one."""
+
     def detach(self) -> bool:
         """Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
         a while; any thread."""

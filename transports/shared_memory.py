@@ -72,6 +72,9 @@ class SlotTransport(base.TransportCore):
     def is_adopted(self) -> bool:
         return self._attachments.are_adopted
 
+    def clean(self) -> None:
+        self._attachments.clean()
+
     def detach(self) -> bool:
         return self._attachments.detach()
 
