@@ -9,6 +9,7 @@ module, a TensorDict, a dict of tensors, or None (nothing to apply to: ``receive
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,7 @@ class Prepared:
             self._copies = (found, self._sources)
         else:
             self._elsewhere(found)
+            self._repointed += [(left, clone(left)) for left in self._binding.left_behind(found)]
         for name, value in self._values.items():
             if name in plan.model.owners:
                 owner, key = plan.model.owners[name]
@@ -144,7 +146,6 @@ class Prepared:
         """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
         foreign = self._binding.abroad and is_foreign(destination)
         if self._home is not None and _can_move(destination, source) and (foreign or _is_alone(destination)):
-            self._home.adopted = self._binding.abroad = True
             return source
         return clone(source) if foreign else None
 
@@ -158,10 +159,16 @@ class Prepared:
         destinations, sources = self._copies
         if destinations:
             copy_tensors(destinations, sources)
+        if self._home is not None and self._repointed:
+            self._home.adopted = self._binding.abroad = True
+            self._binding.moved += [weakref.ref(destination) for destination, _ in self._repointed]
         for destination, source in self._repointed:
             destination.data = source
             # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
             torch.autograd.graph.increment_version(destination)
+        if self._home is not None and self._repointed:
+            self._home.is_home = True
+            self._binding.moved = self._binding.moved[-len(self._repointed) :]
         for owner, key, value in self._replaced:
             owner[key] = value
         for name, module in self._plan.model.extra_state.items():
@@ -220,6 +227,7 @@ class Binding:
         self.inplace = inplace
         self.adopts = adopts and not _is_compiled(model)
         self.abroad = False  # whether some of the model's memory may be a slab's
+        self.moved: list[weakref.ref[torch.Tensor]] = []  # what was given such memory
         self._own_convert = type(strategy).convert is not Base.convert
         if apply is None and type(strategy).apply_weights is not Base.apply_weights and model is not None:
             apply = self._strategy_apply
@@ -230,6 +238,12 @@ class Binding:
 
     def _strategy_apply(self, weights: Any) -> None:
         self.strategy.apply_weights(self.model, weights, inplace=self.inplace)
+
+    def left_behind(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters that are the model's no more, and still lie in a slab."""
+        present = set(map(id, found))
+        left = [tensor for one in self.moved if (tensor := one()) is not None and id(tensor) not in present]
+        return [tensor for tensor in left if is_foreign(tensor)]
 
     def refresh(self) -> None:
         """Find out anew where the model keeps its tensors."""
@@ -321,6 +335,9 @@ class Binding:
             plan, sources = plan.cast(sources)
         for first, other in plan.ties:
             plan.check_tie(sources, first, other)
+        if home is not None:
+            for first, other in plan.ties:  # equal, as checked, and one memory then as before
+                sources[other] = sources[first]
         if not self.inplace:
             sources = [clone(s) for s in sources]  # one for each name: the sender may have tied what this model has not
         return Prepared(self, plan, sources, states, values, home)

@@ -482,5 +482,10 @@ def _after_fork() -> None:
         gate._after_fork()
 
 
+def any_applying() -> bool:
+    """Whether any gate of this process has an update that is being written, or was when this process was forked."""
+    return any(gate.applying or gate.pending for gate in list(_gates))
+
+
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_after_fork)

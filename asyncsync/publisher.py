@@ -216,6 +216,7 @@ class Publisher(Overview):
                 self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
                 return
             peer = self.peers[worker] = Peer(worker, hello.nonce, route, hello, local, now, applied=applied)
+            self._said = None  # the same incarnation may have been here before, and have seen it
             peer.last_ping = now
         elif hello.attempt <= peer.hello.attempt:
             return  # a duplicate, or overtaken by a newer one: the worker is not where this one came from any more

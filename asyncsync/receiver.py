@@ -144,7 +144,7 @@ class ReceiverLink(Link):
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
         trainer = self.subscriber.trainer
         me = self.subscriber.identity
-        if trainer is None or trainer.pid == self._watched:
+        if trainer is None or (trainer.pid == self._watched and not self.sender_lost):
             return
         self._watched = trainer.pid
         self.sender_lost = False
@@ -474,7 +474,8 @@ class ReceiverLink(Link):
         for transport in {id(t): t for t in self._fetches.transports.values()}.values():
             if transport.is_adopted or self.gate.applying:
                 done = await finish(self.thread.submit(transport.detach)) and done
-        return done
+        # What is being passed on is copied first, by a thread that nobody can stop.
+        return done and self.cascade.task is None
 
     async def _end(self, reads: bool) -> None:
         if self.closed:

@@ -23,7 +23,7 @@ from torch import nn
 from asyncsync.binding import Binding
 from asyncsync.bus import BusCore, Extract
 from asyncsync.context import resolve_model
-from asyncsync.errors import ClosedError
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected
 from asyncsync.gate import Gate
 from asyncsync.link import check_timeout
 from asyncsync.receiver import ReceiverLink
@@ -333,13 +333,12 @@ class SchemeCore(Sources, ABC):
         await transport.ready(timeout)
         version = None
         if initial is not None:
-            version = await link.publish(
-                lambda: {self._topic: initial()},
-                {self._topic: transport},
-                None,
-                serve=[self._topic],
-                timeout=max(0.0, start + timeout - link.loop.time()),
-            )
+            remaining = max(0.0, start + timeout - link.loop.time())
+            extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
+            try:
+                version = await link.publish(extract, transports, None, serve=[self._topic], timeout=remaining)
+            except AckTimeout as error:
+                raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:
             link.publisher.serve(self._topic, start)
             link.settle()

@@ -363,8 +363,12 @@ class SenderLink(Link):
             await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
         if not self._has_room(pool, nbytes, jobs, count):
             remaining = max(0.0, deadline - self.loop.time())
-            if not await self.wait(lambda: self._has_room(pool, nbytes, jobs, count), remaining):
+            publisher = self.publisher
+            if not await self.wait(
+                lambda: publisher.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
+            ):
                 raise AckTimeout(self._why_full(pool))
+            publisher.check_open()
         ready = cuda_events(flat)
 
         def acquire() -> Slab:
@@ -373,7 +377,8 @@ class SenderLink(Link):
             return slab
 
         self.check()
-        slab: Slab = acquire() if pool.is_quick(nbytes) else await self.run(acquire, nbytes)
+        quick = pool.is_quick(nbytes, pinned=ready is not None)
+        slab: Slab = acquire() if quick else await self.run(acquire, nbytes)
         return slab
 
     def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:

@@ -52,25 +52,28 @@ class Ranges:
 
     def __init__(self) -> None:
         # Replaced, not changed: mappings may end in a garbage collection, while somebody looks.
-        self._ranges: tuple[tuple[int, int], ...] = ()
+        self._ranges: tuple[tuple[int, int, object], ...] = ()
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._ranges)
 
     def __contains__(self, address: int) -> bool:
-        for begin, end in self._ranges:  # noqa: SIM110 (asked for every Parameter)
+        for begin, end, _ in self._ranges:  # noqa: SIM110 (asked for every Parameter)
             if begin <= address < end:
                 return True
         return False
 
-    def add(self, begin: int, end: int) -> None:
+    def add(self, begin: int, end: int) -> object:
+        """Returns a token: another mapping may be at the same address by the time this one is known to have ended."""
+        token = object()
         with self._lock:
-            self._ranges = (*self._ranges, (begin, end))
+            self._ranges = (*self._ranges, (begin, end, token))
+        return token
 
-    def discard(self, begin: int) -> None:
+    def discard(self, token: object) -> None:
         with self._lock:
-            self._ranges = tuple([one for one in self._ranges if one[0] != begin])
+            self._ranges = tuple([one for one in self._ranges if one[2] is not token])
 
 
 FOREIGN = Ranges()
@@ -87,7 +90,7 @@ class Slab:
         lent: workers read this very memory, and it is theirs until they say otherwise; see :mod:`asyncsync.loans`.
         in_place: such a slab that workers do not copy out: they ask for it before they read it.
         adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
-        adopted: they have.
+        adopted, is_home: some of them have; all that can.
         exposed: a user's code had views of it, and may have written them.
         on_release: called when the last reference is released.
         packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
@@ -97,6 +100,7 @@ class Slab:
     in_place = False
     adoptable = False
     adopted = False
+    is_home = False
     exposed = False
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
@@ -270,7 +274,7 @@ class SlabPool:
     def __contains__(self, slab: Slab) -> bool:
         return slab._pool is self
 
-    def is_quick(self, nbytes: int) -> bool:
+    def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         """Whether :meth:`acquire` takes no time to speak of."""
         return True
 

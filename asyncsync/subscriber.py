@@ -76,7 +76,7 @@ class Subscriber:
         self.attach: Callable[[wire.Part, Layout], Slab | None] = _nothing_at_hand
         self._kept: dict[tuple[str, int], Slab] = {}
         self._owes = False
-        self._homes: dict[str, list[Slab]] = {}
+        self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
         self._interrupted: list[Staging] = []
         self._versions: dict[str, int] = {}
         self._held: dict[str, tuple[Epoch, int, Slab]] = {}
@@ -114,8 +114,7 @@ class Subscriber:
             return
         self._done(staging)
         for model_id, part in staging.parts.items():
-            for home in self._homes.pop(model_id, ()):
-                home.release()
+            self._move_out(model_id, (staging.epoch, part.version))
             if staging.epoch == self.epoch and part.version > self._versions.get(model_id, 0):
                 self._versions[model_id] = part.version
                 self.error.pop(model_id, None)
@@ -141,10 +140,21 @@ class Subscriber:
         versions = staging.versions
         for model_id, part in staging.parts.items():
             if part.slab.adopted:  # it had got so far, and the model's memory may be here until an update succeeds
-                self._homes.setdefault(model_id, []).append(part.slab.retain())
+                if part.slab.is_home:
+                    self._move_out(model_id, (staging.epoch, part.version))
+                self._homes.setdefault(model_id, []).append((staging.epoch, part.version, part.slab.retain()))
         staging.release()
         if staging.epoch == self.epoch:
             self._fail(staging.serial, versions, error)
+
+    def _move_out(self, model_id: str, since: tuple[Epoch, int]) -> None:
+        """All of the model's memory has been elsewhere since this version."""
+        homes = self._homes.pop(model_id, [])
+        for epoch, version, slab in homes:
+            if (epoch, version) < since:
+                slab.release()
+        if newer := [home for home in homes if home[:2] >= since]:
+            self._homes[model_id] = newer
 
     def _done(self, staging: Staging) -> None:
         """The gate has finished with it, and so with all that came before; some of that may have been interrupted."""
@@ -198,7 +208,7 @@ class Subscriber:
             slab.release()
         self._held.clear()
         for homes in self._homes.values():
-            for slab in homes:
+            for *_, slab in homes:
                 slab.release()
         self._homes.clear()
         self.pool.close()

@@ -431,3 +431,16 @@ def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callabl
     for version in (3, 4, 5, 6):
         worker.update(linear(version))
         assert values_of(model) == {version}
+
+
+def test_a_parameter_that_leaves_the_model_keeps_what_it_shows(pair: Callable[..., Pair]) -> None:
+    model = filled(0, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    worker = pair(model)
+    worker.update(filled(1, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
+    old = model[1]
+    model[1] = nn.Linear(4, 2)
+    for version in (2, 3, 4):
+        worker.update(filled(version, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
+        assert values_of(model) == {version}
+        assert values_of(old) == {1}
+    assert adopted(old) == set()

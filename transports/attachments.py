@@ -24,6 +24,7 @@ import torch
 
 from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import WeightSyncError
+from asyncsync.gate import any_applying
 from asyncsync.layout import Entry, Layout
 from asyncsync.slab import FOREIGN, Slab, SlabPool
 from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
@@ -105,9 +106,10 @@ class Attachment:
         self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
+        self._lock = threading.Lock()  # the loop, a thread that detaches and one that forks look at them
         self.address = self.buffer.data_ptr()
-        FOREIGN.add(self.address, self.address + self._size)
-        weakref.finalize(self._map, FOREIGN.discard, self.address)  # tensors may outlive this object
+        token = FOREIGN.add(self.address, self.address + self._size)
+        weakref.finalize(self._map, FOREIGN.discard, token)  # tensors may outlive this object
         _attachments.add(self)
 
     def tensor(self, entry: Entry) -> torch.Tensor:
@@ -164,7 +166,7 @@ class Attachment:
         if self._has_own_pages():
             self._map.madvise(mmap.MADV_DONTNEED)
         slab.forget_moved()
-        slab.adopted = slab.exposed = False
+        slab.adopted = slab.is_home = slab.exposed = False
 
     def _has_own_pages(self) -> bool:
         # To look is cheaper than to throw away, and map anew, all pages whenever some might have been written.
@@ -195,18 +197,30 @@ class Attachment:
     @property
     def is_forked(self) -> bool:
         """Whether a forked child still reads the slot: until it has detached, or has ended."""
-        self._forks = [number for number in self._forks if not _ended(number)]
-        return bool(self._forks)
+        with self._lock:
+            self._forks = [number for number in self._forks if not _ended(number)]
+            return bool(self._forks)
 
     def keep_for(self, child: int) -> None:
         """Until this pipe ends."""
-        self._forks = [*(number for number in self._forks if not _ended(number)), child]
+        with self._lock:
+            self._forks = [*(number for number in self._forks if not _ended(number)), child]
 
     def forget_forks(self) -> None:
-        """They are the parent's affair, or nobody's any more."""
-        for number in self._forks:
+        """They are nobody's affair any more."""
+        with self._lock:
+            forks, self._forks = self._forks, []
+        for number in forks:
             os.close(number)
-        self._forks = []
+
+    def after_fork(self, *, applying: bool) -> None:
+        """In a child, which has one thread."""
+        self._lock = threading.Lock()
+        self.forget_forks()
+        if self.is_adopted or (self.in_use and applying):
+            self.detach()
+            if self._slab is not None:
+                self._slab.adopted = False
 
 
 class Attachments:
@@ -227,7 +241,7 @@ class Attachments:
             for other, attachment in list(self._known.items()):
                 # What the owner has no more would keep its memory as long as it is mapped.
                 gone = other[0] != place.device or other[1] not in place.inodes
-                if gone and attachment is not found and not attachment.in_use:
+                if gone and attachment is not found and not attachment.in_use and not attachment.is_forked:
                     self._drop(other)
         return found
 
@@ -238,8 +252,8 @@ class Attachments:
 
     @property
     def are_adopted(self) -> bool:
-        """Whether a model depends on the sender's memory."""
-        return any(attachment.is_adopted for attachment in self._known.values())
+        """Whether a model depends on the sender's memory, here or in a forked child."""
+        return any(attachment.is_adopted or attachment.is_forked for attachment in self._known.values())
 
     def detach(self) -> bool:
         """Have the models depend on the sender's memory no longer; takes a while. False if one in a forked child does
@@ -248,7 +262,7 @@ class Attachments:
         for attachment in used:
             attachment.detach()
         deadline = time.monotonic() + FORK_PATIENCE
-        while forked := any(attachment.is_forked for attachment in used):
+        while forked := any(attachment.is_forked for attachment in list(self._known.values())):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.005)
@@ -312,7 +326,8 @@ def _ended(pipe: int) -> bool:
         ended = os.read(pipe, 1) == b""
     except BlockingIOError:
         return False
-    os.close(pipe)
+    if ended:
+        os.close(pipe)
     return ended
 
 
@@ -326,32 +341,35 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    adopted = [attachment for attachment in _attachments if attachment.is_adopted]
-    _forking.pipe, _forking.adopted = None, adopted
-    if adopted:
+    used = [attachment for attachment in _attachments if attachment.in_use]
+    _forking.pipe, _forking.used = None, used
+    if used:
         _forking.pipe = os.pipe()
         os.set_blocking(_forking.pipe[0], False)
-        for attachment in adopted:
-            attachment.keep_for(os.dup(_forking.pipe[0]))
+        _keep(used)
+
+
+def _keep(used: list[Attachment]) -> None:
+    for attachment in used:
+        attachment.keep_for(os.dup(_forking.pipe[0]))
 
 
 def _after_fork_in_parent() -> None:
     if _forking.pipe is not None:
+        _keep([attachment for attachment in _attachments if attachment.in_use and attachment not in _forking.used])
         for number in _forking.pipe:
             os.close(number)
-    _forking.adopted = []
+    _forking.used = []
 
 
 def _after_fork_in_child() -> None:
-    for attachment in _attachments:
-        attachment.forget_forks()
+    applying = any_applying()  # then the child goes on with that
+    for attachment in list(_attachments):
+        attachment.after_fork(applying=applying)
     if _forking.pipe is not None:
-        for attachment in _forking.adopted:
-            attachment.detach()
-            attachment._slab.adopted = False
         for number in _forking.pipe:
             os.close(number)
-    _forking.adopted = []
+    _forking.used = []
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -121,12 +121,17 @@ class Slot(Slab):
         self._registered = _pin(buffer) if pinned else 0
         super().__init__(layout, buffer[: layout.nbytes], pool)
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether its pages are locked."""
+        return bool(self._registered)
+
     def place(self, *, mapped: bool, inodes: tuple[int, ...]) -> Place:
         return Place(mapped, os.getpid(), self._file, self.device, self.inode, self.nbytes, inodes)
 
     def dispose(self) -> None:
         """Give the memory back; slow where there is much of it."""
-        if not self._close.alive:
+        if self._close.detach() is None:
             return
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
@@ -135,7 +140,7 @@ class Slot(Slab):
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run
-        self._close()
+        os.close(self._file)
 
 
 class SlotPool(SlabPool):
@@ -151,6 +156,7 @@ class SlotPool(SlabPool):
         self.slots_allowed = slots
         self.map_above = map_above
         self.used: set[Slot] = set()
+        self._cannot_pin = False
 
     def describe(self, slab: Slab) -> bytes:
         """Where workers find this slab of the pool."""
@@ -162,8 +168,11 @@ class SlotPool(SlabPool):
         spare = self._spare
         return [*self.used, *([spare] if isinstance(spare, Slot) else [])]
 
-    def is_quick(self, nbytes: int) -> bool:
-        return self._spare is not None and self._spare.buffer.numel() == nbytes
+    def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
+        spare = self._spare
+        if spare is None or spare.buffer.numel() != nbytes:
+            return False
+        return not pinned or self._cannot_pin or spare.buffer.is_pinned()
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
         """Whether a slot can be had.
@@ -177,12 +186,14 @@ class SlotPool(SlabPool):
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        return Slot(layout, self, pinned=pinned)
+        slot = Slot(layout, self, pinned=pinned)
+        self._cannot_pin = pinned and not slot.is_registered
+        return slot
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         spare = self._spare
         try:
-            slab = super().acquire(layout, pinned=pinned)
+            slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
         finally:
             if spare is not None and not spare.references:  # it did not fit
                 _dispose(spare)

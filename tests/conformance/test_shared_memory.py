@@ -855,3 +855,42 @@ async def test_r194_many_threads_may_use_the_blocking_schemes_at_once(kind: Any)
         assert len(set.union(*seen)) > 3
         sender.send(Model(-7, width))
         assert read(model) == {-7}
+
+
+class Failing(Model):
+    """Takes tensors, and no extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise LookupError("of the user's")
+
+
+@pytest.mark.schemes("in place")
+async def test_r195_a_worker_that_fails_every_update_holds_up_nobody(api: Api) -> None:
+    source = Healthy(0)
+    models = [Healthy(), Failing()]
+    scheme = api.scheme("state_dict", map_above=0)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=2)
+    receivers = [receiver_of(scheme, i, model) for i, model in enumerate(models)]
+    try:
+        ends = await asyncio.gather(scheme.connect(timeout=5), *(r.connect(timeout=5) for r in receivers),
+                                    return_exceptions=True)  # fmt: skip
+        assert isinstance(ends[0], PartialSendError)
+        for version in range(2, 12):
+            fill(source, version)
+            with pytest.raises(PartialSendError) as caught:
+                await scheme.send_async(timeout=5)
+            assert set(caught.value.failed) == {1}
+            assert isinstance(caught.value.failed[1], RemoteError)
+            assert read(models[0]) == {version}
+            assert read(models[1]) == {version}  # the tensors were there before its own code has failed
+    finally:
+        for one in (*receivers, scheme):
+            await one.shutdown()
+
+
+class Healthy(Failing):
+    def set_extra_state(self, state: Any) -> None:
+        pass
