@@ -146,17 +146,15 @@ def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
         assert private_directories() == []
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_bench_ends_when_a_process_dies_in_the_middle(who: int, tmp_path: Path) -> None:
+def test_bench_ends_when_a_process_dies_in_the_middle(tmp_path: Path) -> None:
     arguments = ["--quick", "--only", "throughput", "--trials", "100000"]
     with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:
         workers = _all_started(process)
         _measuring(process)
-        workers[who].kill()
+        workers[2].kill()
         code, out, err = finish(process)
         assert (code, out) == (1, "")
-        name = ["worker 0", "worker 1", "gloo's sender"][who]
-        assert err == f"asyncsync bench: {name} was killed by SIGKILL\n"
+        assert err == "asyncsync bench: gloo's sender was killed by SIGKILL\n"
         assert not any(worker.is_running() for worker in workers)
         assert private_directories() == []
 
