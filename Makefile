@@ -35,15 +35,17 @@ bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure, beside peers in the sa
 	@$(BIN)/asyncsync bench --json benchmarks/results.json --markdown benchmarks/results.md --plot benchmarks/results.png $(BENCH_ARGS)
 
 # Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
+# Two processes at least: much of a test's time is waiting for the imports of its workers.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 .PHONY: test
 test: $(VENV)/.dev-deps $(VENV)/.installed ## the whole suite against the installed package
 	@dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
 	for name in tests examples benchmarks pyproject.toml; do if [ -e $$name ]; then cp -R $$name "$$dir"; fi; done; \
-	cd "$$dir"; $(INSTALLED) $(BIN)/pytest $(PYTEST_ARGS)
+	cd "$$dir"; $(INSTALLED) $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: ## the long tests
-	@$(MAKE) --no-print-directory test PYTEST_ARGS='-m soak --timeout=3600 $(PYTEST_ARGS)'
+	@$(MAKE) --no-print-directory test PARALLEL= PYTEST_ARGS='-m soak --timeout=3600 $(PYTEST_ARGS)'
 
 # mypy checks the installed package, from a directory where it cannot see the sources: in them asyncsync has no transports.
 .PHONY: lint
