@@ -29,6 +29,7 @@ logger = logging.getLogger("asyncsync")
 # Copies up to this size are made on the loop; larger ones in the work thread.
 INLINE_BYTES = 4 << 20
 LINGER_MS = 500
+WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
 MAX_TICK = 0.25
 
 
@@ -109,17 +110,23 @@ class ProcessWatch:
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._pid = pid
         self._descriptor = -1
         self._ended = ended
-        if pid == os.getpid() or not hasattr(os, "pidfd_open"):
-            return
+        self._again: asyncio.TimerHandle | None = None
+        if pid != os.getpid() and hasattr(os, "pidfd_open"):
+            self._open()
+
+    def _open(self) -> None:
         try:
-            self._descriptor = os.pidfd_open(pid)
+            self._descriptor = os.pidfd_open(self._pid)
         except ProcessLookupError:
-            self._loop.call_soon(ended)
+            self._loop.call_soon(self._ended)
             return
-        except OSError as error:  # out of descriptors, or forbidden by a sandbox: heartbeats remain
-            logger.warning("cannot watch process %d: %s", pid, error)
+        except OSError as error:  # out of descriptors, which passes, or forbidden by a sandbox: heartbeats remain
+            if self._again is None:
+                logger.warning("cannot watch process %d: %s", self._pid, error)
+            self._again = self._loop.call_later(WATCH_AGAIN, self._open)
             return
         self._loop.add_reader(self._descriptor, self._fire)
 
@@ -128,6 +135,8 @@ class ProcessWatch:
         self._ended()
 
     def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
         if self._descriptor >= 0:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._descriptor)
