@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,8 +16,15 @@ from asyncsync import link
 from asyncsync.link import ProcessWatch
 
 
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
 async def test_a_process_that_could_not_be_watched_at_first_is_watched_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, child: subprocess.Popen[bytes]
 ) -> None:
     real, refusals = os.pidfd_open, iter([OSError(errno.EMFILE, "too many"), OSError(errno.EMFILE, "too many")])
 
@@ -28,14 +36,13 @@ async def test_a_process_that_could_not_be_watched_at_first_is_watched_later(
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
     monkeypatch.setattr(link, "WATCH_AGAIN", 0.01)
     ended = asyncio.Event()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        with caplog.at_level(logging.WARNING, "asyncsync"):
-            watch = ProcessWatch(child.pid, ended.set)
-            await asyncio.sleep(0.1)
-        assert len(caplog.records) == 1  # not one per attempt
-        assert not ended.is_set()
-        child.kill()
-        await asyncio.wait_for(ended.wait(), 5)
+    with caplog.at_level(logging.WARNING, "asyncsync"):
+        watch = ProcessWatch(child.pid, ended.set)
+        await asyncio.sleep(0.1)
+    assert len(caplog.records) == 1  # not one per attempt
+    assert not ended.is_set()
+    child.kill()
+    await asyncio.wait_for(ended.wait(), 5)
     watch.close()
 
 
