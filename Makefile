@@ -45,7 +45,7 @@ test: $(VENV)/.dev-deps $(VENV)/.installed ## the whole suite against the instal
 
 .PHONY: soak
 soak: ## the long tests
-	@$(MAKE) --no-print-directory test PARALLEL= PYTEST_ARGS='-m soak --timeout=3600 $(PYTEST_ARGS)'
+	@$(MAKE) --no-print-directory test PARALLEL= PYTEST_ARGS='-m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)'
 
 # mypy checks the installed package, from a directory where it cannot see the sources: in them asyncsync has no transports.
 .PHONY: lint

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
 DEFAULT_TIMEOUT = 60.0
+CONFIGURATION = (
+    "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -53,6 +56,9 @@ class BusCore:
         allow_plaintext: allow addresses that other hosts can reach, without encryption.
         checksum: CRC-32 over every payload; None: on plaintext tcp beyond loopback only.
 
+    Attributes:
+        drawn: whether the address was drawn, and not given.
+
     Raises:
         ValueError: an address that cannot work or is not safe; names the remedy.
     """
@@ -67,6 +73,7 @@ class BusCore:
         allow_plaintext: bool = False,
         checksum: bool | None = None,
     ) -> None:
+        self.drawn = endpoint is None
         endpoint = draw_endpoint() if endpoint is None else endpoint
         self.endpoint = check_endpoint(endpoint, allow_plaintext=allow_plaintext)
         self.connect_endpoint = check_endpoint(
@@ -94,8 +101,7 @@ class BusCore:
         self._converted: BusCore | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "_uid")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in CONFIGURATION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -354,6 +360,19 @@ class BusCore:
         if isinstance(self._link, ReceiverLink):
             return max((self._link.subscriber.version(m) for m in self._schemes), default=0)
         return 0
+
+    def _acting(self) -> int:
+        """Receiver: the newest version that a reader of the models sees, as exactly as the gate knows; 0: none.
+
+        :attr:`version` follows a moment later, and after a cascade: when the update counts as applied.
+        """
+        return self._link.acting if isinstance(self._link, ReceiverLink) else 0
+
+    def _target(self) -> int:
+        """Receiver: the newest version that it has been told of; 0: none."""
+        if not isinstance(self._link, ReceiverLink):
+            return 0
+        return max([self._link.acting, *list(self._link.subscriber.targets.values())])
 
     @property
     def closed(self) -> bool:

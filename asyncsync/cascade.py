@@ -1,7 +1,8 @@
 """Cascade: a worker that serves workers of its own passes each update on before it counts as applied.
 
-A receiver's context with ``update_policy_weights_`` is called with every update that has gone through the gate. The
-sender's ``send`` so returns when the whole tree below has the weights, and a failure down there is this worker's.
+A receiver's context with ``update_policy_weights_`` is called with every update that has gone through the gate, unless
+its attribute ``cascades`` is false by then: nobody is below it. The sender's ``send`` so returns when the whole tree
+below has the weights, and a failure down there is this worker's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Cascade:
 
     def concerns(self, models: Mapping[str, Any]) -> bool:
         """Whether one of these models is passed on."""
-        return bool(self._contexts) and not self._closed and not self._contexts.keys().isdisjoint(models)
+        return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)
 
     def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
         """Pass one update on; ``then`` is called on the loop with what ``update_policy_weights_`` raised, or None.
@@ -54,7 +55,7 @@ class Cascade:
     async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
         failure: Exception | None = None
         try:
-            contexts = {id(self._contexts[m]): self._contexts[m] for m in slabs if m in self._contexts}
+            contexts = {id(c): c for m in slabs if _has_workers(c := self._contexts.get(m))}
             for context in contexts.values():
                 await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
         except BaseException as error:
@@ -86,6 +87,11 @@ class Cascade:
         if self.task is not None:
             self.task.cancel()
         self._thread.abandon()
+
+
+def _has_workers(context: Any) -> bool:
+    # Asked for each update: a collector may be given its workers later.
+    return context is not None and bool(getattr(context, "cascades", True))
 
 
 def _copies(slabs: Mapping[str, Slab]) -> dict[str, TensorDict]:

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
-__all__ = ["has_model", "resolve_model"]
+__all__ = ["follow", "has_model", "resolve_model"]
 
 logger = logging.getLogger("asyncsync")
+
+_STEP = re.compile(
+    r"""(?:^|\.)(?P<name>[^.\[\]]+) | \[(?P<index>-?\d+)\]
+      | \[(?P<quote>['"])(?P<key>.*?)(?P=quote)\] | \[(?P<bare>[^\]]+)\]""",
+    re.VERBOSE,
+)
 
 
 def resolve_model(context: Any, model_id: str | None) -> Any:
@@ -47,14 +54,28 @@ def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
                 return model, None
     if not model_id:
         return None, None
-    target = context
-    for name in model_id.replace("[", ".[").split("."):
-        try:
-            target = target[_index(name[1:-1])] if name.startswith("[") else getattr(target, name)
-        except (AttributeError, LookupError, TypeError) as error:
-            return None, error
-    return target, None
+    try:
+        return follow(context, model_id), None
+    except (AttributeError, LookupError, TypeError) as error:
+        return None, error
 
 
-def _index(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text.strip("'\"")
+def follow(target: Any, path: str) -> Any:
+    """What an attribute path leads to: names, ``[0]`` and ``['key']``, from this object on. Nothing is evaluated.
+
+    Raises:
+        AttributeError, LookupError, TypeError: it leads nowhere.
+    """
+    position = 0
+    while position < len(path):
+        step = _STEP.match(path, position)
+        if step is None or path.startswith("."):
+            raise AttributeError(f"{path!r} is no attribute path: {path[position:]!r} is neither a name nor an index")
+        position = step.end()
+        if (name := step["name"]) is not None:
+            target = getattr(target, name)
+        elif (index := step["index"]) is not None:
+            target = target[int(index)]
+        else:
+            target = target[step["key"] if step["bare"] is None else step["bare"]]
+    return target

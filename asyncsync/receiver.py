@@ -26,7 +26,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lane, connect, read
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
-from asyncsync.wire import Buffer, Instruction, Welcome, decode, encode
+from asyncsync.wire import Buffer, Epoch, Instruction, Welcome, decode, encode
 
 __all__ = ["Mark", "ReceiverLink"]
 
@@ -52,6 +52,7 @@ class ReceiverLink(Link):
     Attributes:
         manual: models whose updates wait for ``receive`` (``apply="on_receive"``).
         wanted: those of them that somebody is receiving right now.
+        acting: the newest version that readers of the models see.
     """
 
     def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
@@ -64,6 +65,8 @@ class ReceiverLink(Link):
         self.manual: set[str] = set()
         self.wanted: list[str] = []
         self.cascade = Cascade()
+        self.acting = 0
+        self._acts: tuple[Epoch | None, dict[str, int]] = None, {}
         self.sender_lost = False
         self._copying = 0
         self._offered: Staging | None = None
@@ -218,6 +221,11 @@ class ReceiverLink(Link):
     def _done(self, staging: Staging, error: BaseException | None) -> None:
         """Called by the gate in the thread that applied."""
         staging.over = True
+        if error is None and not staging.abandoned:
+            # Before any reader enters: who asks inside a hold is told what it reads.
+            before, versions = self._acts
+            self._acts = staging.epoch, (versions if before == staging.epoch else {}) | staging.versions
+            self.acting = max(self._acts[1].values())
         if self._inline is not None and threading.get_ident() == self._thread:
             self._inline.append((staging, error))
             return

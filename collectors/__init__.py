@@ -1,1 +1,60 @@
 """Collectors: environments stepped in parallel by workers whose policy follows the trainer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensordict.nn import InteractionType as ExplorationType
+
+    from asyncsync.collectors.gym import GymEnv
+    from asyncsync.collectors.multi import MultiCollector
+    from asyncsync.collectors.multi_async import MultiAsyncCollector
+    from asyncsync.collectors.multi_sync import MultiSyncCollector
+    from asyncsync.collectors.policies import RandomPolicy
+    from asyncsync.collectors.single import Collector
+    from asyncsync.collectors.trajectories import split_trajectories
+    from asyncsync.collectors.updaters import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+
+__all__ = [
+    "Collector",
+    "ExplorationType",
+    "GymEnv",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiProcessedWeightUpdater",
+    "MultiSyncCollector",
+    "RandomPolicy",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "split_trajectories",
+]
+
+# Loaded when asked for: a trainer that only updates weights imports no environments.
+_HOMES = {
+    "Collector": "asyncsync.collectors.single",
+    "ExplorationType": "tensordict.nn",
+    "GymEnv": "asyncsync.collectors.gym",
+    "MultiAsyncCollector": "asyncsync.collectors.multi_async",
+    "MultiCollector": "asyncsync.collectors.multi",
+    "MultiProcessedWeightUpdater": "asyncsync.collectors.updaters",
+    "MultiSyncCollector": "asyncsync.collectors.multi_sync",
+    "RandomPolicy": "asyncsync.collectors.policies",
+    "VanillaWeightUpdater": "asyncsync.collectors.updaters",
+    "WeightUpdaterBase": "asyncsync.collectors.updaters",
+    "split_trajectories": "asyncsync.collectors.trajectories",
+}
+_NAMES = {"ExplorationType": "InteractionType"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), _NAMES.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

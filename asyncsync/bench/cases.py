@@ -14,7 +14,20 @@ from itertools import count
 import torch
 from torch import nn
 
-__all__ = ["EMPTY", "LARGE", "MANY", "MIDDLE", "ONE_HOST", "SECTIONS", "SMALL", "WORKERS", "Payload", "Plan", "touch"]
+__all__ = [
+    "COLLECT",
+    "EMPTY",
+    "LARGE",
+    "MANY",
+    "MIDDLE",
+    "ONE_HOST",
+    "SECTIONS",
+    "SMALL",
+    "WORKERS",
+    "Payload",
+    "Plan",
+    "touch",
+]
 
 KIB, MIB = 1 << 10, 1 << 20
 WORKERS = 2  # processes; cases with one receiver use the first of them
@@ -27,8 +40,10 @@ SECTIONS = {
     "stall": "the longest stall of the trainer's event loop during large sends",
     "shared": "SharedMem: send → applied by all, beside TorchRL's scheme of that name",
     "process": "MultiProcess: the same",
+    "collect": "collectors, beside TorchRL's and a bare loop over a vector environment",
 }
 ONE_HOST = ("shared", "process")  # sections with processes of their own
+COLLECT = ("collect",)  # and others again
 
 
 @dataclass(frozen=True)

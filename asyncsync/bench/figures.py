@@ -26,6 +26,14 @@ BESIDE_TORCHRL = (  # section, case, system, how many times TorchRL's median wit
     ("process", "256 MiB", "async", 1.0),
     ("process", "1000 × 4 KiB", "async", 0.01),
 )
+COLLECTORS = (  # case, workers, peer, how many times its median the same frames may take, and whether that counts
+    ("CartPole", 1, "TorchRL", 1.0, True),
+    ("CartPole, sync", 2, "TorchRL", 1.0, True),
+    ("CartPole, async", 2, "TorchRL", 1.0, True),
+    ("64 CartPoles", 1, "bare loop", 1 / 0.6, True),
+    ("64 CartPoles, vectorised", 1, "bare loop", 1 / 0.6, False),
+    ("64 MiB of images", 1, "memcpy", 2.0, True),
+)
 
 
 @dataclass(frozen=True)
@@ -177,6 +185,14 @@ def bars(figures: Sequence[Figure]) -> list[Bar]:
     add("SharedMem, 256 MiB to 4 workers ≤ 1.15 × to 1 worker", four, one, 1.15)
     memcpy = every.median("shared", "256 MiB", 1, "memcpy")
     add("SharedMem, 256 MiB to 1 worker ≤ 1.15 × one memcpy into shared memory", one, memcpy, 1.15)
+    for case, workers, peer, limit, counts in COLLECTORS:
+        add(
+            f"{case}, collected ≤ {limit:.3g} × {peer}" + ("" if counts else " (beside the bar)"),
+            every.median("collect", case, workers, "asyncsync"),
+            every.median("collect", case, workers, peer),
+            limit,
+            counts=counts,
+        )
     return found
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from asyncsync.bench.collection import ENVIRONMENTS, FRAMES
 from asyncsync.bench.figures import SCHEMES, Bar, Figure, Figures, bars
 from asyncsync.bench.peers import GLOO
 
@@ -114,6 +115,7 @@ class Report:
             "memory": _memory,
             "shared": _one_host,
             "process": _one_host,
+            "collect": _collect,
         }
         found = [make(part) for name, make in makers.items() if (part := self.figures.of(name))]
         if self.bars:
@@ -233,6 +235,26 @@ def _one_host(figures: Figures) -> Table:
         note += f" {NO_TORCHRL}"
     columns = ["", *systems, "memcpy", "async ÷ TorchRL", "blocking ÷ TorchRL", "async ÷ memcpy"]
     return Table(f"{SCHEMES[section]}WeightSyncScheme", columns, rows, note)
+
+
+def _collect(figures: Figures) -> Table:
+    rows = []
+    for case, workers in _cases(figures):
+        ours = figures.median("collect", case, workers, "asyncsync")
+        peer = next(figure for figure in figures if figure.case == case and figure.system != "asyncsync")
+        rates = [NOTHING if case.endswith("images") else _rate(time) for time in (ours, peer.median)]
+        rows.append([case, f"{workers}", peer.system, _ms(ours), _ms(peer.median), *rates, _times(ours, peer.median)])
+    note = (
+        f"Medians of {_trials(figures)} interleaved trials: milliseconds for {FRAMES} frames with a small policy; "
+        f"CartPole is TorchRL's GymEnv, {ENVIRONMENTS} CartPoles are Gymnasium's vector environment. Images: from the "
+        "last step until the batch can be read in the trainer, beside one memcpy of as much."
+    )
+    columns = ["", "workers", "peer", "asyncsync", "peer's", "frames/s", "peer's frames/s", "asyncsync ÷ peer"]
+    return Table("Collectors", columns, rows, note)
+
+
+def _rate(milliseconds: float | None) -> str:
+    return NOTHING if milliseconds is None else f"{FRAMES / milliseconds * 1e3:,.0f}"
 
 
 def _bars(found: Sequence[Bar]) -> Table:

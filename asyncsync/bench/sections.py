@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-from asyncsync.bench import onehost, ours, peers
+from asyncsync.bench import collecting, onehost, ours, peers
 from asyncsync.bench.cases import EMPTY, MANY, MIDDLE, ONE_HOST, SMALL, WORKERS, Payload
 from asyncsync.bench.crew import Crew
 from asyncsync.bench.figures import Figure
@@ -207,4 +207,5 @@ RUN: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {
     "latency": latency,
     "stall": stall,
     **onehost.RUN,
+    **collecting.RUN,
 }

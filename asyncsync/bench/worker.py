@@ -22,6 +22,7 @@ from torch import nn
 
 from asyncsync import WeightSyncScheme
 from asyncsync.bench.cases import Payload
+from asyncsync.bench.collection import Collection
 from asyncsync.bench.meters import PeakMemory
 from asyncsync.bench.peers import Gloo, digest, echo
 from asyncsync.bench.pipe import Pipe, end_with_parent
@@ -57,6 +58,7 @@ class Worker:
         self._schemes: list[WeightSyncScheme] = []
         self._gloo: Gloo | None = None
         self._torchrl: TorchRL | None = None
+        self._collection: Collection | None = None
         self._echo: asyncio.Task[None] | None = None
         self._memory: PeakMemory | None = None
 
@@ -77,6 +79,7 @@ class Worker:
                 break
         await self.close()
         await self.torchrl_end()
+        await self.collect_end()
         if self._gloo is not None:
             self._gloo.close()
 
@@ -164,6 +167,20 @@ class Worker:
         assert self._gloo is not None
         self._pipe.post(("done", "about to wait"))
         self._gloo.receive(how, receivers)
+
+    async def collect_start(self, side: str) -> bool:
+        """Whether what it needs is installed."""
+        self._collection = Collection.start(side)
+        return self._collection is not None
+
+    async def collect(self, order: str, case: str) -> Any:
+        """A method of :class:`Collection`. Blocks the loop."""
+        return getattr(self._collection, order)(case)
+
+    async def collect_end(self) -> None:
+        if self._collection is not None:
+            self._collection.close()
+            self._collection = None
 
     async def torchrl_start(self, kind: str, payloads: list[Payload], counts: Sequence[int]) -> bool:
         """Whether TorchRL is installed; if it is, its workers start. Orders to them go through this process."""

@@ -1,0 +1,205 @@
+"""Collectors to be timed: asyncsync's, TorchRL's, and a bare loop over a vector environment. In processes of their own.
+
+    collection = Collection.start("asyncsync")         # None: what it needs is not installed
+    collection.open("CartPole", workers=1)
+    seconds = collection.once("CartPole", workers=1)   # for FRAMES frames
+    collection.close()
+
+Everything here blocks. Both sides step TorchRL's GymEnv with the same small policy; the vector environment is stepped
+by our collector, and by nothing but a loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+__all__ = ["CASES", "ENVIRONMENTS", "FRAMES", "IMAGE_BYTES", "Collection", "ImageEnv"]
+
+FRAMES = 1000  # of a trial: a figure is the time for so many
+ENVIRONMENTS = 64  # in the vector environment
+VECTOR_STEPS = 64  # of it in a batch
+CASES = {  # name: workers, and who has it
+    "CartPole": (1, ("asyncsync", "TorchRL")),
+    "CartPole, sync": (2, ("asyncsync", "TorchRL")),
+    "CartPole, async": (2, ("asyncsync", "TorchRL")),
+    "64 CartPoles": (1, ("asyncsync", "bare loop")),
+    "64 CartPoles, vectorised": (1, ("asyncsync", "bare loop")),
+    "64 MiB of images": (1, ("asyncsync",)),
+}
+IMAGE = (64, 1024)  # bytes of one
+STEPS = 512
+IMAGE_BYTES = 2 * STEPS * IMAGE[0] * IMAGE[1]  # of a batch: each image, and the next one
+BATCHES = 4  # of an asynchronous collector in one trial, after those that are there already
+MODES = {"64 CartPoles": "sync", "64 CartPoles, vectorised": "vector_entry_point"}
+
+
+class _Act(nn.Module):
+    """Observation [..., 4] → the better of two actions, one-hot [..., 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return nn.functional.one_hot(self.layers(observation).argmax(-1), 2)
+
+
+def _policy() -> TensorDictModule:
+    return TensorDictModule(_Act(), in_keys=["observation"], out_keys=["action"])
+
+
+def cart_pole() -> Any:
+    """TorchRL's."""
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
+
+class ImageEnv:
+    """Shows another image at each step, and when it was there.
+
+    ``image``: uint8 [64, 1024]; ``stamp``: float64 [1], seconds of ``time.monotonic``, which all processes of a host
+    share.
+    """
+
+    batch_size = torch.Size([])
+
+    def __init__(self) -> None:
+        self._image = torch.zeros(IMAGE, dtype=torch.uint8)
+        self._false = torch.zeros(1, dtype=torch.bool)
+
+    def _look(self) -> TensorDict:
+        self._image.add_(1)
+        stamp = torch.tensor([time.monotonic()], dtype=torch.float64)
+        state = {"image": self._image.clone(), "stamp": stamp, "done": self._false, "terminated": self._false}
+        return TensorDict(state, batch_size=[])
+
+    def reset(self, tensordict: TensorDict | None = None) -> TensorDict:
+        return self._look()
+
+    def step_and_maybe_reset(self, tensordict: TensorDict) -> tuple[TensorDict, TensorDict]:
+        after = self._look()
+        return tensordict.set("next", after.copy().set("reward", torch.zeros(1))), after
+
+
+class _Still(nn.Module):
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+class Collection:
+    """The collectors of one side."""
+
+    def __init__(self, side: str) -> None:
+        self._side = side
+        self._open: dict[str, tuple[Any, Callable[[], float]]] = {}
+
+    @classmethod
+    def start(cls, side: str) -> Collection | None:
+        """For ``"asyncsync"`` or ``"TorchRL"``; None: TorchRL or Gymnasium, which both need, is not installed."""
+        try:
+            import gymnasium  # noqa: F401
+            import torchrl  # noqa: F401
+        except ImportError:
+            return None
+        return cls(side)
+
+    def open(self, case: str) -> None:
+        """Have a collector, or a loop, that is warm."""
+        if case in MODES:
+            collector, once = self._vector(MODES[case])
+        elif case.endswith("images"):
+            collector, once = self._images()
+        else:
+            collector, once = self._cart_pole(case)
+        self._open[case] = collector, once
+
+    def once(self, case: str) -> float:
+        """Seconds for :data:`FRAMES` frames; for images: from the last step until the batch can be read here."""
+        return self._open[case][1]()
+
+    def close(self) -> None:
+        for collector, _ in self._open.values():
+            if collector is not None:
+                collector.shutdown()
+        self._open.clear()
+
+    def _cart_pole(self, case: str) -> tuple[Any, Callable[[], float]]:
+        if self._side == "asyncsync":
+            from asyncsync import collectors as theirs
+        else:
+            import torchrl.collectors as theirs  # type: ignore[no-redef]
+        module: Any = theirs
+        _, _, kind = case.partition(", ")
+        if not kind:
+            return self._batches(module.Collector(cart_pole, _policy(), frames_per_batch=FRAMES, total_frames=-1), 1, 0)
+        create = [cart_pole] * CASES[case][0]
+        if kind == "sync":
+            collector = module.MultiSyncCollector(create, _policy(), frames_per_batch=FRAMES, total_frames=-1)
+            return self._batches(collector, 1, 0)
+        frames = FRAMES // BATCHES
+        collector = module.MultiAsyncCollector(create, _policy(), frames_per_batch=frames, total_frames=-1)
+        return self._batches(collector, BATCHES, len(create))
+
+    def _batches(self, collector: Any, count: int, stale: int) -> tuple[Any, Callable[[], float]]:
+        batches = iter(collector)
+
+        def once() -> float:
+            for _ in range(stale):  # collected while it was another's turn
+                next(batches)
+            start = time.perf_counter()
+            for _ in range(count):
+                next(batches)
+            return time.perf_counter() - start
+
+        once()
+        return collector, once
+
+    def _vector(self, mode: str) -> tuple[Any, Callable[[], float]]:
+        import gymnasium
+
+        frames = VECTOR_STEPS * ENVIRONMENTS
+        scale = FRAMES / frames
+        if self._side == "asyncsync":
+            from asyncsync.collectors import Collector, GymEnv
+
+            environment = GymEnv("CartPole-v1", num_envs=ENVIRONMENTS, vectorization_mode=mode)
+            collector = Collector(environment, _policy(), frames_per_batch=frames, total_frames=-1)
+            collector, once = self._batches(collector, 1, 0)
+            return collector, lambda: once() * scale
+        environments = gymnasium.make_vec("CartPole-v1", num_envs=ENVIRONMENTS, vectorization_mode=mode)
+        policy = _Act()
+        observation = [environments.reset()[0]]
+
+        def loop() -> float:
+            start = time.perf_counter()
+            with torch.no_grad():
+                for _ in range(VECTOR_STEPS):
+                    action = policy(torch.from_numpy(observation[0])).argmax(-1)
+                    observation[0] = environments.step(action.numpy())[0]
+            return (time.perf_counter() - start) * scale
+
+        loop()
+        return None, loop
+
+    def _images(self) -> tuple[Any, Callable[[], float]]:
+        from asyncsync.collectors import MultiSyncCollector
+
+        policy = TensorDictModule(_Still(), in_keys=["image"], out_keys=["action"])
+        collector = MultiSyncCollector([ImageEnv], policy, frames_per_batch=STEPS, total_frames=-1, cat_results=0)
+        batches = iter(collector)
+
+        def once() -> float:
+            batch: Any = next(batches)
+            found: float = time.monotonic() - batch["next", "stamp"][-1].item()
+            return found
+
+        once()
+        return collector, once

@@ -1,0 +1,217 @@
+"""What every collector is, wherever its environments run: an iterator in both styles with one end, hooks, and weights.
+
+Usage, of any subclass::
+
+    with collector:                                  # or: async with collector:
+        for batch in collector:                      # or: async for batch in collector:
+            loss(batch).backward()
+            collector.update_policy_weights_()       # or: await collector.update_policy_weights_async()
+
+The weights' side is :class:`asyncsync.collectors.weights.WeightsAPI`. Names and defaults follow TorchRL's
+"RPCCollector" page where it speaks of any collector.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.weights import WeightsAPI
+from asyncsync.context import follow
+from asyncsync.threads import WorkThread, finish
+
+__all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "PostHook", "PreHook"]
+
+SHUTDOWN_SECONDS = 5.0
+
+PreHook = Callable[[], None]
+PostHook = Callable[[TensorDictBase], None]
+
+
+class BaseCollector(WeightsAPI, ABC):
+    """Steps environments with a policy and hands out what came of it.
+
+    Args:
+        pre_collect_hook: called without arguments before each rollout, and before ``reset_at_each_iter``'s reset.
+        post_collect_hook: called with each batch immediately before it is handed out; what it returns is ignored.
+        worker_idx: which worker of a larger collector this is, from 0.
+
+    Attributes:
+        closed: True once :meth:`shutdown` has begun.
+    """
+
+    def __init__(
+        self,
+        *,
+        pre_collect_hook: PreHook | None = None,
+        post_collect_hook: PostHook | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.closed = False
+        self._pre_collect_hook = pre_collect_hook
+        self._post_collect_hook = post_collect_hook
+        self._worker_idx = worker_idx
+        self._batches: Iterator[TensorDictBase | None] | None = None
+
+    # -- iteration ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until ``total_frames`` are reached; None for each where they go to a replay buffer."""
+
+    @abstractmethod
+    async def _next_async(self) -> TensorDictBase | None:
+        """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        try:
+            yield from self.iterator()
+        except Exception:  # documented: collection stops
+            self.shutdown()
+            raise
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch; None when there are no more (and where batches go to a replay buffer)."""
+        if self._batches is None:
+            self._batches = iter(self)
+        return next(self._batches, None)
+
+    def __aiter__(self) -> AsyncIterator[TensorDictBase | None]:
+        return self
+
+    async def __anext__(self) -> TensorDictBase | None:
+        try:
+            return await self._next_async()
+        except StopAsyncIteration:
+            raise
+        except Exception:
+            await self._shutdown_elsewhere()
+            raise
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End collection, schemes and workers. Idempotent.
+
+        Args:
+            timeout: seconds; None: 5. What has not ended by then is cut off.
+            close_env: whether the environments are closed.
+        """
+
+    async def _shutdown_elsewhere(self) -> None:
+        """:meth:`shutdown` without blocking the running loop."""
+        thread = WorkThread("asyncsync-collector-end")
+        try:
+            await finish(thread.submit(self.shutdown))
+        finally:
+            thread.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._shutdown_elsewhere()
+
+    # -- running free -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect in the background, into the replay buffer; :meth:`async_shutdown` ends it.
+
+        Raises:
+            NotImplementedError: this collector cannot, or has no replay buffer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block in which a collector that runs free does not step.
+
+        Raises:
+            NotImplementedError: this collector does not run free.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not collect in the background, so it cannot pause")
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End a collector that was started with :meth:`start`; as :meth:`shutdown`."""
+        self.shutdown(timeout, close_env)
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def pre_collect_hook(self) -> PreHook | None:
+        """Called before each rollout, in the process that rolls out; what it raises stops collection."""
+        return self._pre_collect_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: PreHook | None) -> None:
+        self._pre_collect_hook = hook
+
+    @property
+    def post_collect_hook(self) -> PostHook | None:
+        """Called with each batch before it is handed out, in the process that rolls out; what it raises stops
+        collection."""
+        return self._post_collect_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: PostHook | None) -> None:
+        self._post_collect_hook = hook
+
+    # -- being a part of something larger -----------------------------------------------------------------------------
+
+    @property
+    def worker_idx(self) -> int:
+        """Which worker of a larger collector this is, from 0.
+
+        Raises:
+            RuntimeError: it is not one, or has not been told.
+        """
+        if self._worker_idx is None:
+            raise RuntimeError(
+                "worker_idx has not been set: this collector is not the worker of another. "
+                "Pass worker_idx= to the constructor, or set collector.worker_idx, if it is"
+            )
+        return self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, worker_idx: int | None) -> None:
+        self._worker_idx = worker_idx
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what an attribute path leads to: ``_receiver_schemes['policy']._set_dist_connection_info``, say.
+
+        Args:
+            attr_path: attributes, ``['key']`` and ``[0]``, from this collector on.
+            args, kwargs: of the call.
+
+        Returns:
+            What the call returns.
+
+        Raises:
+            ValueError: no such path.
+            TypeError: what is there cannot be called.
+        """
+        try:
+            function = follow(self, attr_path)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{type(self).__name__} has no {attr_path!r}: {error!r}") from error
+        if not callable(function):
+            raise TypeError(
+                f"{attr_path!r} is a {type(function).__name__} and cannot be called: give the path to a method"
+            )
+        return function(*args, **kwargs)

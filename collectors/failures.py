@@ -1,0 +1,99 @@
+"""Failures of worker processes: their exceptions, as something that travels through a pipe and is raised again.
+
+What is raised in the trainer has the worker's type where that can be, a note that says which worker it was, and a
+:class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. What does not survive the way (an
+exception that cannot be pickled, or whose class is not importable here) is a RemoteError itself.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from asyncsync.errors import PeerLost, RemoteError
+
+__all__ = ["Failure", "died", "dumps", "loads"]
+
+
+def dumps(value: Any) -> bytes:
+    """Anything that a program holds: lambdas, closures, and what it has defined in its main module."""
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # What a spawned process calls __mp_main__ is the trainer's __main__.
+        return super().find_class("__main__" if module == "__mp_main__" else module, name)
+
+
+def loads(pickled: bytes) -> Any:
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+@dataclass
+class Failure:
+    """An exception, ready to travel."""
+
+    type_name: str
+    message: str
+    remote_traceback: str
+    pickled: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = type(error)
+        text = "".join(traceback.format_exception(error))
+        pickled: bytes | None = None
+        if isinstance(error, Exception):
+            try:
+                pickled = dumps(error.with_traceback(None))
+                loads(pickled)
+            except Exception:
+                pickled = None
+        try:
+            message = str(error)
+        except Exception:
+            message = "(its message cannot be shown)"
+        return cls(f"{kind.__module__}.{kind.__qualname__}", message, text, pickled)
+
+    def error(self, where: str) -> Exception:
+        """The exception to be raised here; ``where`` tells which worker it is from."""
+        remote = RemoteError(self.type_name, self.message, self.remote_traceback)
+        error: Any = None
+        if self.pickled is not None:
+            try:
+                error = loads(self.pickled)
+            except Exception:
+                error = None
+        if not isinstance(error, Exception):
+            remote.add_note(f"It was raised in {where}.")
+            return remote
+        error.__cause__ = remote
+        error.add_note(f"It was raised in {where}.")
+        return error
+
+
+def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
+    """The error for a worker process that has ended without a word."""
+    how = f"ended with exit code {code}"
+    if code is not None and code < 0:
+        try:
+            how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+        except ValueError:
+            pass
+    text = f"{where} {how}; collection is over. What it wrote to stderr may tell why"
+    if code == -signal.SIGKILL:
+        text += "; the kernel kills processes so when memory runs out"
+    if starting:
+        text += (
+            ". It had not started yet: under the start method 'spawn', a program must create its collectors below "
+            "`if __name__ == '__main__':`"
+        )
+    return PeerLost(text)

@@ -1,0 +1,372 @@
+"""Gymnasium's environments as a collector takes them: an id, an environment, or a vector environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+
+from asyncsync.collectors.gym_spaces import BoxSpec, CategoricalSpec, CompositeSpec, Leaf, Spec, leaves_of
+
+__all__ = ["GymEnv"]
+
+Array = np.ndarray[Any, Any]
+DONE_KEYS = ("done", "terminated", "truncated")
+
+
+class GymEnv:
+    """A Gymnasium environment, or a vector of them, that takes and returns TensorDicts. Usage::
+
+        env = GymEnv("CartPole-v1", num_envs=64)
+        env.set_seed(0)
+        td = env.reset()
+        for _ in range(100):
+            step, td = env.step_and_maybe_reset(env.rand_action(td))
+            step["next", "reward"]                                     # float32 [64, 1]
+
+    Keys, shapes, dtypes, and the values that come from a seed are those of TorchRL's GymEnv, which is not needed
+    (extra: gym). Entries, behind the batch's dimensions, which are ``[num_envs]`` or none:
+
+    - ``"observation"``, or the keys of a ``Dict`` space (its "state" is called "observation"). ``Box``: its shape and
+      dtype, ``[1]`` for a scalar. ``MultiBinary``: as it is. ``Discrete(n)``: one-hot, int64 ``[n]``.
+      ``MultiDiscrete``: one-hot, int64, ``[k, n]`` if all have ``n`` choices, else side by side, ``[sum(nvec)]``.
+    - ``"action"``, or the keys of a ``Dict`` space: likewise. The greatest entry of a one-hot action is the choice, so
+      it may be of any dtype.
+    - ``"done"``, ``"terminated"``, ``"truncated"``: bool ``[1]``; in ``"next"``, with ``"reward"``: float32 ``[1]``.
+
+    Every step's result is complete: of a finished environment, ``"next"`` holds the last observation, and the
+    TensorDict for the next step the first one of the next trajectory. None is lost, none is doubled.
+
+    Args:
+        env: an id (or ``EnvSpec``), an environment, or a vector environment. A vector environment that resets finished
+            ones with the *next* step cannot be used, but for Gymnasium's own CartPole: for it, they are reset at once.
+        num_envs: makes a vector of so many environments; with an id only. None and 0: a single one, no batch dimension.
+        vectorization_mode: with num_envs, that of ``gymnasium.make_vec``: "sync", "async", "vector_entry_point". None:
+            the id's own vector environment where it can be used, else "sync". With "sync" and "async", environment
+            ``i`` behaves like a single one with the seed ``seed + i``; an id's own vector environment draws otherwise.
+        categorical_action_encoding: choices are numbers, of the space's dtype, ``[]`` and ``[k]``, not one-hot; also in
+            observations, as in TorchRL.
+        device: where results are. None: on the CPU, and TensorDicts have no device.
+        **make_kwargs: for ``gymnasium.make`` or ``gymnasium.make_vec``; with an id only.
+
+    Attributes:
+        reuses_buffers: False: each result has memory of its own. A caller that copies what it wants to keep, before the
+            step after the next one, sets it to True: two sets of tensors then take turns.
+
+    Raises:
+        ImportError: gymnasium is not installed.
+        ValueError: a space that has no tensor form; a vector environment that cannot be used; arguments that need an
+            id.
+    """
+
+    reuses_buffers: bool = False
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        num_envs: int | None = None,
+        vectorization_mode: str | None = None,
+        categorical_action_encoding: bool = False,
+        device: torch.device | str | int | None = None,
+        **make_kwargs: Any,
+    ) -> None:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ImportError('GymEnv needs gymnasium; install it with: pip install "asyncsync[gym]"') from error
+        from asyncsync.collectors.gym_vector import Resets, make_vector, resets_of
+
+        made = isinstance(env, str | gymnasium.envs.registration.EnvSpec)
+        if not made:
+            named = {"num_envs": num_envs, "vectorization_mode": vectorization_mode}
+            if given := [*(name for name, value in named.items() if value), *make_kwargs]:
+                raise ValueError(f"{', '.join(given)}: only with an id, but an environment was given: {env}")
+        elif num_envs:
+            env = make_vector(env, num_envs, vectorization_mode, make_kwargs)
+        elif vectorization_mode is not None:
+            raise ValueError("vectorization_mode: only with num_envs")
+        else:
+            env = gymnasium.make(env, **{"disable_env_checker": True, **make_kwargs})
+        self.env = env
+        self.is_closed = False
+        self.device = None if device is None else torch.device(device)
+        self.batch_size = torch.Size(())
+        self._resets: Resets | None = None
+        observation_space, action_space = env.observation_space, env.action_space
+        try:
+            if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
+                self._resets = resets_of(env)
+                self.batch_size = torch.Size((env.num_envs,))
+                observation_space, action_space = env.single_observation_space, env.single_action_space
+            self._observations, self._actions = (
+                leaves_of(space, name, categorical=categorical_action_encoding, device=None)
+                for space, name in ((observation_space, "observation"), (action_space, "action"))
+            )
+        except ValueError:
+            if made:
+                env.close()
+            raise
+        self.action_keys: list[NestedKey] = [leaf.key for leaf in self._actions]
+        self.done_keys: list[NestedKey] = list(DONE_KEYS)
+        self.reset_keys: list[NestedKey] = ["_reset"]
+        self.reward_keys: list[NestedKey] = ["reward"]
+        self._action_shapes = [(*self.batch_size, *leaf.spec.shape) for leaf in self._actions]
+        self._sets: list[_Buffers] = []
+
+    # -- what the entries look like -----------------------------------------------------------------------------------
+
+    def _composite(self, leaves: Sequence[tuple[NestedKey, Spec]]) -> CompositeSpec:
+        device = self.device or torch.device("cpu")
+        specs = {key: spec.to(device).batched(self.batch_size) for key, spec in leaves}
+        return CompositeSpec(specs, self.batch_size, self.device)
+
+    @property
+    def observation_spec(self) -> CompositeSpec:
+        """The observation's entries by key."""
+        return self._composite([(leaf.key, leaf.spec) for leaf in self._observations])
+
+    @property
+    def full_action_spec(self) -> CompositeSpec:
+        """The action's entries by key."""
+        return self._composite([(leaf.key, leaf.spec) for leaf in self._actions])
+
+    @property
+    def action_spec(self) -> Spec | CompositeSpec:
+        """The action; if it has several entries, or its space is a ``Dict``, all of them by key."""
+        full = self.full_action_spec
+        return full if self._actions[0].path else full[self._actions[0].key]
+
+    @property
+    def reward_spec(self) -> Spec:
+        """float32 ``[*batch_size, 1]``."""
+        bound = np.full(1, np.inf, np.float32)
+        return self._composite([("reward", BoxSpec(-bound, bound, torch.float32))])["reward"]
+
+    @property
+    def done_spec(self) -> CompositeSpec:
+        """bool ``[*batch_size, 1]`` each."""
+        two = np.full(1, 2)
+        return self._composite([(key, CategoricalSpec(two, two * 0, torch.bool)) for key in DONE_KEYS])
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        *,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> TensorDictBase:
+        """Begin new trajectories.
+
+        Args:
+            tensordict: gets the result, beside what else is in it. A bool entry ``"_reset"``, ``[*batch_size, 1]`` or
+                ``[*batch_size]``, tells which environments are reset; it is removed. Without one, all are.
+            seed, options: for Gymnasium's ``reset``.
+
+        Returns:
+            The first observations, and "done", "terminated", "truncated", which are false.
+        """
+        mask = None if tensordict is None else tensordict.pop("_reset", None)
+        if mask is not None and not bool(mask.all()):
+            assert tensordict is not None
+            return self._reset_some(tensordict, mask.reshape(self.batch_size)) if bool(mask.any()) else tensordict
+        buffers = self._take()
+        observation, _ = self.env.reset(seed=seed, options=options)
+        self._write(buffers.first_views, observation)
+        first = self._container(buffers.first.copy())
+        return first if tensordict is None else tensordict.update(first)
+
+    def _reset_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
+        assert self._resets is not None  # a single environment is reset or not: both have been dealt with
+        observation = self._resets.reset(mask.cpu().numpy())
+        buffers = self._take()
+        self._write(buffers.first_views, observation)
+        first = self._container(buffers.first.copy())
+        for key in first.keys(True, True):
+            new, old = first.get(key), tensordict.get(key)
+            tensordict.set(key, torch.where(_beside(mask, new), new, old))
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """One step, after which the environments that have finished begin anew.
+
+        Args:
+            tensordict: has the action.
+
+        Returns:
+            The same TensorDict with the results in "next"; and the TensorDict for the next step: the first or next
+            observations, done flags that are false, and whatever else was in the given one and in its "next".
+
+        Raises:
+            KeyError: no action.
+            ValueError: an action of another shape.
+        """
+        given = dict(tensordict.items())
+        beside = given.pop("next", None)
+        buffers = self._take()
+        observation, reward, terminated, truncated, info = self.env.step(self._action(tensordict, given))
+        buffers.reward[...] = reward
+        buffers.terminated[...] = terminated
+        buffers.truncated[...] = truncated
+        finished = np.logical_or(terminated, truncated, out=buffers.finished)
+        self._write(buffers.next_views, observation)  # before a reset, which may write over it
+        if np.count_nonzero(finished):  # a tenth of finished.any()'s time
+            observation = self._begin(buffers, observation, finished, info)
+        self._write(buffers.first_views, observation)
+        after, root = buffers.next.copy(), given | buffers.first
+        if beside is not None:  # what a policy has written for the next step: its hidden state, say
+            for key in beside.keys() - after.keys():
+                after[key] = value = beside.get(key)
+                root[key] = self._zeroed(value, finished)
+        for key in buffers.groups & given.keys():  # a policy may have written into the environment's groups of entries
+            root[key] = given[key].copy().update(root[key])
+        tensordict.set("next", self._container(after))
+        return tensordict, self._container(root)
+
+    def _zeroed(self, value: Any, finished: Array) -> Any:
+        """A policy's entry for the next step: zeros for new trajectories."""
+        if not np.count_nonzero(finished):
+            return value
+        ended = torch.from_numpy(finished.copy())
+        return _each(lambda x: torch.where(_beside(ended, x), torch.zeros_like(x), x), value)
+
+    def _begin(self, buffers: _Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
+        """Begin anew what has finished: the observations for the next step."""
+        if self._resets is None:
+            return self.env.reset()[0]
+        for index, last in self._resets.last(finished, info):
+            self._write([view[index] for view in buffers.next_views], last)
+        return self._resets.first(observation, finished)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Set a random action, drawn from torch's generator, in the given TensorDict or a new one."""
+        if tensordict is None:
+            tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        for key, spec in self.full_action_spec.items():
+            tensordict.set(key, spec.rand())
+        return tensordict
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Reset with a seed.
+
+        Args:
+            seed: None: from the operating system.
+            static_seed: the same seed is for the next environment, too.
+
+        Returns:
+            The seed for the next environment: drawn from the given one, as TorchRL does, unless static_seed.
+        """
+        self.env.reset(seed=seed)
+        if seed is None or static_seed:
+            return seed
+        return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % (2**32 - 1)
+
+    def to(self, device: torch.device | str | int) -> Self:
+        """Have results on a device; returns itself."""
+        self.device = torch.device(device)
+        return self
+
+    def close(self) -> None:
+        """Close the environment; a second time does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.env.close()
+
+    def __repr__(self) -> str:
+        return f"GymEnv({self.env}, batch_size={tuple(self.batch_size)}, device={self.device})"
+
+    # -- between NumPy and tensors ------------------------------------------------------------------------------------
+
+    def _take(self) -> _Buffers:
+        """Tensors for one result."""
+        if not self.reuses_buffers:
+            return _Buffers(self.batch_size, self._observations)
+        if not self._sets:
+            self._sets = [_Buffers(self.batch_size, self._observations) for _ in range(2)]
+        self._sets.reverse()
+        return self._sets[0]
+
+    def _write(self, views: Sequence[Array], observation: Any) -> None:
+        for leaf, view in zip(self._observations, views, strict=True):
+            leaf.spec.write(view, _follow(observation, leaf.path))
+
+    def _container(self, items: dict[str, Any]) -> TensorDict:
+        # TensorDict's constructor checks and converts each entry, which takes as long as a step of a small environment;
+        # these have the right form by construction.
+        made: TensorDict = TensorDict._new_unsafe(source=items, batch_size=self.batch_size)
+        return made if self.device is None else made.to(self.device)
+
+    def _action(self, tensordict: TensorDictBase, items: dict[str, Any]) -> Any:
+        values = []
+        for leaf, shape in zip(self._actions, self._action_shapes, strict=True):
+            # From the dictionary where it can be: TensorDict.get takes its time.
+            action = items.get(leaf.key) if isinstance(leaf.key, str) else tensordict.get(leaf.key, None)
+            if action is None:
+                raise KeyError(
+                    f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
+                )
+            if action.shape != shape:
+                raise ValueError(
+                    f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {shape}: {leaf.spec}"
+                    " (choices are one-hot unless categorical_action_encoding=True)"
+                )
+            value: Any = leaf.spec.read(action.detach().cpu().numpy())
+            values.append(int(value) if leaf.whole and not self.batch_size else value)
+        if not self._actions[0].path:
+            return values[0]
+        nested: dict[str, Any] = {}
+        for leaf, value in zip(self._actions, values, strict=True):
+            group = nested
+            for name in leaf.path[:-1]:
+                group = group.setdefault(name, {})
+            group[leaf.path[-1]] = value
+        return nested
+
+
+class _Buffers:
+    """The tensors of one step's results, with NumPy views of them: written in place."""
+
+    def __init__(self, batch_size: torch.Size, leaves: Sequence[Leaf]) -> None:
+        def flag() -> torch.Tensor:
+            return torch.zeros((*batch_size, 1), dtype=torch.bool)
+
+        def observations() -> tuple[dict[str, Any], list[Array]]:
+            tensors = [torch.empty((*batch_size, *leaf.spec.shape), dtype=leaf.spec.dtype) for leaf in leaves]
+            views = [tensor.numpy() for tensor in tensors]
+            if not any(isinstance(leaf.key, tuple) for leaf in leaves):
+                return {leaf.key: tensor for leaf, tensor in zip(leaves, tensors, strict=True)}, views
+            nested = TensorDict({}, batch_size=batch_size)
+            for leaf, tensor in zip(leaves, tensors, strict=True):
+                nested.set(leaf.key, tensor)
+            return dict(nested.items()), views
+
+        self.next, self.next_views = observations()
+        self.first, self.first_views = observations()
+        self.groups = {key for key, value in self.first.items() if isinstance(value, TensorDictBase)}
+        flags = {key: flag() for key in DONE_KEYS}
+        reward = torch.zeros((*batch_size, 1))
+        self.next |= {"reward": reward, **flags}
+        self.first |= {key: flag() for key in DONE_KEYS}
+        shape = tuple(batch_size)
+        self.reward: Array = reward.numpy().reshape(shape)
+        self.finished, self.terminated, self.truncated = (flags[key].numpy().reshape(shape) for key in DONE_KEYS)
+
+
+def _beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A mask of the batch's shape, for ``torch.where`` with an entry."""
+    return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
+
+
+def _each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return value.apply(function) if isinstance(value, TensorDictBase) else function(value)
+
+
+def _follow(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        value = value[name]
+    return value

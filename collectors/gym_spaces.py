@@ -1,0 +1,279 @@
+"""How the values of Gymnasium's spaces look as tensors.
+
+A spec says the shape, dtype and device of one entry, draws random values, and converts in both directions: what the
+environment returns into a tensor that exists already, and an action into what the environment takes. Shapes, dtypes,
+and the values drawn for a torch seed are those of TorchRL's GymEnv; this file needs neither library to be imported.
+
+Feature dimensions are the last ones, so that all of this works for one environment, for a batch of them, and for one
+row of a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict
+
+__all__ = ["BoxSpec", "CategoricalSpec", "CompositeSpec", "Leaf", "MultiOneHotSpec", "OneHotSpec", "Spec", "leaves_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Spec(ABC):
+    """One entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.device = device if device is not None else torch.device("cpu")
+
+    @abstractmethod
+    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        """A random value, drawn from torch's generator; ``shape`` comes before the spec's own."""
+
+    @abstractmethod
+    def write(self, out: Array, value: Any) -> None:
+        """Write what the environment returned into ``out``, the NumPy view of a tensor (or of a row of it)."""
+
+    @abstractmethod
+    def read(self, action: Array) -> Array:
+        """What the environment takes for the NumPy view of an action."""
+
+    def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        """A value of zeros; ``shape`` comes before the spec's own."""
+        return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device)
+
+    def to(self, device: torch.device) -> Self:
+        """The same, on another device."""
+        moved = copy.copy(self)
+        moved.device = device
+        return moved
+
+    def batched(self, batch_size: Sequence[int]) -> Self:
+        """The same, with the batch's dimensions before its own."""
+        batched = copy.copy(self)
+        batched.shape = torch.Size((*batch_size, *self.shape))
+        return batched
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class BoxSpec(Spec):
+    """Numbers between ``low`` and ``high`` (each of the shape of one environment's entry), both of them included."""
+
+    def __init__(self, low: Array, high: Array, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        super().__init__(low.shape or (1,), dtype, device)  # a scalar has one element, as in TorchRL
+        self._scalar = not low.shape
+        self.low = torch.as_tensor(low, dtype=dtype, device=self.device).reshape(self.shape)
+        self.high = torch.as_tensor(high, dtype=dtype, device=self.device).reshape(self.shape)
+
+    def to(self, device: torch.device) -> Self:
+        moved = super().to(device)
+        moved.low, moved.high = self.low.to(device), self.high.to(device)
+        return moved
+
+    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        """Uniform between two finite bounds, normal without bounds, exponential from a single one."""
+        size, low, high = (*shape, *self.shape), self.low, self.high
+        if not self.dtype.is_floating_point:
+            offset = torch.rand(size, dtype=torch.float64 if self.dtype.itemsize >= 4 else None, device=self.device)
+            span = high.to(offset.dtype) - low.to(offset.dtype) + 1
+            return torch.minimum(low.long() + (offset * span).long(), high.long()).to(self.dtype)
+        limits = torch.finfo(self.dtype)  # these, too, are how environments write "no bound"
+        below, above = low <= limits.min, high >= limits.max
+        if bool((below & above).all()):
+            return torch.randn(size, dtype=self.dtype, device=self.device)
+        uniform = torch.zeros(size, dtype=self.dtype, device=self.device).uniform_()
+        drawn = uniform * (high - low) + low
+        if bool((below | above).any()):
+            tail = torch.empty_like(uniform).exponential_()
+            drawn = torch.where(below, high - tail, torch.where(above, low + tail, drawn))
+            drawn = torch.where(below & above, torch.randn_like(uniform), drawn)
+        return torch.minimum(torch.maximum(drawn, low), high)
+
+    def write(self, out: Array, value: Any) -> None:
+        np.copyto(out[..., 0] if self._scalar else out, value, casting="same_kind")
+
+    def read(self, action: Array) -> Array:
+        return action[..., 0] if self._scalar else action
+
+
+class CategoricalSpec(Spec):
+    """Whole numbers below ``nvec`` (of the shape of one environment's entry), from 0 wherever the space starts."""
+
+    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        super().__init__(nvec.shape, dtype, device)
+        self.nvec = nvec
+        self._start = start if start.any() else None
+
+    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        size = (*shape, *self.shape)
+        if self.nvec.min() == self.nvec.max():
+            return torch.randint(0, int(self.nvec.flat[0]), size, dtype=self.dtype, device=self.device)
+        drawn = [torch.randint(0, int(n), size[:-1], dtype=self.dtype, device=self.device) for n in self.nvec]
+        return torch.stack(drawn, -1)
+
+    def write(self, out: Array, value: Any) -> None:
+        np.copyto(out, value if self._start is None else value - self._start, casting="same_kind")
+
+    def read(self, action: Array) -> Array:
+        return action if self._start is None else action + self._start
+
+
+class OneHotSpec(Spec):
+    """Choices among ``n``, each with a dimension of its own, the last; ``start`` has the shape of the choices."""
+
+    def __init__(self, n: int, start: Array, device: torch.device | None = None) -> None:
+        super().__init__((*start.shape, n), torch.int64, device)
+        self.n = n
+        self._start = start if start.any() else None
+        self._values = np.arange(n) + start[..., None]
+
+    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        chosen = torch.randint(self.n, (*shape, *self.shape[:-1]), device=self.device)
+        return torch.nn.functional.one_hot(chosen, self.n)
+
+    def write(self, out: Array, value: Any) -> None:
+        np.equal(np.asarray(value)[..., None], self._values, out=out)
+
+    def read(self, action: Array) -> Array:
+        chosen: Array = action.argmax(-1)
+        return chosen if self._start is None else chosen + self._start
+
+
+class MultiOneHotSpec(Spec):
+    """Several choices among different numbers: their one-hot vectors side by side in the last dimension."""
+
+    def __init__(self, nvec: Array, start: Array, device: torch.device | None = None) -> None:
+        super().__init__((int(nvec.sum()),), torch.int64, device)
+        self.nvec = nvec
+        ends = np.cumsum(nvec)
+        self._parts = [slice(int(end - n), int(end)) for n, end in zip(nvec, ends, strict=True)]
+        self._choices = [OneHotSpec(int(n), first) for n, first in zip(nvec, start, strict=True)]
+
+    def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
+        batch = (*shape, *self.shape[:-1])
+        return torch.cat([choice.to(self.device).rand(batch) for choice in self._choices], -1)
+
+    def write(self, out: Array, value: Any) -> None:
+        value = np.asarray(value)
+        for index, (part, choice) in enumerate(zip(self._parts, self._choices, strict=True)):
+            choice.write(out[..., part], value[..., index])
+
+    def read(self, action: Array) -> Array:
+        pairs = zip(self._parts, self._choices, strict=True)
+        return np.stack([choice.read(action[..., part]) for part, choice in pairs], -1)
+
+
+class CompositeSpec(Mapping[NestedKey, Spec]):
+    """Specs by key; nested keys are tuples."""
+
+    def __init__(self, specs: Mapping[NestedKey, Spec], batch_size: torch.Size, device: torch.device | None) -> None:
+        self._specs: dict[Any, Spec] = dict(specs)
+        self.shape = batch_size
+        self.device = device
+
+    def __getitem__(self, key: NestedKey) -> Spec:
+        return self._specs[key]
+
+    def __iter__(self) -> Iterator[NestedKey]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def rand(self) -> TensorDict:
+        """A random value of each."""
+        return self._filled({key: spec.rand() for key, spec in self._specs.items()})
+
+    def zero(self) -> TensorDict:
+        """Zeros."""
+        return self._filled({key: spec.zero() for key, spec in self._specs.items()})
+
+    def _filled(self, values: dict[NestedKey, torch.Tensor]) -> TensorDict:
+        filled = TensorDict({}, batch_size=self.shape, device=self.device)
+        for key, value in values.items():
+            filled[key] = value
+        return filled
+
+    def __repr__(self) -> str:
+        return f"CompositeSpec({self._specs})"
+
+
+class Leaf(NamedTuple):
+    """One entry of a space that may be a dictionary of spaces."""
+
+    key: NestedKey
+    path: tuple[str, ...]
+    """What leads to it in the environment's dictionaries."""
+    spec: Spec
+    whole: bool
+    """Whether one environment takes a Python int for it."""
+
+
+def leaves_of(space: Any, name: str, *, categorical: bool, device: torch.device | None) -> list[Leaf]:
+    """The entries of a Gymnasium space of one environment.
+
+    Args:
+        space: ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``, or a ``Dict`` of these and of further
+            ``Dict``.
+        name: the key, if the space is not a ``Dict``.
+        categorical: whether choices are numbers; else they are one-hot.
+        device: of the specs.
+
+    Raises:
+        ValueError: a space that has no such form.
+    """
+    from gymnasium import spaces
+
+    def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
+        if not isinstance(space, spaces.Dict):
+            spec = _spec(space, ".".join(path) or name, categorical, device)
+            key = key or (name,)
+            yield Leaf(key[0] if len(key) == 1 else key, path, spec, isinstance(space, spaces.Discrete))
+            return
+        for part, inner in space.spaces.items():
+            # As TorchRL does: the vector beside the pixels has the name that it has without them.
+            renamed = "observation" if part == "state" and "observation" not in space.spaces else part
+            yield from walk(inner, (*path, part), (*key, renamed))
+
+    return list(walk(space, (), ()))
+
+
+def _spec(space: Any, name: str, categorical: bool, device: torch.device | None) -> Spec:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Box):
+        return BoxSpec(space.low, space.high, _torch_dtype(space.dtype, name), device)
+    if isinstance(space, spaces.MultiBinary):
+        nvec = np.full(space.shape, 2)
+        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), device)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        nvec = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
+        start = np.broadcast_to(np.asarray(space.start), nvec.shape)
+        same = nvec.min() == nvec.max()
+        if not same and nvec.ndim > 1:
+            raise ValueError(
+                f"{name!r}: a MultiDiscrete of {nvec.ndim} dimensions with different numbers of choices has no tensor "
+                "form; flatten it with a gymnasium.wrappers.TransformAction or TransformObservation"
+            )
+        if categorical:
+            return CategoricalSpec(nvec, start, _torch_dtype(space.dtype, name), device)
+        return OneHotSpec(int(nvec.flat[0]), start, device) if same else MultiOneHotSpec(nvec, start, device)
+    raise ValueError(
+        f"{name!r}: a {type(space).__name__} space has no tensor form here; use gymnasium.wrappers.FlattenObservation "
+        "or TransformObservation, or torchrl.envs.GymEnv, which knows more kinds of spaces"
+    )
+
+
+def _torch_dtype(dtype: Any, name: str) -> torch.dtype:
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError as error:
+        raise ValueError(f"{name!r}: torch has no dtype for NumPy's {dtype}; transform the space to another") from error

@@ -1,0 +1,157 @@
+"""Updates of a collector's own models: applied between two of its steps, whichever thread steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from asyncsync.errors import AckTimeout
+from asyncsync.gate import Gate, Hold
+
+__all__ = ["Holds", "LocalUpdates"]
+
+
+class _Change:
+    __slots__ = ("apply", "begun", "done")
+
+    def __init__(self, apply: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        self.apply = apply
+        self.done = done
+        self.begun = False
+
+
+class LocalUpdates:
+    """One after another, each when no step is under way.
+
+    Attributes:
+        gate: entered by each step.
+    """
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self._changes: deque[_Change] = deque()
+        self._lock = threading.Lock()
+
+    def apply(self, update: Callable[[], None], timeout: float) -> None:
+        """Run ``update`` now, or as soon as the step under way has ended; returns when it has run.
+
+        Raises:
+            AckTimeout: the step did not end within the timeout (seconds); nothing was changed.
+            RuntimeError: called from within a step, which would wait for itself.
+        """
+        ended = threading.Event()
+        outcome: list[BaseException | None] = []
+
+        def done(error: BaseException | None) -> None:
+            outcome.append(error)
+            ended.set()
+
+        change = self._offer(update, done)
+        try:
+            if not ended.wait(timeout) and self._withdraw(change):
+                raise self._late(timeout)
+            ended.wait()  # it is being applied right now
+        except BaseException:
+            self._withdraw(change)  # an interrupted caller changes nothing afterwards
+            raise
+        if (error := outcome[0]) is not None:
+            raise error
+
+    async def apply_async(self, update: Callable[[], None], timeout: float) -> None:
+        """:meth:`apply` without blocking the running loop while a step is under way elsewhere."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if not ended.done():
+                if error is None:
+                    ended.set_result(None)
+                else:
+                    ended.set_exception(error)
+
+        def done(error: BaseException | None) -> None:
+            try:
+                loop.call_soon_threadsafe(settle, error)
+            except RuntimeError:
+                pass  # the loop was closed meanwhile: nobody awaits this any more
+
+        change = self._offer(update, done)
+        try:
+            await asyncio.wait([ended], timeout=timeout)
+            if not ended.done() and self._withdraw(change):
+                raise self._late(timeout)
+            await ended
+        except asyncio.CancelledError:
+            self._withdraw(change)
+            raise
+
+    def _offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> _Change:
+        if self.gate.held_by_caller:
+            raise RuntimeError(
+                "weights change between two steps, and this is called from within one (by the policy or the "
+                "environment): call it from a hook, or from the code that iterates over the collector"
+            )
+        change = _Change(update, done)
+        with self._lock:
+            self._changes.append(change)
+        self.gate.offer(self._run, _ignore)  # in place of a pending one, which would do the same
+        return change
+
+    def _run(self) -> None:
+        """All that wait. By the gate's word, one thread at a time is here, and no step is under way."""
+        while True:
+            with self._lock:
+                if not self._changes:
+                    return
+                change = self._changes[0]
+                change.begun = True
+            error: Exception | None = None
+            try:
+                change.apply()
+            except Exception as raised:
+                error = raised
+            # Not earlier: what a KeyboardInterrupt has left half done is done again before anybody reads it.
+            self._changes.popleft()
+            change.done(error)
+
+    def _withdraw(self, change: _Change) -> bool:
+        """Whether it has not been begun, and never will be."""
+        with self._lock:
+            if change.begun:
+                return False
+            if change in self._changes:
+                self._changes.remove(change)
+            return True
+
+    def _late(self, timeout: float) -> AckTimeout:
+        return AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
+
+
+def _ignore(error: BaseException | None) -> None:
+    """Each change has its own ``done``."""
+
+
+class Holds:
+    """Several gates held at once, as one context manager for one use: entered at each step, so it is small."""
+
+    __slots__ = ("_gates", "_open")
+
+    def __init__(self, gates: list[Gate]) -> None:
+        self._gates = gates
+        self._open: list[Hold] = []
+
+    def __enter__(self) -> None:
+        try:
+            for gate in self._gates:
+                hold = gate.hold()
+                hold.__enter__()
+                self._open.append(hold)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        while self._open:
+            self._open.pop().__exit__(None, None, None)

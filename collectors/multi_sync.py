@@ -1,0 +1,202 @@
+"""MultiSyncCollector: one batch of all workers' rollouts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, pad
+
+from asyncsync.collectors.batches import Arrangement, Slots
+from asyncsync.collectors.failures import loads
+from asyncsync.collectors.finish import warn_rounding
+from asyncsync.collectors.multi import MultiCollector, Producing
+from asyncsync.collectors.needs import MESSAGES, Update
+
+__all__ = ["MultiSyncCollector"]
+
+SPARE_SLOTS = 2
+IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+
+
+class MultiSyncCollector(MultiCollector):
+    """Worker processes that step environments, in step with each other: a batch has a rollout of every worker, all with
+    the same weights unless some are sent meanwhile. They begin when the batch is asked for.
+
+    See :class:`~asyncsync.collectors.MultiCollector` for the arguments. ``cat_results``: ``"stack"`` (default) gives
+    ``[workers, *env.batch_size, time]``, an int concatenates along that dimension of ``[*env.batch_size, time]``.
+
+    With ``preemptive_threshold``, rollouts may be cut: stacked, missing frames are zero, with
+    ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False; concatenated, they are left out.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._slots: Slots | None = None
+        self._layouts: dict[int, Any] = {}
+        super().__init__(*args, **kwargs)
+
+    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
+        if cat_results is None:
+            cat_results = "stack"
+        if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
+            raise ValueError(f"cat_results must be 'stack' or a dimension (an int), not {cat_results!r}")
+        self.cat_results = cat_results
+        self._dim = None if isinstance(cat_results, str) else cat_results
+        threshold = 1.0 if preemptive_threshold is None else float(preemptive_threshold)
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"preemptive_threshold must be between 0 and 1, not {preemptive_threshold}")
+        self.preemptive_threshold = threshold
+
+    def _check_dims(self, dims: int | None) -> None:
+        if self._dim is None or dims is None:
+            return
+        if not -dims - 1 <= self._dim <= dims:
+            raise ValueError(
+                f"cat_results={self._dim} is no dimension of a batch with {dims + 1} of them: choose one, or 'stack'"
+            )
+        if self.preemptive_threshold < 1 and self._dim % (dims + 1) != dims:
+            raise ValueError(
+                f"rollouts that were cut cannot be concatenated along dimension {self._dim}: with "
+                "preemptive_threshold, use cat_results=-1 or 'stack'"
+            )
+
+    def _split(self, frames: int) -> list[int]:
+        share = math.ceil(frames / self.num_workers)
+        if frames % self.num_workers:
+            warn_rounding(
+                f"frames_per_batch ({frames}) is not exactly divisible by the number of workers ({self.num_workers})",
+                share * self.num_workers,
+            )
+        return [share] * self.num_workers
+
+    def _frames_of_a_batch(self) -> int:
+        return sum(self._requested)
+
+    def _produce(self) -> Producing:
+        count = self.num_workers
+        overridden = self.update_at_each_batch
+        if overridden or any(self._is_due(worker) for worker in range(count)):
+            yield Update(None)
+        slot = grant = None
+        if self._slots is not None:
+            slot, grant = self._slots.grant()
+        self._serial += 1
+        for worker in range(count):
+            self._ask(worker, grant)
+        self._asked += sum(self._requested)
+        enough = int(count * self.preemptive_threshold)
+        messages: dict[int, tuple[Any, ...]] = {}
+        while len(messages) < count:
+            if self.preemptive_threshold < 1 and len(messages) >= enough:
+                self._page.cut(self._serial)
+            while not self._crew.inbox:
+                yield MESSAGES
+            worker, message = self._received()
+            messages[worker] = message
+        ordered = [messages[worker] for worker in range(count)]
+        self._frames += sum(message[4] for message in ordered)
+        if self.replay_buffer is not None:
+            return None
+        if slot is not None and all(message[2] for message in ordered):
+            batch = self._in_slot(slot, ordered)
+        else:
+            batch = self._by_value(slot, ordered)
+            self._learn(ordered)
+        return self._processed(batch)
+
+    def _in_slot(self, slot: Any, messages: list[tuple[Any, ...]]) -> TensorDictBase:
+        """Every part is where it belongs."""
+        assert self._slots is not None
+        batch = self._slots.batch(slot)
+        parts = self._slots.arrangement.parts
+        steps = [message[3] for message in messages]
+        if self._dim is None:
+            for index, (part, found) in enumerate(zip(parts, steps, strict=True)):
+                self._blank(batch[index], found, part.steps)
+            return self._masked(batch, steps)
+        if all(found == part.steps for part, found in zip(parts, steps, strict=True)):
+            return batch
+        return self._joined([self._part(batch, index)[..., :found] for index, found in enumerate(steps)])
+
+    def _part(self, batch: TensorDictBase, index: int) -> TensorDictBase:
+        assert self._slots is not None
+        arrangement = self._slots.arrangement
+        tensors = [arrangement.part(batch.get(leaf.path), index) for leaf in arrangement.layout.leaves]
+        return arrangement.parts[index].build(tensors)
+
+    def _by_value(self, slot: Any, messages: list[tuple[Any, ...]]) -> TensorDictBase:
+        """Some parts have come through the pipe."""
+        whole = None
+        if self._slots is not None and slot is not None:
+            if any(message[2] for message in messages):
+                whole = self._slots.batch(slot)
+            else:
+                self._slots.give_back(slot)
+        parts: list[TensorDictBase] = []
+        for index, message in enumerate(messages):
+            if message[2]:
+                assert whole is not None
+                parts.append(self._part(whole, index)[..., : message[3]])
+            else:
+                parts.append(loads(message[5]))
+        if self._dim is not None:
+            return self._joined(parts)
+        steps = [part.batch_size[-1] for part in parts]
+        if self.preemptive_threshold < 1:
+            longest = max(steps)
+            parts = [_padded(part, longest) for part in parts]
+        return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
+
+    def _joined(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        batch: TensorDictBase = torch.cat(parts, self._dim)
+        batch.refine_names(..., "time")
+        return batch
+
+    def _learn(self, messages: list[tuple[Any, ...]]) -> None:
+        """From the next batch on, the parts come to lie side by side."""
+        current = self._slots.arrangement.parts if self._slots is not None else None
+        for index, message in enumerate(messages):
+            self._layouts[index] = current[index] if message[2] and current is not None else message[6]
+        arrangement = Arrangement.of([self._layouts[index] for index in range(self.num_workers)], self._dim)
+        if arrangement is None:
+            self._slots = None
+        elif self._slots is None or self._slots.arrangement != arrangement:
+            self._arrangements += 1
+            self._slots = Slots(self._arrangements, arrangement, SPARE_SLOTS)
+            self._teach_parts(self._slots)
+
+    def _teach_parts(self, slots: Slots) -> None:
+        self._teach(slots, range(self.num_workers))
+
+    def _let_go(self) -> None:
+        self._slots = None
+        self._layouts.clear()
+        self._producing = self._need = None
+
+    def _blank(self, part: TensorDictBase, found: int, steps: int) -> None:
+        """Frames that a rollout was cut before: an earlier batch's lie there."""
+        if found == steps:
+            return
+        missing = part[..., found:]
+        missing.zero_()
+        if self.track_traj_ids:
+            missing.get(IDS).fill_(-1)
+
+    def _masked(self, batch: TensorDictBase, steps: list[int]) -> TensorDictBase:
+        if self.preemptive_threshold < 1:
+            shape = batch.batch_size
+            ends = torch.tensor(steps).reshape(-1, *[1] * (len(shape) - 1))
+            batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
+        return batch
+
+
+def _padded(part: TensorDictBase, steps: int) -> TensorDictBase:
+    missing = steps - part.batch_size[-1]
+    if not missing:
+        return part
+    padded: TensorDictBase = pad(part, [0, 0] * (part.ndim - 1) + [0, missing], value=0.0)
+    if IDS in padded.keys(True):
+        padded.get(IDS)[..., -missing:] = -1
+    return padded

@@ -1,0 +1,52 @@
+"""What a batch in production waits for, in either style: a thread that blocks, or a coroutine of any event loop.
+
+Each can be waited for again after an interruption, so that who is interrupted leaves the batch to the next caller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncsync.collectors.multi import MultiCollector
+
+__all__ = ["MESSAGES", "Need", "Update"]
+
+
+class Need(ABC):
+    """Something to wait for."""
+
+    @abstractmethod
+    def wait(self, collector: MultiCollector) -> None: ...
+
+    @abstractmethod
+    async def wait_async(self, collector: MultiCollector) -> None: ...
+
+
+class _Messages(Need):
+    """A worker's batch."""
+
+    def wait(self, collector: MultiCollector) -> None:
+        crew = collector._crew
+        crew.until(lambda: bool(crew.inbox), None)
+
+    async def wait_async(self, collector: MultiCollector) -> None:
+        crew = collector._crew
+        await crew.until_async(lambda: bool(crew.inbox))
+
+
+MESSAGES = _Messages()
+
+
+class Update(Need):
+    """The workers (None: all) act with the policy's current weights."""
+
+    def __init__(self, workers: list[int] | None) -> None:
+        self._workers = workers
+
+    def wait(self, collector: MultiCollector) -> None:
+        collector.update_policy_weights_(worker_ids=self._workers)
+
+    async def wait_async(self, collector: MultiCollector) -> None:
+        await collector.update_policy_weights_async(worker_ids=self._workers)

@@ -1,0 +1,188 @@
+"""Control page: what workers look up between two steps, in one page of memory that the trainer shares with them.
+
+The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, and the newest version that
+was published for each of them. Two counters are everybody's: trajectory identifiers, and frames. A reader needs no
+lock: a slot is an aligned 64-bit number. The counters have one, which the kernel frees when its holder is killed.
+
+Like every memory of this library, the page is a file without a name, opened as ``/proc/<pid>/fd/<n>``: nothing stays
+behind, whatever crashes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from asyncsync.collectors.trajectories import TrajectoryPool
+from asyncsync.errors import WeightSyncError
+from asyncsync.transports.slots import _open as open_memory
+
+__all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
+
+MAX_WORKERS = 480
+_STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _NEWEST = 0, 1, 2, 3, 4, 16
+
+
+class MemoryPlace(NamedTuple):
+    """Where another process finds a memory file: its owner's pid, the descriptor there, and the file's identity."""
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+    size: int
+
+    @classmethod
+    def of(cls, number: int) -> MemoryPlace:
+        found = os.fstat(number)
+        return cls(os.getpid(), number, found.st_dev, found.st_ino, found.st_size)
+
+
+def open_place(place: MemoryPlace) -> int:
+    """A descriptor of the memory file, for reading and writing.
+
+    Raises:
+        WeightSyncError: it is not there any more, or this process may not open it.
+    """
+    path = f"/proc/{place.pid}/fd/{place.number}"
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightSyncError(
+            f"the trainer's shared memory cannot be opened ({error}): a collector's workers run on its host, as the "
+            "same user and in the same pid namespace, and end with it"
+        ) from error
+    found = os.fstat(number)
+    if (found.st_dev, found.st_ino, found.st_size) != (place.device, place.inode, place.size):
+        os.close(number)
+        raise WeightSyncError(f"{path} is not the trainer's shared memory any more")
+    return number
+
+
+class ControlPage:
+    """The page, in the trainer (without arguments) or in a worker.
+
+    Args:
+        place: of the trainer's page; None: make one.
+
+    Raises:
+        WeightSyncError: there is none, or it cannot be opened.
+    """
+
+    def __init__(self, place: MemoryPlace | None = None) -> None:
+        self._file = open_memory(mmap.PAGESIZE) if place is None else open_place(place)
+        self._close = weakref.finalize(self, os.close, self._file)
+        self.place = MemoryPlace.of(self._file) if place is None else place
+        self._map = mmap.mmap(self._file, mmap.PAGESIZE)
+        self._slots = memoryview(self._map).cast("q")  # see close()
+        self._lock = threading.Lock()  # the kernel's lock is one per process
+
+    def close(self) -> None:
+        """Let go of the memory; what was written can still be read here. Idempotent."""
+        if self._close.detach() is None:
+            return
+        slots, self._slots = self._slots, memoryview(array("q", self._slots))
+        slots.release()
+        self._map.close()
+        os.close(self._file)
+
+    # -- written by the trainer ---------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """All workers end before their next step."""
+        self._slots[_STOP] = 1
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._slots[_STOP])
+
+    @property
+    def paused(self) -> bool:
+        """Workers that run free stand still before their next step."""
+        return bool(self._slots[_PAUSE])
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._slots[_PAUSE] = paused
+
+    def cut(self, serial: int) -> None:
+        """Rollouts with this serial number, or a smaller one, end after the step under way."""
+        self._slots[_CUT] = serial
+
+    def is_cut(self, serial: int) -> bool:
+        return self._slots[_CUT] >= serial
+
+    def publish(self, version: int, workers: list[int] | None = None) -> None:
+        """The newest version for these workers (None: for all)."""
+        for worker in range(MAX_WORKERS) if workers is None else workers:
+            if self._slots[_NEWEST + worker] < version:
+                self._slots[_NEWEST + worker] = version
+
+    def newest(self, worker: int) -> int:
+        return self._slots[_NEWEST + worker]
+
+    # -- everybody's --------------------------------------------------------------------------------------------------
+
+    @property
+    def frames(self) -> int:
+        """Collected by workers that run free, or write to a replay buffer."""
+        return self._slots[_FRAMES]
+
+    def add_frames(self, n: int) -> None:
+        self._advance(_FRAMES, n, None)
+
+    def advance_trajectories(self, n: int, to: int | None = None) -> int:
+        """Draw ``n`` identifiers, after setting the counter to ``to`` where given; returns the first."""
+        return self._advance(_TRAJECTORIES, n, to)
+
+    def _advance(self, slot: int, n: int, to: int | None) -> int:
+        with self._locked():
+            before = self._slots[slot] if to is None else to
+            self._slots[slot] = before + n
+        return before
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 8)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 8)
+
+
+_opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
+
+
+class SharedPool(TrajectoryPool):
+    """Trajectory identifiers that are unique over all workers of a collector; pickles as the place of its page."""
+
+    def __init__(self, page: ControlPage) -> None:
+        super().__init__()
+        self._page = page
+
+    def _advance(self, n: int, to: int | None = None) -> int:
+        return self._page.advance_trajectories(n, to)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pool_at, (self._page.place,)
+
+
+def page_at(place: MemoryPlace) -> ControlPage:
+    """The page there, opened once per process: two descriptors of one file would free each other's locks."""
+    key = (os.getpid(), place)
+    page = _opened.get(key)
+    if page is None:
+        page = _opened[key] = ControlPage(place)
+    return page
+
+
+def _pool_at(place: MemoryPlace) -> SharedPool:
+    return SharedPool(page_at(place))

@@ -1,0 +1,187 @@
+"""Policies: anything callable becomes a module that reads and writes a TensorDict.
+
+Which policies are wrapped, and how, follows TorchRL's "RPCCollector" page (``policy``).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+
+__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "wrapped"]
+
+Key = str | tuple[str, ...]
+
+
+class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
+    """Random actions.
+
+    Args:
+        action_spec: with a ``rand()`` that returns a tensor, or a TensorDict of them. None: the collector's
+            environment's.
+        action_key: where a tensor is written.
+    """
+
+    def __init__(self, action_spec: Any = None, action_key: Key = "action") -> None:
+        super().__init__()
+        self.action_spec = action_spec
+        self.action_key = action_key
+        self.in_keys: list[Key] = []
+        self.out_keys: list[Key] = [action_key]
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Writes the action.
+
+        Raises:
+            RuntimeError: no action_spec yet.
+        """
+        if self.action_spec is None:
+            raise RuntimeError(
+                "RandomPolicy has no action_spec yet: pass one, or hand the policy to a collector together with the "
+                "environment"
+            )
+        action = self.action_spec.rand()
+        if isinstance(action, TensorDictBase):
+            return td.update(action)
+        return td.set(self.action_key, action)
+
+
+class CallablePolicy(nn.Module):
+    """A callable that is no module, as one: it has no weights."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class TensorPolicy(TensorDictModule):  # type: ignore[misc]
+    """A ``TensorDictModule`` for a policy of tensors, which reads and writes without the detours of the general one.
+
+    Those take longer than a small policy: one looks for an optional library on disk, at every call.
+    """
+
+    def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
+        super().__init__(policy, in_keys=list(in_keys), out_keys=list(out_keys))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = self.module(*[tensordict.get(key) for key in self.in_keys])
+        values = out if isinstance(out, tuple) else (out,)
+        if len(values) != len(self.out_keys):
+            raise RuntimeError(
+                f"{_name(self.module)} returned {len(values)} values, but the environment takes {len(self.out_keys)}: "
+                f"{self.out_keys}; wrap it in a TensorDictModule with out_keys of its own"
+            )
+        for key, value in zip(self.out_keys, values, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+
+def as_module(policy: Any) -> nn.Module:
+    """The policy, made a module if it is another callable.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if isinstance(policy, nn.Module):
+        return policy
+    if not callable(policy):
+        raise TypeError(f"policy must be callable, not {policy!r}")
+    return CallablePolicy(policy)
+
+
+def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
+    """The policy on its device: itself, or a copy that has been moved, so that the original stays where it is.
+
+    Meta tensors stay: their weights will come from a scheme.
+    """
+    if device is None:
+        return policy
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if not tensors and not trust:
+        if not isinstance(policy, RandomPolicy):
+            warnings.warn(
+                f"policy_device={str(device)!r} was given, but {_name(policy)} has no parameters or buffers to move: "
+                "it is trusted to "
+                "compute there; trust_policy=True silences this",
+                stacklevel=4,
+            )
+        return policy
+    if all(tensor.device == device or tensor.is_meta for tensor in tensors):
+        return policy
+    return copy.deepcopy(policy).to(device)
+
+
+def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Sequence[Key]) -> Any:
+    """A module that takes and returns a TensorDict.
+
+    Raises:
+        TypeError: its parameters match the observations neither by name nor by number.
+    """
+    if isinstance(policy, TensorDictModuleBase):
+        return policy
+    function = policy.function if isinstance(policy, CallablePolicy) else policy.forward
+    signature = _signature(function)
+    if signature is None:  # of a builtin: one observation is the only guess that can be right
+        return TensorPolicy(policy, observation_keys, action_keys)
+    parameters = list(signature.parameters.values())
+    if len(parameters) == 1 and (
+        parameters[0].name in ("tensordict", "td") or _is_tensordict(parameters[0].annotation)
+    ):
+        return policy
+    in_keys = _matched(parameters, list(observation_keys))
+    if in_keys is None:
+        raise TypeError(
+            f"{_name(policy)} takes {signature}, which does not fit the observations {list(observation_keys)}: name "
+            "its parameters after "
+            "them, take as many, take one named 'tensordict', wrap it in a TensorDictModule, or pass trust_policy=True"
+        )
+    return TensorPolicy(policy, in_keys, action_keys)
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be looked up
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def _is_tensordict(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return annotation.rsplit(".", 1)[-1] in ("TensorDict", "TensorDictBase")
+    return isinstance(annotation, type) and issubclass(annotation, TensorDictBase)
+
+
+def _matched(parameters: list[inspect.Parameter], keys: list[Key]) -> list[Key] | None:
+    """The keys in the order of the parameters; None where they do not fit."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each for each in parameters if each.kind not in variadic]
+    required = [each.name for each in named if each.default is inspect.Parameter.empty]
+    if required and set(required) <= set(keys):
+        chosen: list[Key] = []
+        for each in named:
+            if each.name not in keys:
+                break
+            chosen.append(each.name)
+        return chosen
+    if len(required) <= len(keys) <= len(named) or any(each.kind is variadic[0] for each in parameters):
+        return keys
+    return None
+
+
+def _name(policy: nn.Module) -> str:
+    if isinstance(policy, CallablePolicy):
+        return getattr(policy.function, "__qualname__", type(policy.function).__name__)
+    return type(policy).__name__

@@ -1,0 +1,236 @@
+"""Running: a collector's rollouts, one after another, for whoever asks: a loop, a coroutine, or a thread of its own.
+
+A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
+(:meth:`Running.start`), but never two at a time: see :mod:`asyncsync.collectors.turns`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from asyncsync.collectors import environments
+from asyncsync.collectors.rollout import Rollouts
+from asyncsync.collectors.trajectories import split_trajectories
+from asyncsync.collectors.turns import Turns
+from asyncsync.errors import ClosedError
+from asyncsync.threads import WorkThread
+
+__all__ = ["PAUSE_SECONDS", "Running"]
+
+_log = logging.getLogger("asyncsync")
+
+PAUSE_SECONDS = 60.0
+"""How long whoever wants a collector to stand still waits for the step under way."""
+
+
+class Running(Rollouts):
+    """The part of a collector that says when a rollout happens, and what becomes of its batch."""
+
+    split_trajs: bool
+    postproc: Callable[[Any], Any] | None
+
+    def _setup_running(self) -> None:
+        """Nothing runs yet."""
+        self._turns = Turns(type(self).__name__)
+        self._worker = WorkThread("asyncsync-collector")
+        weakref.finalize(self, self._worker.abandon)
+        self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
+        self._free: threading.Thread | None = None
+        self._free_error: BaseException | None = None
+        self._env_closed = False
+        self._frames = 0
+        self._iter = -1
+
+    # -- iteration ----------------------------------------------------------------------------------------------------
+
+    def rollout(self) -> TensorDictBase | None:
+        """One rollout: ``[*env.batch_size, time]``, last dimension named "time". None if its frames were added to the
+        replay buffer.
+
+        Calls ``pre_collect_hook`` first; does neither ``split_trajs`` nor ``postproc``, and counts no frames but those
+        added.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+            RuntimeError: another thread is collecting.
+            Exception: what environment, policy or hook raises; the next rollout goes on from the step before.
+        """
+        with self._turns.rolling():
+            return self._hooked_rollout()
+
+    def _hooked_rollout(self) -> TensorDictBase | None:
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        return self._roll()
+
+    def _next_batch(self) -> TensorDictBase | None:
+        """A rollout and all that follows it: what the caller gets, or None if it went to the replay buffer."""
+        with self._turns.rolling():
+            self._iter += 1
+            batch = self._hooked_rollout()
+            if batch is not None:
+                self._frames += batch.numel()
+                batch = self._processed(batch)
+                if self.post_collect_hook is not None:
+                    self.post_collect_hook(batch)
+                if self.replay_buffer is not None:
+                    self.replay_buffer.extend(batch)
+                    batch = None
+            if self._frames >= self.total_frames:
+                self._close_environment()
+            return batch
+
+    def _processed(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+            if not isinstance(batch, TensorDictBase):
+                raise TypeError(f"postproc returned a {type(batch).__name__}: it must return the batch")
+        private = [key for key in batch.keys(True) if _is_private(key)]
+        return batch.exclude(*private, inplace=True) if private else batch
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._frames >= self.total_frames and self._pending is None
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until ``total_frames`` are reached; None for each that went to the replay buffer."""
+        while not self._exhausted:
+            pending = self._pending
+            if pending is None:
+                yield self._next_batch()
+            else:  # of a cancelled `async for`
+                concurrent.futures.wait([pending])
+                self._pending = None
+                yield pending.result()
+
+    # One process, one environment: what an error leaves behind is as good as before, and can go on.
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator()
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch; None when there are no more (and where batches go to a replay buffer)."""
+        return next(self.iterator(), None)
+
+    async def __anext__(self) -> TensorDictBase | None:
+        return await self._next_async()
+
+    async def _next_async(self) -> TensorDictBase | None:
+        # The rollout is nobody's: who is cancelled while it runs leaves it for the next caller.
+        while not self._exhausted:
+            if self._pending is None:
+                if self.closed:  # the thread that has ended with shutdown() must not begin anew
+                    raise ClosedError(f"this {type(self).__name__} has been shut down")
+                self._pending = self._begin()
+            pending = self._pending
+            await _end_of(pending)
+            if self._pending is pending:
+                self._pending = None
+                return pending.result()
+        raise StopAsyncIteration
+
+    def _begin(self) -> concurrent.futures.Future[TensorDictBase | None]:
+        future: concurrent.futures.Future[TensorDictBase | None] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # a coroutine's cancellation does not reach it
+
+        def run() -> None:
+            try:
+                future.set_result(self._next_batch())
+            except BaseException as error:  # handed to whoever awaits the batch
+                future.set_exception(error)
+
+        self._worker.submit(run)
+        return future
+
+    # -- running free -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the replay buffer, on a thread of its own, until ``total_frames``, :meth:`async_shutdown` or
+        :meth:`shutdown`.
+
+        What that thread raises is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
+        :meth:`shutdown`.
+
+        Raises:
+            NotImplementedError: there is no replay buffer.
+            ClosedError: after :meth:`shutdown`.
+        """
+        if self.replay_buffer is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
+            )
+        if self.closed:
+            raise ClosedError(f"this {type(self).__name__} has been shut down")
+        if self._free is None or not self._free.is_alive():
+            self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
+            self._free.start()
+
+    def _run_free(self) -> None:
+        try:
+            for _ in self.iterator():
+                pass
+        except BaseException as error:
+            if isinstance(error, ClosedError) and self.closed:
+                return  # by shutdown()
+            _log.exception("collection in the background has ended with an error")
+            self._free_error = error
+
+    def is_running(self) -> bool:
+        """Whether the thread of :meth:`start` runs."""
+        return self._free is not None and self._free.is_alive()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block in which no step is under way and the replay buffer is left alone, if this collector runs free.
+
+        Raises:
+            AckTimeout: the step under way did not end within 60 s.
+            BaseException: what ended collection in the background.
+        """
+        self._raise_free_error()
+        with self._turns.standing(PAUSE_SECONDS):
+            yield
+
+    def _raise_free_error(self) -> None:
+        error, self._free_error = self._free_error, None
+        if error is not None:
+            raise error
+
+    def _close_environment(self) -> None:
+        if not self._env_closed:
+            self._env_closed = True
+            environments.close(self.env)
+
+
+async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
+    """Wait until it is done. asyncio.wrap_future would cancel it, and complain of exceptions that another awaits."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def settle() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def tell(_: object) -> None:
+        try:
+            loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            pass  # that loop was closed meanwhile: the batch is for a later one
+
+    pending.add_done_callback(tell)
+    await ended
+
+
+def _is_private(key: str | tuple[str, ...]) -> bool:
+    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))

@@ -1,0 +1,78 @@
+"""Saving: seeds, resets, and a collector's state between programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncsync.collectors import environments
+from asyncsync.collectors.rollout import Rollouts
+from asyncsync.collectors.running import PAUSE_SECONDS
+
+__all__ = ["Saving"]
+
+
+class Saving(Rollouts):
+    """The part of a collector that sets and tells its state. Each of these waits for the step under way."""
+
+    _iter: int
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment; returns the seed for the next one. Takes effect with the next reset."""
+        with self._turns.standing(PAUSE_SECONDS):
+            return environments.set_seed(self.env, seed, static_seed)
+
+    def reset(self) -> None:
+        """Reset the environments; they begin new trajectories."""
+        with self._turns.standing(PAUSE_SECONDS), torch.no_grad():
+            self._begin_trajectories(self.env.reset())
+
+    def state_dict(self) -> dict[str, Any]:
+        """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, and ``traj_pool`` if trajectories are
+        tracked.
+
+        Trajectories that are under way are not part of it.
+        """
+        with self._turns.standing(PAUSE_SECONDS):
+            state: dict[str, Any] = {
+                "policy_state_dict": self.policy.state_dict(),
+                "env_state_dict": _state_of(self.env),
+                "frames": self._frames,
+                "iter": self._iter,
+            }
+            if self.track_traj_ids:
+                state["traj_pool"] = self._traj_pool().state_dict()
+            return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from what :meth:`state_dict` returned, with new trajectories.
+
+        Raises:
+            KeyError: a part is missing, and ``strict``.
+        """
+        parts = ("policy_state_dict", "env_state_dict", "frames", "iter")
+        if strict and (missing := [part for part in parts if part not in state_dict]):
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
+            )
+        with self._turns.standing(PAUSE_SECONDS):
+            if (env_state := state_dict.get("env_state_dict")) and hasattr(self.env, "load_state_dict"):
+                self.env.load_state_dict(env_state)
+            if "policy_state_dict" in state_dict:
+                self._between_steps(lambda: self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict))
+            self._frames = state_dict.get("frames", self._frames)
+            self._iter = state_dict.get("iter", self._iter)
+            if self.track_traj_ids:
+                if "traj_pool" in state_dict:
+                    self._traj_pool().load_state_dict(state_dict["traj_pool"])
+                root = self._carrier
+                self._begin_trajectories(root)
+
+
+def _state_of(environment: Any) -> Any:
+    # Of a TransformedEnv, it is the transforms that have a state.
+    owner = getattr(environment, "transform", environment)
+    return owner.state_dict() if isinstance(owner, nn.Module) or hasattr(owner, "state_dict") else {}

@@ -1,0 +1,291 @@
+"""Collector: one environment (or a batch of them), one policy, in this process.
+
+    collector = Collector(make_env, policy, frames_per_batch=200, total_frames=10_000)
+    for batch in collector:                     # [*env.batch_size, time]; or: async for batch in collector
+        train(batch)
+        collector.update_policy_weights_()
+    collector.shutdown()                        # or: with Collector(...) as collector
+
+Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages. How one step goes is in
+:mod:`asyncsync.collectors.rollout`, where its data goes in :mod:`asyncsync.collectors.storing`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
+
+from asyncsync.binding import Binding
+from asyncsync.collectors import environments
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
+from asyncsync.collectors.devices import Device
+from asyncsync.collectors.dispatch import Dispatch
+from asyncsync.collectors.limits import limited
+from asyncsync.collectors.policies import RandomPolicy, as_module, placed, wrapped
+from asyncsync.collectors.running import Running
+from asyncsync.collectors.saving import Saving
+from asyncsync.collectors.trajectories import TrajectoryPool
+from asyncsync.strategy import WeightStrategy, flat_weights
+
+__all__ = ["Collector"]
+
+_log = logging.getLogger("asyncsync")
+
+CONNECT_SECONDS = 60.0
+"""How long the constructor waits for the other side of schemes."""
+
+
+class Collector(Running, Saving, metaclass=Dispatch):
+    """Steps an environment with a policy, in this process.
+
+    Args:
+        create_env_fn: an environment, a callable that returns one, a list of one of these, or a Gymnasium id; see
+            :mod:`asyncsync.collectors.environments`.
+        policy: module or callable; None: :class:`RandomPolicy`. One that is no ``TensorDictModuleBase`` and whose
+            ``forward`` does not take one TensorDict is wrapped in a ``TensorDictModule`` from the observations to the
+            actions.
+        policy_factory: makes the policy instead.
+        frames_per_batch: frames of a batch, over all environments; rounded up to whole steps.
+        total_frames: frames until collection ends, rounded up to whole batches; -1: it does not.
+        device: fills those of the next three that are not given.
+        storing_device: where batches are; None: every leaf where it was created.
+        policy_device: where the policy acts, with a copy of its weights if they are elsewhere.
+        env_device: where the environment is moved to; None: it stays where it is.
+        create_env_kwargs: for the callable.
+        max_frames_per_traj: steps after which an environment is reset, each for itself; None or negative: no limit.
+            Adds "step_count".
+        init_random_frames: frames at the beginning for which the policy is ignored, rounded up to whole batches.
+        reset_at_each_iter: reset before each batch.
+        postproc: called with each batch; what it returns takes the batch's place.
+        split_trajs: batches are split by :func:`split_trajectories`.
+        track_traj_ids: every frame has ("collector", "traj_ids").
+        exploration_type: for the policy.
+        set_truncated: mark the last frame of each batch as truncated and done.
+        replay_buffer: where frames go instead of to the caller, who gets None. Needs ``extend``, or ``add``.
+        extend_buffer: whole batches (``extend``), or frame by frame as they come (``add``).
+        trust_policy: the policy takes and returns TensorDicts: it is neither looked at nor wrapped.
+        compile_policy: True, or keyword arguments of ``torch.compile``.
+        no_cuda_sync: skip the synchronisation after copies between devices.
+        weight_updater: an updater, or what makes one (deprecated).
+        weight_sync_schemes: by which this collector sends weights: to other processes, say.
+        weight_recv_schemes: by which it receives them; connects.
+        worker_idx: which worker of a larger collector this is.
+        pre_collect_hook: called before each rollout.
+        post_collect_hook: called with each batch before it is handed out.
+        max_lag: versions by which the acting weights may be behind the newest published; more: the next step waits.
+            None: any number.
+        traj_pool: where trajectory ids come from.
+        num_collectors: makes a MultiAsyncCollector, or (``sync=True``) a MultiSyncCollector of so many workers.
+        sync: see num_collectors.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: arguments that exclude each other, or that environment or policy cannot
+        serve.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        frames_per_batch: int,
+        total_frames: int | None = -1,
+        device: Device | None = None,
+        storing_device: Device | None = None,
+        policy_device: Device | None = None,
+        env_device: Device | None = None,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        max_frames_per_traj: int | None = -1,
+        init_random_frames: int | None = -1,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[Any], Any] | None = None,
+        split_trajs: bool | None = False,
+        track_traj_ids: bool = True,
+        exploration_type: InteractionType | None = InteractionType.RANDOM,
+        set_truncated: bool = False,
+        replay_buffer: Any = None,
+        extend_buffer: bool = True,
+        trust_policy: bool | None = None,
+        compile_policy: bool | Mapping[str, Any] | None = None,
+        no_cuda_sync: bool = False,
+        weight_updater: Any = None,
+        weight_sync_schemes: Mapping[str, Any] | None = None,
+        weight_recv_schemes: Mapping[str, Any] | None = None,
+        worker_idx: int | None = None,
+        pre_collect_hook: PreHook | None = None,
+        post_collect_hook: PostHook | None = None,
+        max_lag: int | None = None,
+        traj_pool: TrajectoryPool | None = None,
+        num_collectors: int | None = None,
+        sync: bool | None = None,
+    ) -> None:
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
+        if split_trajs and not track_traj_ids:
+            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
+        if policy is not None and policy_factory is not None:
+            raise TypeError("policy and policy_factory exclude each other: pass one of them")
+        if replay_buffer is not None and not extend_buffer and (postproc is not None or split_trajs):
+            raise TypeError(
+                "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
+                "extend_buffer out"
+            )
+        if max_lag is not None and max_lag < 0:
+            raise ValueError(f"max_lag must be at least 0, not {max_lag}")
+        if frames_per_batch < 1:
+            raise ValueError(f"frames_per_batch must be at least 1, not {frames_per_batch}")
+        self._setup_running()
+
+        self.reset_at_each_iter = reset_at_each_iter
+        self.split_trajs = bool(split_trajs)
+        self.track_traj_ids = track_traj_ids
+        self.exploration_type = InteractionType.RANDOM if exploration_type is None else exploration_type
+        self.set_truncated = set_truncated
+        self.replay_buffer = replay_buffer
+        self.extend_buffer = extend_buffer
+        self.max_lag = max_lag
+
+        self.env = environments.make_environment(create_env_fn, create_env_kwargs)
+        try:
+            self._setup_devices(device, storing_device, policy_device, env_device, no_cuda_sync)
+            self._apply_env_device()
+            self.max_frames_per_traj = max(0, max_frames_per_traj or 0)
+            # Every step is copied before the next one; but a limit's resets come within one.
+            environments.reuse_buffers(self.env, not self.max_frames_per_traj)
+            self.env = limited(self.env, self.max_frames_per_traj)
+            profiling = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
+            self._setup_rollouts(traj_pool, profiling)
+            self._setup_frames(frames_per_batch, total_frames, init_random_frames)
+            self._setup_policy(policy if policy_factory is None else policy_factory(), trust_policy, compile_policy)
+            self.postproc = _on_device(postproc, self.storing_device)
+            self._set_up_senders(weight_sync_schemes, weight_updater)
+            self._connect_senders(CONNECT_SECONDS)
+            if weight_recv_schemes is not None:
+                self.register_scheme_receiver(weight_recv_schemes)
+        except BaseException:
+            self.shutdown(close_env=self.env is not create_env_fn)  # the caller's own environment stays open
+            raise
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def _setup_frames(self, frames_per_batch: int, total_frames: int | None, init_random_frames: int | None) -> None:
+        if frames_per_batch % self._n_env:
+            _warn_rounding(
+                f"frames_per_batch ({frames_per_batch}) is not divisible by the number of environments ({self._n_env})",
+                math.ceil(frames_per_batch / self._n_env) * self._n_env,
+            )
+        self.frames_per_batch = math.ceil(frames_per_batch / self._n_env)
+        self.requested_frames_per_batch = self.frames_per_batch * self._n_env
+        endless = total_frames is None or total_frames < 0
+        self.total_frames = math.inf if endless else int(total_frames or 0)
+        for name, frames in (("total_frames", total_frames), ("init_random_frames", init_random_frames)):
+            if frames is not None and frames > 0 and frames % frames_per_batch:
+                _warn_rounding(
+                    f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
+                    math.ceil(frames / frames_per_batch) * frames_per_batch,
+                )
+        self.init_random_frames = max(0, init_random_frames or 0)
+        self._make_store()
+
+    def _setup_policy(self, policy: Any, trust: bool | None, compiled: bool | Mapping[str, Any] | None) -> None:
+        if policy is None:
+            policy = RandomPolicy(environments.action_spec(self.env), environments.action_keys(self.env)[0])
+        elif isinstance(policy, RandomPolicy) and policy.action_spec is None:
+            policy.action_spec = environments.action_spec(self.env)
+        self._original_policy = as_module(policy)
+        self.policy = placed(self._original_policy, self.policy_device, bool(trust))
+        if environments.is_torchrl(self.env):
+            from torchrl.modules import set_exploration_modules_spec_from_env
+
+            set_exploration_modules_spec_from_env(self.policy, self.env)
+        module: Any = self.policy
+        if not trust:
+            module = wrapped(
+                module,
+                environments.observation_keys(self.env, self._carrier.exclude("collector")),
+                environments.action_keys(self.env),
+            )
+        if compiled:
+            module = torch.compile(module, **(compiled if isinstance(compiled, Mapping) else {}))
+        self._wrapped_policy = module
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _registered(self, model_id: str) -> Any:
+        return self._original_policy if model_id == "policy" else super()._registered(model_id)
+
+    def _apply_locally(self, weights: dict[str, Any]) -> None:
+        """Copy weights into this collector's own models: all of them, or none."""
+        prepared = []
+        for model_id, source in weights.items():
+            model = super()._registered(model_id)
+            if source is model:
+                continue
+            is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
+            strategy = WeightStrategy("state_dict" if is_state_dict else "tensordict")
+            prepared.append(Binding(model, strategy).prepare_flat(flat_weights(strategy, source)))
+        for each in prepared:
+            each.resolve()
+        for each in prepared:
+            each.apply()
+        self._version += 1
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End collection: a rollout under way ends before its next step. Then close the environment, and the schemes.
+
+        Idempotent. A step that takes longer than the timeout is not waited for: its thread closes the environment
+        afterwards.
+
+        Args:
+            timeout: seconds; None: 5.
+            close_env: whether the environment is closed.
+
+        Raises:
+            BaseException: what ended collection in the background, or the environment's ``close``.
+        """
+        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
+        self.closed = True
+        try:
+            if self._turns.close(max(0.0, deadline - time.monotonic())):
+                if self._free is not None and self._free is not threading.current_thread():
+                    self._free.join(max(0.0, deadline - time.monotonic()))
+                if close_env:
+                    self._close_environment()
+                else:
+                    environments.reuse_buffers(self.env, False)
+            else:
+                self._turns.afterwards = self._close_environment if close_env else None
+                _log.warning(
+                    "%s.shutdown(): the step under way has not ended in time; the environment is closed when it has",
+                    type(self).__name__,
+                )
+        finally:
+            self._worker.abandon()
+            self._end_weights(max(0.0, deadline - time.monotonic()))
+        self._raise_free_error()
+
+
+def _warn_rounding(problem: str, frames: int) -> None:
+    if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
+        warnings.warn(
+            f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", UserWarning, stacklevel=5
+        )
+
+
+def _on_device(postproc: Any, device: torch.device | None) -> Any:
+    if device is None or not hasattr(postproc, "to"):
+        return postproc
+    there = postproc.to(device)
+    return postproc if there is None else there

@@ -1,0 +1,149 @@
+"""Trajectories: their identifiers, where they end, and batches split by them.
+
+Names and results follow TorchRL's "Collector Internals" page (Trajectory IDs) and ``split_trajectories``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, pad
+
+__all__ = ["TrajectoryPool", "_aggregate_end_of_traj", "split_trajectories"]
+
+Key = str | tuple[str, ...]
+
+
+class TrajectoryPool:
+    """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads.
+
+    A pool that several processes share overrides :meth:`_advance`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def get_traj_and_increment(self, n: int = 1, device: torch.device | str | None = None) -> torch.Tensor:
+        """``n`` fresh identifiers: int64, shape ``[n]``."""
+        n = int(n)
+        first = self._advance(n)
+        return torch.arange(first, first + n, device=device)
+
+    def _advance(self, n: int, to: int | None = None) -> int:
+        """Add ``n`` to the counter, after setting it to ``to`` where that is given; returns what it was before
+        adding."""
+        with self._lock:
+            first = self._next if to is None else to
+            self._next = first + n
+        return first
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``{"traj_id": the next identifier}``."""
+        return {"traj_id": torch.tensor(self._advance(0))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._advance(0, to=int(state_dict["traj_id"]))
+
+
+def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> torch.Tensor:
+    """Where a trajectory ends: bool, shape ``data.batch_size``; True where any of the keys has a True.
+
+    Raises:
+        KeyError: a key is missing.
+    """
+    n = data.batch_dims
+    ended: torch.Tensor | None = None
+    for key in done_keys:
+        done = data.get(key)
+        if done.ndim > n:
+            done = done.squeeze(-1) if done.ndim == n + 1 and done.shape[-1] == 1 else done.flatten(n).any(-1)
+        ended = done if ended is None else ended | done
+    if ended is None:
+        return torch.zeros(data.batch_size, dtype=torch.bool, device=data.device)
+    return ended
+
+
+def split_trajectories(
+    rollout_tensordict: TensorDictBase,
+    *,
+    prefix: str | None = None,
+    trajectory_key: Key | None = None,
+    done_key: Key | None = None,
+) -> TensorDictBase:
+    """One row per trajectory, zero-padded: ``[*batch, T]`` becomes ``[trajectories, longest]``.
+
+    A batch whose rows are one trajectory each keeps its shape (``[T]`` becomes ``[1, T]``).
+
+    Args:
+        rollout_tensordict: a batch, time last; it is not changed.
+        prefix: under which key ``"traj_ids"`` is read and ``"mask"`` (bool, True where a step is no padding) is
+            written; ``"collector"`` by default where the batch has that key, else none.
+        trajectory_key: where the identifiers are instead; the mask is written beside them.
+        done_key: of ``("next", done_key)``, by which trajectories are told apart where there are no identifiers, which
+            are then written. ``"done"`` by default.
+
+    Raises:
+        KeyError: neither identifiers nor the done key.
+    """
+    batch = rollout_tensordict.copy()
+    if trajectory_key is not None:
+        ids_key: Key = trajectory_key
+    else:
+        if prefix is None and "collector" in batch.keys():  # noqa: SIM118
+            prefix = "collector"
+        ids_key = "traj_ids" if prefix is None else (prefix, "traj_ids")
+    mask_key = "mask" if isinstance(ids_key, str) else (*ids_key[:-1], "mask")
+    ids = batch.get(ids_key, None)
+    if ids is None:
+        ids = _ids_of(batch, "done" if done_key is None else done_key)
+        batch.set(ids_key, ids)
+    lengths = ids.reshape(-1).unique_consecutive(return_counts=True)[1].tolist()
+    if set(lengths) == {ids.shape[-1]}:
+        batch.set(mask_key, torch.ones(batch.shape, device=batch.device, dtype=torch.bool))
+        return batch.unsqueeze(0) if batch.ndim == 1 else batch
+    flat = batch.reshape(-1)
+    flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
+    if _is_plain(flat):
+        return _padded(flat, lengths)
+    longest = max(lengths)
+    return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
+
+
+def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
+    """Identifiers counted along time, and on over the rows."""
+    done = batch.get(("next", done_key) if isinstance(done_key, str) else ("next", *done_key))
+    if done.ndim > batch.ndim:
+        done = done.flatten(batch.ndim).any(-1)
+    rows = done.reshape(-1, done.shape[-1])
+    before = torch.zeros_like(rows, dtype=torch.long)
+    before[:, 1:] = rows[:, :-1].cumsum(-1)
+    firsts = torch.cat([before.new_zeros(1), (before[:-1, -1] + 1).cumsum(0)])
+    return (before + firsts.unsqueeze(-1)).reshape(done.shape)
+
+
+def _is_plain(flat: TensorDictBase) -> bool:
+    return type(flat) is TensorDict and all(
+        isinstance(value, torch.Tensor) or _is_plain(value) for value in flat.values()
+    )
+
+
+def _padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
+    """One scatter per leaf, instead of one small TensorDict per trajectory."""
+    counts = torch.tensor(lengths)
+    n, longest = len(lengths), max(lengths)
+    rows = torch.repeat_interleave(torch.arange(n), counts)
+    columns = torch.cat([torch.arange(length) for length in lengths])
+
+    def scatter(value: torch.Tensor) -> torch.Tensor:
+        out = value.new_zeros([n, longest, *value.shape[1:]])
+        out[rows.to(value.device), columns.to(value.device)] = value
+        return out
+
+    # The names too are those of a stack of padded rows.
+    padded: TensorDictBase = flat.apply(scatter, batch_size=[n, longest])
+    return padded

@@ -1,0 +1,146 @@
+"""Turns: one thread rolls out at a time, and others may have it stand still between two steps.
+
+turns = Turns("Collector")
+with turns.rolling():            # the thread that rolls out
+    for _ in range(n):
+        if turns.wanted:         # cheap: asked before every step
+            turns.give_way()
+        step()
+
+with turns.standing(timeout):    # any other thread: no step is under way inside this block
+    ...
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from asyncsync.errors import AckTimeout, ClosedError
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Who may step.
+
+    Attributes:
+        wanted: whether whoever rolls out shall call :meth:`give_way` before the next step.
+        closed: whether nobody shall roll out any more.
+        afterwards: called once by the thread that rolls out, when it stops.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.wanted = False
+        self.closed = False
+        self.afterwards: Callable[[], None] | None = None
+        self._name = name
+        self._changed = threading.Condition()
+        self._roller: threading.Thread | None = None
+        self._inside = False
+        self._asking: list[int] = []  # the threads that want it to stand still
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the one that rolls out."""
+        return self._roller is threading.current_thread()
+
+    @contextmanager
+    def rolling(self) -> Iterator[None]:
+        """A block in which this thread rolls out. It begins when nobody wants it to stand still.
+
+        Raises:
+            RuntimeError: another thread does, or this one does already or wants it to stand still.
+            ClosedError: after :meth:`close`.
+        """
+        with self._changed:
+            if threading.get_ident() in self._asking:
+                raise RuntimeError(
+                    f"this {self._name} is paused by this thread: leave the pause() block before collecting"
+                )
+            if self._roller is not None:
+                where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
+                raise RuntimeError(
+                    f"this {self._name} is collecting already, in {where}: one rollout at a time; use pause() around "
+                    "what must not run "
+                    "beside it"
+                )
+            self._wait_in_line()
+            self._roller = threading.current_thread()
+            self._inside = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._roller = None
+                self._inside = False
+                self._changed.notify_all()
+                afterwards, self.afterwards = self.afterwards, None
+            if afterwards is not None:
+                afterwards()
+
+    def give_way(self) -> None:
+        """Stand still while somebody wants it.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        with self._changed:
+            self._inside = False
+            self._changed.notify_all()
+            self._wait_in_line()
+            self._inside = True
+
+    def _wait_in_line(self) -> None:
+        while self._asking and not self.closed:
+            self._changed.wait()  # for the end of somebody's block: standing() bounds its own wait only
+        if self.closed:
+            raise ClosedError(f"this {self._name} has been shut down")
+
+    @contextmanager
+    def standing(self, timeout: float) -> Iterator[None]:
+        """A block in which no step is under way, and none begins. In the thread that rolls out: just a block.
+
+        Args:
+            timeout: seconds to wait for the step under way.
+
+        Raises:
+            AckTimeout: it did not end.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            mine = self.is_mine
+            if not mine:
+                self._asking.append(me)
+                self.wanted = True
+                if not self._changed.wait_for(lambda: not self._inside, timeout):
+                    self._stop_asking(me)
+                    raise AckTimeout(f"the step under way in this {self._name} did not end within {timeout:g} s")
+        try:
+            yield
+        finally:
+            if not mine:
+                with self._changed:
+                    self._stop_asking(me)
+
+    def _stop_asking(self, me: int) -> None:
+        self._asking.remove(me)
+        self.wanted = bool(self._asking) or self.closed
+        self._changed.notify_all()
+
+    def close(self, timeout: float) -> bool:
+        """Have whoever rolls out stop before the next step, for good; returns whether nobody rolls out any more (or
+        the caller does).
+
+        Args:
+            timeout: seconds to wait for that.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self.closed = self.wanted = True
+            self._changed.notify_all()
+            return self._changed.wait_for(
+                lambda: self._roller is None or self.is_mine, max(0.0, deadline - time.monotonic())
+            )

@@ -1,0 +1,414 @@
+"""A collector's weights: taking them from the trainer, passing them on, applying them to its own models.
+
+Whatever form ``update_policy_weights_`` is called in becomes one update ``{model_id: weights}``, checked before
+anything is done. It goes one way: by sender schemes, through the (deprecated) weight updater, or into this collector's
+own models. A model that this collector *receives* is passed on downwards only: the scheme has applied it here.
+
+Names, forms and exclusions follow TorchRL's "RPCCollector" page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncsync.blocking import Bus
+from asyncsync.bus import DEFAULT_TIMEOUT, as_workers
+from asyncsync.collectors.forms import as_update, chosen
+from asyncsync.collectors.local import Holds, LocalUpdates
+from asyncsync.collectors.receivers import Receivers
+from asyncsync.collectors.senders import Senders, shut_down_all
+from asyncsync.collectors.updaters import WeightUpdaterBase, make_updater, pushing
+from asyncsync.context import follow
+from asyncsync.link import check_timeout
+from asyncsync.threads import WorkThread, finish
+
+__all__ = ["WeightsAPI", "WorkerIds"]
+
+WorkerIds = int | torch.device | Iterable[int | torch.device] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What one call of ``update_policy_weights_`` is to do, checked."""
+
+    timeout: float
+    sent: Mapping[str, Any] | None = None
+    applied: Mapping[str, Any] | None = None
+    push: Callable[[], None] | None = None
+    workers: list[int] | None = None
+
+
+class WeightsAPI:
+    """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`.
+
+    Attributes:
+        policy: the policy as it was registered: what a bare ``update_policy_weights_()`` sends.
+        weight_updater: the (deprecated) updater; None: there is none.
+    """
+
+    policy: Any = None
+    worker_idx: Any
+
+    def __init__(self) -> None:
+        self.weight_updater: WeightUpdaterBase | None = None
+        self._senders = Senders({})
+        self._receivers = Receivers()
+        self._local = LocalUpdates()
+        self._version = 0
+        self._newest: Callable[[], int] | None = None
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def get_model(self, model_id: str) -> Any:
+        """The model of this name: ``"policy"``, or an attribute path such as ``env.transform[0].module``.
+
+        Raises:
+            LookupError: there is none.
+        """
+        if model_id == "policy":
+            if self.policy is None:
+                raise LookupError(f"this {type(self).__name__} has no policy in this process")
+            return self.policy
+        try:
+            return follow(self, model_id)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise LookupError(f"{type(self).__name__} has no model {model_id!r}: {error}") from error
+
+    def _apply_locally(self, weights: dict[str, Any]) -> None:
+        """Apply weights to this collector's own models, whole or not at all, and count the version up. Called between
+        two steps. A subclass that has models of its own overrides this.
+
+        Raises:
+            ValueError: a model that is not here.
+            SchemaMismatch: they do not fit; nothing was changed.
+        """
+        served = sorted(self._senders.schemes) or "none"
+        raise ValueError(f"unknown model_id {sorted(weights)}: this {type(self).__name__} has schemes for {served}")
+
+    def _workers_of(self, device: torch.device) -> list[int]:
+        """The workers whose policy is on this device. Raises ValueError: there are none."""
+        raise ValueError(f"no worker of this {type(self).__name__} has its policy on {device}")
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def _set_up_senders(
+        self,
+        schemes: Mapping[str, Any] | None,
+        weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None,
+        *,
+        num_workers: int | None = None,
+    ) -> None:
+        """Prepare schemes (those with private addresses come onto one bus) and the updater. Without communication.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: what they cannot be, and what to do about it.
+        """
+        updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
+        self._senders = Senders(schemes or {}, self, num_workers)
+        if updater is not None:
+            updater.register_collector(self)
+            if updater.increment_version not in updater.post_hooks:  # it may have served one that is gone
+                updater.register_post_hook(updater.increment_version)
+            self.weight_updater = updater
+
+    @property
+    def _sender_schemes(self) -> dict[str, Any]:
+        return self._senders.schemes
+
+    @property
+    def _receiver_schemes(self) -> dict[str, Any]:
+        return self._receivers.schemes
+
+    @property
+    def _bus(self) -> Bus | None:
+        """The bus of the sender schemes."""
+        return self._senders.bus
+
+    def _connect_senders(self, timeout: float) -> None:
+        """The rendezvous with the workers. Raises NotConnected, PartialSendError."""
+        self._senders.connect(timeout)
+        if version := self._senders.version:
+            self._published(version)
+
+    def register_scheme_receiver(
+        self,
+        weight_recv_schemes: Mapping[str, Any],
+        *,
+        synchronize_weights: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Receive these models' weights from the trainer or collector above, between two steps, as they come.
+
+        Args:
+            weight_recv_schemes: ``{model_id: scheme}``; initialised here, unless they are already.
+            synchronize_weights: connect now; when this returns, the initial weights have been applied.
+            timeout: seconds for that.
+
+        Raises:
+            RuntimeError: this collector has not been told which worker it is (``worker_idx``).
+            TypeError, ValueError: what cannot be a receiver's scheme, or is registered already.
+            NotConnected, SchemaMismatch: as the schemes' ``connect``.
+        """
+        self._receivers.register(weight_recv_schemes, self)
+        if synchronize_weights:
+            self._receivers.connect(weight_recv_schemes, timeout)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call the weight updater's ``init`` with these arguments; without an updater, nothing happens."""
+        if self.weight_updater is not None:
+            self.weight_updater.init(*args, **kwargs)
+
+    # -- from the trainer ---------------------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: WorkerIds = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Bring the policy up to date wherever it acts; returns when every worker concerned acts with the new weights.
+
+        Args:
+            policy_or_weights: module, TensorDict or dict; None: the registered policy's current weights, or the
+                updater's. ``{worker_idx: weights}`` gives each worker its own.
+            weights: the same, as a TensorDict or dict.
+            policy: the same, as a module.
+            worker_ids: whom it is for: indices, or the devices that their policies are on; None: everybody.
+            model_id: which model; ``"policy"`` if not given.
+            weights_dict: ``{model_id: weights}``: each worker switches all of them between two steps, or none.
+            kwargs: ``timeout=`` in seconds (60); what else the updater's ``push_weights`` takes, the others are
+                ignored.
+
+        Raises:
+            ValueError: arguments that exclude each other, an unknown model or worker. Nothing was changed.
+            TypeError: ``worker_ids`` without schemes or updater.
+            SchemaMismatch: weights that do not fit this collector's own model; nothing was changed.
+            PartialSendError: which workers have not applied it, and why. Not final: they still converge.
+            NotConnected, ClosedError: there are no workers to send to.
+        """
+        update = self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs)
+        if update.push is not None:
+            update.push()
+        elif (applied := update.applied) is not None:
+            self._local.apply(lambda: self._apply_locally(dict(applied)), update.timeout)
+        elif update.sent is not None:
+            self._send(update.sent, update.workers, update.timeout)
+
+    async def update_policy_weights_async(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: WorkerIds = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """:meth:`update_policy_weights_` for a coroutine of any event loop. The source must not change until it
+        returns."""
+        update = self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs)
+        if update.push is not None:
+            thread = WorkThread("asyncsync-updater")
+            try:
+                await finish(thread.submit(update.push))
+            finally:
+                thread.abandon()
+        elif (applied := update.applied) is not None:
+            await self._local.apply_async(lambda: self._apply_locally(dict(applied)), update.timeout)
+        elif update.sent is not None:
+            before = self._senders.version
+            try:
+                await self._senders.send_async(update.sent, update.workers, update.timeout)
+            finally:
+                self._tell(before, update.workers)
+
+    def _plan(
+        self,
+        policy_or_weights: Any,
+        weights: Any,
+        policy: Any,
+        worker_ids: WorkerIds,
+        model_id: str | None,
+        weights_dict: Mapping[str, Any] | None,
+        kwargs: dict[str, Any],
+    ) -> _Update:
+        """Check everything; nothing is done yet."""
+        if "policy_weights" in kwargs:
+            raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
+        given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
+        timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
+        check_timeout(timeout)
+        updater = self.weight_updater
+        if worker_ids is not None and updater is None and not self._senders.schemes:
+            raise TypeError(
+                f"worker_ids={worker_ids!r}, but this {type(self).__name__} has neither weight_sync_schemes nor a "
+                "weight_updater: there are no workers to choose from"
+            )
+        if updater is not None and "policy" in given:
+            if len(given) > 1:
+                raise ValueError(
+                    f"a weight updater pushes the policy alone, not {sorted(given)} together: use weight_sync_schemes"
+                )
+            return _Update(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
+        sent = {m: w for m, w in given.items() if m in self._senders.schemes}
+        own = {m: w for m, w in given.items() if m not in sent and m not in self._receivers.schemes}
+        if sent and own:
+            raise ValueError(
+                f"{sorted(own)} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
+                "alone, or give every model one in weight_sync_schemes"
+            )
+        if own:
+            if worker_ids is not None:
+                raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(self._senders.schemes)}")
+            return _Update(timeout, applied={m: self._registered(m) if w is None else w for m, w in own.items()})
+        if sent:
+            self._senders.check(sent)
+        elif not self.cascades:
+            raise ValueError(
+                f"{sorted(given)} comes to this {type(self).__name__} by its weight_recv_schemes, and nobody is below "
+                "it: update it where it is sent"
+            )
+        return _Update(timeout, sent=sent or None, workers=self._indices(worker_ids))
+
+    def _registered(self, model_id: str) -> Any:
+        try:
+            return self.get_model(model_id)
+        except LookupError as error:
+            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+
+    def _indices(self, worker_ids: WorkerIds) -> list[int] | None:
+        if worker_ids is None:
+            return None
+        chosen = [worker_ids] if isinstance(worker_ids, int | torch.device) else list(worker_ids)
+        indices: list[int] = []
+        for worker in chosen:
+            indices += self._workers_of(worker) if isinstance(worker, torch.device) else [worker]
+        return as_workers(indices)
+
+    def _send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float) -> None:
+        before = self._senders.version
+        try:
+            self._senders.send(update, workers, timeout)
+        finally:
+            self._tell(before, workers)
+
+    def _tell(self, before: int, workers: list[int] | None) -> None:
+        # Also of a version that not every worker has applied: it is published, and they still converge.
+        if (version := self._senders.version) > before:
+            self._published(version, workers)
+
+    def _published(self, version: int, workers: list[int] | None = None) -> None:
+        """Called after a version was published; ``workers``: for whom (None: everybody). For subclasses."""
+
+    def _push_policy(self, weights: Any, worker_id: int | torch.device | None) -> None:
+        """What an updater sends by the schemes. Raises RuntimeError: there is none for the policy."""
+        if "policy" not in self._senders.schemes:
+            raise RuntimeError(
+                f"this {type(self).__name__} has no scheme that brings a policy to workers: use VanillaWeightUpdater "
+                "for a policy in this process, or pass weight_sync_schemes="
+            )
+        self._send({"policy": weights}, self._indices(worker_id), DEFAULT_TIMEOUT)
+
+    def _between_steps(self, function: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Run a function that writes this collector's own models when no step is under way. Raises AckTimeout."""
+        self._local.apply(function, timeout)
+
+    # -- from above ---------------------------------------------------------------------------------------------------
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Take in weights: what the receiver schemes have, or else those given, or those of the original policy.
+
+        Never waits for weights to come: updates are applied by themselves, between two steps.
+
+        Args:
+            policy_or_weights: module, TensorDict or dict for this collector's own policy.
+            weights: the same, as a TensorDict or dict.
+            policy: the same, as a module.
+
+        Raises:
+            ValueError: several of them, or any while receiver schemes are registered.
+            SchemaMismatch: they do not fit; nothing was changed.
+            ClosedError, Fenced: nothing more will come.
+        """
+        given = chosen(policy_or_weights, weights, policy)
+        if not self._receivers.schemes:
+            source = self._registered("policy") if given is None else given
+            self._local.apply(lambda: self._apply_locally({"policy": source}), DEFAULT_TIMEOUT)
+        elif given is not None:
+            raise ValueError(
+                f"this {type(self).__name__} receives {sorted(self._receivers.schemes)} by weight_recv_schemes: "
+                "call receive_weights() without arguments, or send from above"
+            )
+        else:
+            self._receivers.take_in()
+
+    def _receive_weights_scheme(self) -> None:
+        """What a remote parent calls (RPC, Ray): every receiver scheme takes in what has come.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if not self._receivers.schemes:
+            raise RuntimeError(
+                f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
+                "register_scheme_receiver()"
+            )
+        self._receivers.take_in()
+
+    @property
+    def cascades(self) -> bool:
+        """Whether updates that are received go further down; see :mod:`asyncsync.cascade`."""
+        return bool(self._senders.schemes) or self.weight_updater is not None
+
+    # -- around a step ------------------------------------------------------------------------------------------------
+
+    def _holds(self) -> AbstractContextManager[Any]:
+        """For one step, policy and environment: no weights of this collector change within."""
+        gates = self._receivers.gates
+        return Holds([self._local.gate, *gates]) if gates else self._local.gate.hold()
+
+    def _version_now(self) -> int:
+        """The version that acts: of the receiver schemes, else the count of updates applied here."""
+        return self._receivers.version if self._receivers.buses else self._version
+
+    def _newest_version(self) -> int:
+        """The newest version that the trainer has published, as far as is known here."""
+        if self._newest is not None:
+            return self._newest()
+        return self._receivers.newest if self._receivers.buses else self._version
+
+    def _await_version(self, version: int, timeout: float) -> None:
+        """Wait, outside any hold, until this version or a newer one acts.
+
+        Raises:
+            AckTimeout: not within the timeout (seconds).
+            ClosedError, Fenced: it will not come.
+        """
+        check_timeout(timeout)
+        self._receivers.wait(version, timeout)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version: published, where there are workers below; else the one that acts here."""
+        return self._senders.version if self._senders.schemes else self._version_now()
+
+    def increment_version(self) -> None:
+        """Count the version of this collector's own policy up by one."""
+        self._version += 1
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_weights(self, timeout: float) -> None:
+        """Shut every scheme down, within the timeout (seconds) for all of them. Idempotent."""
+        shut_down_all([*self._senders.schemes.values(), *self._receivers.schemes.values()], timeout)

@@ -1,0 +1,362 @@
+"""Worker: what a collector's worker process runs.
+
+Its main thread waits for messages and rolls out, in turns; weights come on the loop thread of the blocking API, and
+are let in between two steps, or at once while the main thread waits. A second thread waits for the end: of the
+collector, which an idle or stepping leaf sees by itself, or of the trainer's process.
+
+Messages come through a pipe, and are answered between two rollouts: ``("rollout", serial, random, grant)``,
+``("call", number, (name, *arguments))``, ``("run",)``, ``("stop", close_env)``. Whatever the user's code raises is
+sent back, and ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.batches import Window
+from asyncsync.collectors.failures import Failure, dumps, loads
+from asyncsync.collectors.page import MemoryPlace, page_at
+from asyncsync.endpoint import sweep
+from asyncsync.errors import ClosedError
+
+__all__ = ["Spec", "run_worker"]
+
+logger = logging.getLogger("asyncsync")
+
+SWITCH_INTERVAL = 5e-4  # the loop thread gets its turn ten times as soon as by default
+ORPHAN_SECONDS = 2.0
+
+
+@dataclass
+class Spec:
+    """What a worker is; travels by cloudpickle.
+
+    Attributes:
+        kind: class of the collector that it runs, or what makes one.
+        create_env_fn: its environment.
+        policy, policy_factory: one of them, or neither.
+        arguments: further ones of the collector's constructor.
+        post_collect_hook: called with each batch.
+        init_fn: called first.
+        threads: of torch.
+        follows: whether the trainer tells it the newest version by the page.
+        timeout: seconds for the first weights to come.
+    """
+
+    kind: Callable[..., Any]
+    create_env_fn: Any
+    policy: Any
+    policy_factory: Any
+    arguments: dict[str, Any] = field(default_factory=dict)
+    post_collect_hook: Callable[[TensorDictBase], None] | None = None
+    init_fn: Callable[[], None] | None = None
+    threads: int = 1
+    follows: bool = True
+    timeout: float = 60.0
+
+
+class _Stop(Exception):
+    """The trainer wants this process to end."""
+
+
+def run_worker(
+    pipe: Connection,
+    bell: Connection,
+    index: int,
+    place: MemoryPlace,
+    spec: bytes,
+    replay_buffer: Any,
+    schemes: Mapping[str, Any],
+) -> None:
+    """The process's target."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    worker = _Worker(pipe, index, place, schemes)
+    threading.Thread(target=worker.listen, args=(bell,), name="asyncsync-collector-bell", daemon=True).start()
+    code = 0
+    try:
+        try:
+            worker.build(spec, replay_buffer)
+            worker.serve()
+        except _Stop:
+            pass
+        finally:
+            worker.close()
+    except BaseException as error:
+        if not (worker.is_over and isinstance(error, ClosedError)):
+            code = 1
+            worker.report(error)
+    if not worker.page.stopped:
+        worker.sweep()
+    worker.ended.set()
+    if code:
+        sys.exit(code)
+
+
+class _Worker:
+    def __init__(self, pipe: Connection, index: int, place: MemoryPlace, schemes: Mapping[str, Any]) -> None:
+        self.page = page_at(place)
+        self.ended = threading.Event()
+        self._pipe = pipe
+        self._index = index
+        self._schemes = schemes
+        self._window = Window()
+        self._collector: Any = None
+        self._nested = self._writes = self._connecting = False
+        self._hook: Callable[[TensorDictBase], None] | None = None
+        self._serial = 0
+        self._orphaned = False
+        self._close_env = True
+        self._free = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._orphaned or self.page.stopped
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    def build(self, pickled: bytes, replay_buffer: Any) -> None:
+        spec: Spec = loads(pickled)
+        torch.set_num_threads(spec.threads)
+        if spec.init_fn is not None:
+            spec.init_fn()
+        self._hook = spec.post_collect_hook
+        self._collector = collector = spec.kind(
+            spec.create_env_fn,
+            spec.policy,
+            policy_factory=spec.policy_factory,
+            replay_buffer=replay_buffer,
+            worker_idx=self._index,
+            **spec.arguments,
+        )
+        self._writes = replay_buffer is not None
+        self._nested = hasattr(collector, "_crew")
+        if not self._nested:
+            collector._allocate = self._allocate
+            collector._interrupted = self._interrupted
+        if self._writes:
+            collector.post_collect_hook = self._hook
+        if spec.follows:
+            collector._newest = lambda: self.page.newest(self._index)
+        collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
+        self._send("built", collector.requested_frames_per_batch, _dims(collector))
+        if self._schemes:
+            self._connecting = True
+            collector._receivers.connect(self._schemes, spec.timeout)
+            self._connecting = False
+        self._send("connected")
+
+    def listen(self, bell: Connection) -> None:
+        """In a thread: until the trainer wants the end, or is no more."""
+        try:
+            bell.recv_bytes()
+        except (EOFError, OSError):
+            pass
+        if self.page.stopped:
+            self._interrupt()
+            return
+        self._orphaned = True
+        self.sweep()
+        self._interrupt()
+        self.ended.wait(ORPHAN_SECONDS)
+        self.sweep()  # the trainer's locks may have been freed a moment later
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(1)
+
+    def _interrupt(self) -> None:
+        """A leaf sees for itself, between two steps, that it is over; a collector of collectors waits for its own, and
+        one that is not connected yet for the trainer."""
+        if self._nested:
+            self._collector.shutdown(ORPHAN_SECONDS)
+        elif self._connecting:
+            self._collector._end_weights(ORPHAN_SECONDS)
+
+    def sweep(self) -> None:
+        for scheme in self._schemes.values():
+            endpoint = scheme._bus.endpoint
+            if endpoint.startswith("ipc://"):
+                try:
+                    sweep(Path(endpoint.removeprefix("ipc://")).parent.parent)
+                except OSError as error:
+                    logger.debug("%s cannot be swept: %s", endpoint, error)
+
+    def close(self) -> None:
+        if self._collector is not None:
+            self._collector.shutdown(close_env=self._close_env)
+
+    def report(self, error: BaseException) -> None:
+        try:
+            self._pipe.send_bytes(pickle.dumps(("failed", Failure.of(error))))
+        except OSError:
+            logger.exception("a collector's worker has failed, and its trainer is gone")
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _send(self, *message: Any) -> None:
+        self._write_to(pickle.dumps(message))
+
+    def _write_to(self, pickled: bytes) -> None:
+        try:
+            self._pipe.send_bytes(pickled)
+        except OSError:  # the trainer is gone
+            raise _Stop from None
+
+    def _receive(self) -> Any:
+        try:
+            pickled = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise _Stop from None
+        return loads(pickled)
+
+    def serve(self) -> None:
+        while True:
+            self._handle(self._receive())
+
+    def _handle(self, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind == "rollout":
+            self._roll(*message[1:])
+        elif kind == "learn":
+            self._window.learn(*message[1:])
+        elif kind == "call":
+            self._answer(message[1], message[2])
+        elif kind == "run":
+            self._run_free(message[1])
+        elif kind == "stop":
+            self._close_env = message[1]
+            raise _Stop
+
+    def _answer(self, number: int, call: bytes | tuple[Any, ...]) -> None:
+        name, *arguments = loads(call) if isinstance(call, bytes) else call
+        try:
+            result = getattr(self, f"_do_{name}")(*arguments)
+        except Exception as error:
+            # Such as a seed that the environment refuses: that ends nothing.
+            self._write_to(pickle.dumps(("reply", number, Failure.of(error), None)))
+        else:
+            self._write_to(dumps(("reply", number, None, result)))
+
+    def _do_seed(self, seed: int, static_seed: bool) -> int:
+        following: int = self._collector.set_seed(seed, static_seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        return following
+
+    def _do_reset(self) -> None:
+        self._collector.reset()
+
+    def _do_state(self) -> Any:
+        return self._collector.state_dict()
+
+    def _do_load(self, state: Any) -> None:
+        self._collector.load_state_dict(state)
+
+    def _do_pre_hook(self, hook: Any) -> None:
+        self._collector.pre_collect_hook = hook
+
+    def _do_post_hook(self, hook: Any) -> None:
+        self._hook = hook
+        if self._writes:
+            self._collector.post_collect_hook = hook
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def _roll(self, serial: int, random: bool | None, grant: Any) -> None:
+        self._serial = serial
+        self._collector._random = random
+        self._window.open(grant)
+        if self._writes:
+            frames = self._write()
+            self._send("batch", serial, False, 0, frames, None, None)
+            return
+        batch = self._collector.next() if self._nested else self._collector.rollout()
+        if self.is_over:
+            raise _Stop
+        if self._hook is not None:
+            self._hook(batch)
+        frames = batch.numel()
+        written, layout = self._window.close(batch)
+        if layout is not None and not self._nested:  # of a whole rollout, if this one was cut
+            layout = replace(layout, steps=self._collector.frames_per_batch)
+        if written:
+            self._send("batch", serial, True, batch.batch_size[-1], frames, None, None)
+        else:
+            self._write_to(pickle.dumps(("batch", serial, False, batch.batch_size[-1], frames, dumps(batch), layout)))
+
+    def _write(self) -> int:
+        """One rollout into the replay buffer; returns how many frames it had."""
+        collector = self._collector
+        before = collector._frames
+        if self._nested:
+            collector.next()
+        else:
+            collector._next_batch()
+        if self.is_over:
+            raise _Stop
+        frames: int = collector._frames - before
+        self.page.add_frames(frames)
+        return frames
+
+    def _allocate(self, layout: Any) -> TensorDictBase:
+        batch = self._window.allocate(layout)
+        return type(self._collector)._allocate(self._collector, layout) if batch is None else batch
+
+    def _interrupted(self) -> bool:
+        """Asked before each step but a rollout's first."""
+        page = self.page
+        if page.paused and self._free:
+            self._stand_still()
+        return page.stopped or self._orphaned or page.is_cut(self._serial)
+
+    # -- running free -------------------------------------------------------------------------------------------------
+
+    def _run_free(self, plan: tuple[float, int]) -> None:
+        """Roll out until the trainer's total is reached, or it wants the end."""
+        total, random = plan
+        self._free, self._serial = True, sys.maxsize
+        while self.page.frames < total:
+            if self.page.paused:
+                self._stand_still()
+            while self._pipe.poll():
+                self._handle(self._receive())
+            self._collector._random = self.page.frames < random
+            self._write()
+        self._free = False
+        self._send("finished")
+
+    def _stand_still(self) -> None:
+        """Between two steps, until the trainer goes on. Calls that need the end of a rollout are answered later."""
+        self._send("paused")
+        while (message := self._receive())[0] != "resume":
+            if message[0] == "call" and isinstance(message[2], tuple) and message[2][0] == "state":
+                self._handle(message)
+            elif message[0] == "call":
+                name = loads(message[2])[0] if isinstance(message[2], bytes) else message[2][0]
+                error = RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
+                self._write_to(pickle.dumps(("reply", message[1], Failure.of(error), None)))
+            else:
+                self._handle(message)
+
+
+def _dims(collector: Any) -> int | None:
+    """How many batch dimensions its environment has; None: it is no environment of its own."""
+    size = getattr(collector, "_batch_size", None)
+    return None if size is None else len(size)

@@ -1,0 +1,115 @@
+"""The weights of Collector itself: its own models, and what it receives while it collects."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncsync import sync
+from asyncsync.collectors import Collector, VanillaWeightUpdater
+from asyncsync.errors import SchemaMismatch
+from helpers.collecting_weights import NET, Level, LevelEnv, Readings, passed_on, update
+
+
+def collector(**options: Any) -> Collector:
+    return Collector(LevelEnv, Level(0), **{"frames_per_batch": 10, **options})
+
+
+def levels(batch: Any) -> set[tuple[float, float, int]]:
+    """The policy's level, the environment's, and the version, frame by frame."""
+    version = batch["collector", "policy_version"]
+    return set(zip(*(t.flatten().tolist() for t in (batch["action"], batch["next", "level"], version)), strict=True))
+
+
+@pytest.mark.parametrize("style", ["blocking", "async"])
+def test_r003_r009_r011_a_model_in_the_environment_by_its_id(style: str) -> None:
+    with collector() as one:
+        assert levels(one.next()) == {(0, -1, 0)}
+        update(one, style, policy=Level(5), model_id=NET)
+        assert levels(one.next()) == {(0, 5, 1)}
+        update(one, style, weights_dict={"policy": Level(6), NET: Level(7)})
+        assert levels(one.next()) == {(6, 7, 2)}
+        for wrong in ({"policy": Level(8), NET: Level(8, width=2)}, {"policy": Level(8), NET: nn.Linear(1, 1)}):
+            with pytest.raises(SchemaMismatch):
+                update(one, style, weights_dict=wrong)
+        with pytest.raises(ValueError, match=r"env\.critic"):
+            update(one, style, weights_dict={"policy": Level(8), "env.critic": Level(8)})
+        assert levels(one.next()) == {(6, 7, 2)}, "all of them, or none"
+
+
+@pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
+def test_r005_r011_r199_every_frame_tells_the_version_of_the_weights_that_acted(kind: str) -> None:
+    schemes = {model_id: getattr(sync, kind)() for model_id in ("policy", NET)}
+    top = Readings(policy=Level(100), schemes=schemes, workers=1)
+    made: list[Collector] = []
+    # weight_recv_schemes connects in the constructor, which so waits for the trainer
+    thread = threading.Thread(
+        target=lambda: made.append(collector(weight_recv_schemes=passed_on(top), worker_idx=0, frames_per_batch=2000))
+    )
+    thread.start()
+    top._connect_senders(20)
+    thread.join(20)
+    [leaf] = made
+    try:
+        first = top.policy_version
+        batches: list[Any] = []
+        thread = threading.Thread(target=lambda: batches.append(leaf.next()))
+        thread.start()
+        sent = 0
+        while thread.is_alive():
+            sent += 1
+            update(top, "blocking", weights_dict={"policy": Level(100 + sent), NET: Level(100 + sent)})
+        thread.join()
+        found = levels(batches[0])
+        expected = {(100.0 + i, 100.0 + i, first + i) for i in range(1, sent + 1)}
+        assert found <= expected | {(100.0, -1.0, first)}
+        assert len(found) > 1
+        versions = batches[0]["collector", "policy_version"].flatten()
+        assert (versions.diff() >= 0).all()
+    finally:
+        leaf.shutdown()
+        top.shutdown()
+
+
+def test_max_lag_waits_for_the_newer_version() -> None:
+    top = Readings(policy=Level(1), schemes={"policy": sync.ZMQWeightSyncScheme()}, workers=1)
+    made: list[Collector] = []
+    thread = threading.Thread(
+        target=lambda: made.append(collector(weight_recv_schemes=passed_on(top), worker_idx=0, max_lag=0))
+    )
+    thread.start()
+    top._connect_senders(20)
+    thread.join(20)
+    [leaf] = made
+    try:
+        leaf._newest = lambda: 2  # what the control page says
+        batches: list[Any] = []
+        thread = threading.Thread(target=lambda: batches.append(leaf.next()))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive(), "it does not act with version 1"
+        update(top, "blocking", Level(9))
+        thread.join(20)
+        assert levels(batches[0]) == {(9, -1, 2)}
+    finally:
+        leaf.shutdown()
+        top.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
+def test_r152_r175_with_a_vanilla_updater_made_from_its_policy() -> None:
+    source = Level(3)
+    with collector(weight_updater=VanillaWeightUpdater) as one:
+        one.update_policy_weights_(source)
+        assert levels(one.next()) == {(3, -1, 1)}
+    policy = Level(0)
+    updater = VanillaWeightUpdater(weight_getter=lambda: source, policy_weights=policy)
+    with Collector(LevelEnv, policy, frames_per_batch=10, weight_updater=updater) as one:
+        with torch.no_grad():
+            source.level.fill_(4)
+        one.update_policy_weights_()
+        assert levels(one.next()) == {(4, -1, 1)}

@@ -1,0 +1,239 @@
+"""Arguments of collectors with workers, their hooks, and collecting into a replay buffer."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
+
+BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+
+
+def test_documented_defaults() -> None:
+    parameters = inspect.signature(MultiSyncCollector.__mro__[1].__init__).parameters
+    found = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    expected: dict[str, Any] = {
+        "policy": None, "policy_factory": None, "total_frames": -1, "device": None, "storing_device": None,
+        "env_device": None, "policy_device": None, "max_frames_per_traj": -1, "init_random_frames": -1,
+        "reset_at_each_iter": False, "postproc": None, "split_trajs": False, "update_at_each_batch": False,
+        "max_weight_update_interval": -1, "weight_updater": None, "weight_sync_schemes": None,
+        "weight_recv_schemes": None, "num_sub_threads": 1, "cat_results": None, "extend_buffer": True,
+        "start_method": "spawn",
+    }  # fmt: skip
+    assert found | expected == found
+    assert [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD] == [
+        "self", "create_env_fn", "policy"
+    ]  # fmt: skip
+
+
+def test_r034_the_documented_collector_under_spawn_with_lambdas() -> None:
+    source = policy()
+    with pytest.warns(UserWarning, match="total_frames \\(100\\) is not exactly divisible by frames_per_batch \\(24\\)"):
+        collector = MultiSyncCollector(
+            [lambda: Counting(length=4)] * 3, source, frames_per_batch=24, total_frames=100, start_method="spawn"
+        )
+    with collector:
+        frames = 0
+        for i, batch in enumerate(collector):
+            assert batch is not None and batch.batch_size == (3, 8)
+            assert batch["action"].unique().tolist() == [1.0 + i]
+            frames += batch.numel()
+            source.module.fill(2.0 + i)
+            collector.update_policy_weights_()
+    assert frames == 120
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_collector_with_num_collectors_is_a_multi_collector(sync: bool) -> None:
+    with Collector(make(), policy(), num_collectors=2, sync=sync, **options()) as collector:
+        assert type(collector) is (MultiSyncCollector if sync else MultiAsyncCollector)
+        assert collector.num_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"create_env_fn": make()}, "num_workers="),
+        ({"create_env_fn": []}, "create_env_fn is empty"),
+        ({"create_env_fn": [3]}, "callables that make environments"),
+        ({"num_workers": 3}, "2 entries, but num_workers=3"),
+        ({"frames_per_batch": [3]}, "frames_per_batch has 1 entries, but there are 2 workers"),
+        ({"frames_per_batch": 0}, "at least 1"),
+        ({"device": ["cpu"]}, "device has 1 entries"),
+        ({"create_env_kwargs": [{}]}, "create_env_kwargs has 1 entries"),
+        ({"policy_factory": [policy]}, "policy_factory has 1 entries"),
+        ({"policy_factory": policy, "policy": len}, "exclude each other"),
+        ({"start_method": "fork"}, "'spawn' or 'forkserver'"),
+        ({"preemptive_threshold": 1.5}, "between 0 and 1"),
+        ({"cat_results": "cat"}, "'stack' or a dimension"),
+        ({"split_trajs": True, "track_traj_ids": False}, "requires track_traj_ids"),
+        ({"max_lag": -1}, "at least 0"),
+        ({"weight_updater": print, "weight_sync_schemes": {}}, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
+    arguments = {"create_env_fn": [make()] * 2, "policy": policy(), **options(), **given}
+    with pytest.raises((ValueError, TypeError), match=message):
+        MultiSyncCollector(**arguments)
+    assert not multiprocessing.active_children()
+
+
+def test_what_is_for_batches_of_several_workers_is_not_for_the_asynchronous_one() -> None:
+    for given in ({"cat_results": -1}, {"preemptive_threshold": 0.5}):
+        with pytest.raises(ValueError, match="use MultiSyncCollector"):
+            MultiAsyncCollector([make()], policy(), **options(**given))
+
+
+@pytest.mark.parametrize(("given", "message"), [({"cat_results": 2}, "no dimension"),
+                                                ({"cat_results": 0, "preemptive_threshold": 0.5}, "cannot be concat")])  # fmt: skip
+def test_what_the_environments_do_not_allow_is_refused_when_they_are_there(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiSyncCollector([make(batch=(2,))], policy(), **options(**given))
+
+
+def test_r125_each_worker_may_make_its_own_policy() -> None:
+    factories = [lambda: policy(4.0), lambda: policy(5.0)]
+    with MultiSyncCollector([make()] * 2, None, policy_factory=factories, **options()) as collector:
+        assert [part["action"].unique().tolist() for part in collector.next()] == [[4.0], [5.0]]
+    source = policy(6.0)  # with a factory, it is the source of weights only
+    with MultiSyncCollector([make()] * 2, source, policy_factory=policy, **options()) as collector:
+        assert collector.next()["action"].unique().tolist() == [6.0]  # type: ignore[index]
+
+
+def test_r129_lists_of_devices() -> None:
+    given = options(device=["cpu", "cpu"], storing_device=[None, "cpu"], policy_device="cpu", env_device=None)
+    with MultiSyncCollector([make()] * 2, policy(), **given) as collector:
+        assert collector.policy_device == [torch.device("cpu")] * 2
+        assert collector.storing_device == [torch.device("cpu")] * 2
+        for _ in range(2):
+            assert collector.next().device == torch.device("cpu")  # type: ignore[union-attr]
+        collector.policy.module.fill(3.0)
+        collector.update_policy_weights_(worker_ids=torch.device("cpu"))
+        assert collector.next()["action"].unique().tolist() == [3.0]  # type: ignore[index]
+        with pytest.raises(ValueError, match="no worker"):
+            collector.update_policy_weights_(worker_ids=torch.device("meta"))
+
+
+def test_arguments_reach_the_environments_and_init_fn_comes_first(tmp_path: Path) -> None:
+    logs = [str(tmp_path / name) for name in "ab"]
+
+    def first() -> None:
+        os.environ["ASYNCSYNC_TEST"] = "7"
+
+    def make_env(log: str) -> Counting:
+        assert os.environ["ASYNCSYNC_TEST"] == "7"
+        return Counting(log=log)
+
+    given = options(create_env_kwargs=[{"log": log} for log in logs], init_fn=first)
+    with MultiSyncCollector(make_env, policy(), num_workers=2, **given) as collector:
+        assert [Path(log).read_text().split() for log in logs] == [[str(pid)] for pid in collector._crew.pids]
+
+
+@BOTH
+def test_r116_hooks_run_in_the_workers_around_each_rollout(kind: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def note(text: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()} {text}\n")
+
+    given = options(
+        pre_collect_hook=lambda: note("pre"), post_collect_hook=lambda batch: note(f"post {batch.numel()}"), total_frames=12
+    )
+    with kind([make()], policy(), **given) as collector:
+        [pid] = collector._crew.pids
+        assert len(list(collector)) == 2
+        assert log.read_text().splitlines() == [f"{pid} pre", f"{pid} post 6"] * 2
+        log.unlink()
+        collector.pre_collect_hook = lambda: note("another")
+        collector.post_collect_hook = None
+        collector.total_frames = 24
+        list(collector)
+        assert log.read_text().splitlines() == [f"{pid} another"] * 2
+
+
+def test_a_hook_may_add_to_a_batch() -> None:
+    def add(batch: Any) -> None:
+        batch.set("added", torch.ones(batch.batch_size))
+        batch.set("_hidden", torch.ones(batch.batch_size))
+
+    with MultiSyncCollector([make()], policy(), **options(post_collect_hook=add)) as collector:
+        for _ in range(3):
+            batch: Any = collector.next()
+            assert batch["added"].eq(1).all()
+            assert "_hidden" not in batch.keys()
+
+
+@pytest.mark.parametrize("extend", [True, False])
+@BOTH
+def test_r087_r165_workers_write_to_a_shared_replay_buffer(kind: Any, extend: bool, tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path)
+    given = options(replay_buffer=buffer, extend_buffer=extend, total_frames=36)
+    with kind([make()] * 2, policy(), **given) as collector:
+        assert list(collector) == [None] * 6
+        assert collector._frames == 36
+    assert sum(buffer.sizes()) == 36
+    assert set(buffer.sizes()) == ({6} if kind is MultiAsyncCollector else {3}) if extend else {1}
+
+
+def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path)
+    with MultiAsyncCollector([make(delay=0.001)] * 2, policy(), **options(replay_buffer=buffer)) as collector:
+        collector.start()
+        collector.start()
+        assert collector.is_running()
+        for _ in range(3):
+            wait_for(buffer, 12)
+            with collector.pause():
+                before = buffer.count()
+                time.sleep(0.1)
+                assert buffer.count() == before
+        with pytest.raises(ZeroDivisionError), collector.pause():
+            raise ZeroDivisionError
+        wait_for(buffer, 12)  # it goes on all the same
+        assert set(collector.state_dict()) == {"worker0", "worker1", "frames", "iter"}
+        collector.policy.module.fill(9.0)
+        collector.update_policy_weights_()
+        with pytest.raises(RuntimeError, match="runs free"):
+            collector.next()
+        pids = collector._crew.pids
+        collector.async_shutdown(timeout=3.0)
+        assert collector.closed and len(pids) == 2
+    with MultiSyncCollector([make()], policy(), **options()) as without:
+        with pytest.raises(NotImplementedError, match="replay_buffer="):
+            without.start()
+
+
+def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path)
+    given = options(replay_buffer=buffer, total_frames=60, init_random_frames=24)
+    with MultiAsyncCollector([make()] * 2, policy(), **given) as collector:
+        collector.start()
+        collector._free.join(20)  # type: ignore[union-attr]
+        assert not collector.is_running()
+        assert 60 <= buffer.count() <= 66
+
+
+def wait_for(buffer: Any, more: int) -> None:
+    goal, deadline = buffer.count() + more, time.monotonic() + 20
+    while buffer.count() < goal:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_plain_callable_is_a_policy() -> None:
+    def callable_policy(td: TensorDict) -> TensorDict:
+        return td.set("action", torch.full((*td.batch_size, 2), 0.5))
+
+    with MultiSyncCollector([make()], callable_policy, **options()) as collector:
+        assert collector.next()["action"].unique().tolist() == [0.5]  # type: ignore[index]

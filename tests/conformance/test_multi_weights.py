@@ -1,0 +1,261 @@
+"""Weights of collectors with workers: when they change, for whom, and which version a frame was made with."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
+from asyncsync.errors import PartialSendError, SchemaMismatch
+from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from helpers.collecting_multi import WithModel, make, options, policy
+
+BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+FACTORIES = [make(length=5), make(length=3)]
+MODEL = "env.transform[0].module"
+
+
+def acted(batch: Any) -> list[float]:
+    return sorted(set(batch["action"].flatten().tolist()))
+
+
+def versions(batch: Any) -> list[int]:
+    return sorted(set(batch["collector", "policy_version"].flatten().tolist()))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Any]:
+    source = policy()
+    with MultiSyncCollector(FACTORIES, source, **options()) as collector:
+        for i in range(6):  # from now on it opens no files
+            collector.next()
+            collector.update_policy_weights_(worker_ids=[i % 2])
+            collector.update_policy_weights_()
+        yield collector, source
+
+
+def test_r005_r006_shared_memory_is_the_default_and_a_bare_call_sends_the_policy(crew: Any) -> None:
+    collector, source = crew
+    assert type(collector._sender_schemes["policy"]) is SharedMemWeightSyncScheme
+    source.module.fill(3.0)
+    assert acted(collector.next()) == [1.0]  # never the trainer's live parameters
+    collector.update_policy_weights_()
+    assert acted(collector.next()) == [3.0]
+
+
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_r005_the_collector_initialises_and_connects_the_schemes_that_it_is_given(kind: Any) -> None:
+    source = policy(2.0)
+    with MultiSyncCollector(
+        FACTORIES[:1], policy_factory=policy, policy=source, weight_sync_schemes={"policy": kind()}, **options()
+    ) as collector:
+        assert acted(collector.next()) == [2.0]  # connecting has delivered them
+        collector.update_policy_weights_(TensorDict.from_module(policy(4.0)).data)
+        assert acted(collector.next()) == [4.0]
+
+
+def test_each_frame_tells_its_version(crew: Any) -> None:
+    collector, source = crew
+    collector.update_policy_weights_()
+    before = collector.policy_version
+    assert versions(collector.next()) == [before]
+    collector.update_policy_weights_()
+    assert versions(collector.next()) == [before + 1]
+
+
+def test_only_the_workers_that_are_named_change(crew: Any) -> None:
+    collector, source = crew
+    source.module.fill(6.0)
+    collector.update_policy_weights_()
+    source.module.fill(7.0)
+    collector.update_policy_weights_(worker_ids=[1])
+    batch = collector.next()
+    assert [acted(part) for part in batch] == [[6.0], [7.0]]
+    collector.update_policy_weights_()
+    assert acted(collector.next()) == [7.0]
+
+
+async def test_updates_from_coroutines(crew: Any) -> None:
+    collector, source = crew
+    source.module.fill(8.0)
+    await collector.update_policy_weights_async()
+    assert acted(await anext(collector)) == [8.0]
+
+
+def test_weights_that_do_not_fit_change_nothing(crew: Any) -> None:
+    collector, source = crew
+    source.module.fill(8.5)
+    collector.update_policy_weights_()
+    with pytest.raises((SchemaMismatch, PartialSendError)):
+        collector.update_policy_weights_({"module.weight": torch.zeros(9)})
+    with pytest.raises(ValueError, match="nobody"):
+        collector.update_policy_weights_(weights_dict={"policy": source, "nobody": source})
+    assert acted(collector.next()) == [8.5]
+
+
+@pytest.fixture
+def models() -> Iterator[Any]:
+    bus = Bus()
+    schemes = {"policy": SharedMemWeightSyncScheme(bus=bus), MODEL: SharedMemWeightSyncScheme(bus=bus)}
+    with MultiAsyncCollector(
+        [functools.partial(WithModel, delay=0.001)] * 2, policy(0.0), weight_sync_schemes=schemes, **options()
+    ) as collector:
+        yield collector
+
+
+def model(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1, 1), value)}
+
+
+def test_r003_models_of_the_environment_are_synchronised(models: Any) -> None:
+    models.update_policy_weights_(weights=model(5.0), model_id=MODEL)
+    for _ in range(4):
+        models.next()
+    assert models.next()["model"].unique().tolist() == [5.0]
+
+
+def test_r011_r199_several_models_switch_together_between_two_steps(models: Any) -> None:
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def update() -> None:
+        value = 10.0
+        try:
+            while not stop.is_set():
+                value += 1
+                models.update_policy_weights_(
+                    weights_dict={"policy": TensorDict.from_module(policy(value)).data, MODEL: model(value)}
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    try:
+        batches = [models.next() for _ in range(40)]
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+    seen = set()
+    for batch in batches[4:]:
+        acting, shown = batch["action"][:, 0], batch["next", "model"][:, 0]
+        if acting.min() < 10:
+            continue
+        assert torch.equal(acting, shown)
+        seen |= set(acting.tolist())
+    assert len(seen) > 3
+
+
+def test_r145_update_at_each_batch_sync_sends_to_all() -> None:
+    source = policy()
+    with MultiSyncCollector(FACTORIES, source, update_at_each_batch=True, **options()) as collector:
+        for value in (2.0, 3.0, 4.0):
+            source.module.fill(value)
+            assert acted(collector.next()) == [value]
+
+
+@pytest.mark.parametrize("style", ["for", "async for"])
+async def test_r145_update_at_each_batch_async_sends_to_the_producer_only(style: str) -> None:
+    source = policy()
+    factories = [make(delay=0.001), make(delay=0.1)]
+    with MultiAsyncCollector(factories, source, update_at_each_batch=True, **options()) as collector:
+        collector.set_seed(0)
+        for i in range(8):
+            source.module.fill(10.0 + i)
+            batch = collector.next() if style == "for" else await anext(collector)
+            assert batch is not None
+        worker = int(batch["observation"][0, 0]) // 10
+        status = collector._sender_schemes["policy"].status()
+        assert status[worker].version > status[1 - worker].version
+
+
+@BOTH
+def test_r146_max_weight_update_interval_bounds_the_batches_between_two_updates(kind: Any) -> None:
+    source = policy()
+    given = options(max_weight_update_interval=3, total_frames=54)
+    with kind(FACTORIES, source, **given) as collector:
+        made: dict[int, list[int]] = {}
+        for batch in collector:
+            parts = list(batch) if kind is MultiSyncCollector else [batch]
+            for part in parts:
+                made.setdefault(int(part["collector", "traj_ids"].numel()), [])
+            for index, part in enumerate(parts):
+                made.setdefault(100 + index, []).append(versions(part)[-1])
+        collector_version = collector.policy_version
+    assert collector_version >= 3
+    if kind is MultiSyncCollector:
+        assert made[100] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_r145_overrides_r146_for_the_synchronous_one() -> None:
+    source = policy()
+    given = options(max_weight_update_interval=3, update_at_each_batch=True)
+    with MultiSyncCollector(FACTORIES[:1], source, **given) as collector:
+        assert [versions(collector.next()) for _ in range(3)] == [[2], [3], [4]]
+
+
+def test_a_worker_does_not_act_on_weights_that_are_too_old() -> None:
+    source = policy(numel=2)
+    with MultiAsyncCollector([make(delay=0.002)], source, max_lag=0, **options()) as collector:
+        known = 0
+        for _ in range(15):
+            collector.update_policy_weights_()
+            collector.next()
+            batch = collector.next()  # was asked for after the update, or acted under it
+            assert versions(batch)[-1] >= known
+            known = collector.policy_version - 1
+        assert collector._page.newest(0) == collector.policy_version
+
+
+@pytest.mark.parametrize("inner", [MultiSyncCollector, MultiAsyncCollector])
+def test_r026_r074_r164_updates_cascade_through_nested_collectors(inner: Any) -> None:
+    source = policy()
+    nested = functools.partial(inner, start_method="forkserver")
+    trees = [[make(length=5), make(length=3)], [make(length=4), make(length=6)]]
+    with MultiSyncCollector(trees, source, collector_class=nested, **options(frames_per_batch=8)) as collector:
+        shape = (2, 2) if inner is MultiSyncCollector else (4,)
+        first: Any = collector.next()
+        assert first[0].batch_size == shape
+        ids = torch.cat([part["collector", "traj_ids"].flatten() for part in first]).unique()
+        for value in (2.0, 3.0):
+            source.module.fill(value)
+            collector.update_policy_weights_()  # returns when the leaves act with it
+            for _ in range(3):
+                collector.next()
+            assert acted(collector.next()) == [value]
+        assert len(ids) == (4 if inner is MultiSyncCollector else 2)  # leaves draw them from the root's pool
+
+
+def test_a_collector_that_is_stepping_acknowledges_after_one_step() -> None:
+    with MultiAsyncCollector([make(delay=0.1)], policy(), **options(frames_per_batch=20)) as collector:
+        collector.next()
+        taken = []
+        for _ in range(3):
+            began = time.monotonic()
+            collector.update_policy_weights_()
+            taken.append(time.monotonic() - began)
+        assert sorted(taken)[1] < 0.35  # a rollout takes two seconds
+
+
+@BOTH
+def test_an_idle_worker_applies_at_once(kind: Any) -> None:
+    with kind(FACTORIES, policy(), **options(total_frames=12)) as collector:
+        list(collector)
+        for _ in range(5):
+            began = time.monotonic()
+            collector.update_policy_weights_(timeout=5.0)
+            assert time.monotonic() - began < 1.0
+
+
+def test_policies_without_weights_need_no_schemes() -> None:
+    with MultiSyncCollector(FACTORIES[:1], None, **options()) as collector:
+        assert collector._sender_schemes == {}
+        assert acted(collector.next()) == [-1.0]

@@ -1,0 +1,166 @@
+"""However a collector or its trainer ends, nothing is left: no process, socket, segment, directory."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
+from asyncsync.errors import ClosedError
+from helpers.collecting_multi import alive, gone_within, make, options, policy, trainer
+
+BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+
+
+@contextmanager
+def program(kind: str, end: str, delay: float = 0.0, **arguments: Any) -> Iterator[Any]:
+    """A trainer in a process of its own."""
+    context: Any = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=trainer, args=(there, kind, end, delay, arguments))
+    process.start()
+    there.close()
+    try:
+        assert here.poll(40)
+        yield process, here, here.recv()
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        here.close()
+
+
+def directories() -> list[str]:
+    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("asyncsync-")]
+
+
+@pytest.mark.parametrize(("kind", "delay"), [("sync", 0.01), ("async", 30.0)])
+def test_r208_workers_end_when_their_trainer_is_killed(kind: str, delay: float) -> None:
+    with program(kind, "never", delay) as (process, _pipe, pids):
+        time.sleep(0.3)
+        process.kill()
+        process.join()
+        assert gone_within(pids, 5.0), "workers outlive their trainer"
+        assert not directories()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_ctrl_c_leaves_nothing_behind(kind: str) -> None:
+    with program(kind, "never", 0.01) as (process, pipe, pids):
+        assert pipe.poll(20)
+        for pid in (process.pid, *pids):  # a terminal sends it to all of them
+            os.kill(pid, signal.SIGINT)
+        process.join(10)
+        assert process.exitcode == 0
+        heard = []
+        while pipe.poll():
+            try:
+                heard.append(pipe.recv())
+            except EOFError:
+                break
+        assert heard[-1] == "interrupted"
+        assert gone_within(pids, 5.0)
+        assert not directories()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_program_that_forgets_shutdown_ends_promptly(kind: str) -> None:
+    with program(kind, "nothing") as (process, _pipe, pids):
+        began = time.monotonic()
+        process.join(15)
+        assert process.exitcode == 0
+        assert time.monotonic() - began < 5.0
+        assert not alive(pids)
+        assert not directories()
+
+
+@BOTH
+def test_r208_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None:
+    collector = kind([make(delay=60.0)], policy(), **options())
+    pids = collector._crew.pids
+    collector._wanted()  # asked for a rollout, whose first step takes a minute
+    time.sleep(0.2)
+    began = time.monotonic()
+    collector.shutdown(timeout=1.0)
+    assert time.monotonic() - began < 2.0
+    assert not alive(pids)
+
+
+@BOTH
+def test_shutdown_stops_between_two_steps_and_closes_the_environment(kind: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=2000))
+    collector._wanted()
+    time.sleep(0.2)
+    began = time.monotonic()
+    collector.shutdown()
+    assert time.monotonic() - began < 3.0
+    assert log.read_text().split() == [str(collector._crew.pids[0]), "closed"]
+
+
+async def test_r208_shutdown_is_idempotent_and_comes_with_the_block() -> None:
+    async with MultiSyncCollector([make()], policy(), **options()) as collector:
+        await anext(collector)
+        pids = collector._crew.pids
+    assert collector.closed and not alive(pids)
+    collector.shutdown()
+    collector.shutdown(timeout=0.1)
+    with pytest.raises(ClosedError, match="has been shut down"):
+        collector.next()
+
+
+def test_a_stopped_worker_does_not_keep_shutdown() -> None:
+    collector: Any = MultiSyncCollector([make()], policy(), **options())
+    [pid] = collector._crew.pids
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    collector.shutdown(timeout=1.0)
+    assert time.monotonic() - began < 2.5
+    assert not alive([pid])
+
+
+@BOTH
+def test_a_collector_that_is_forgotten_ends_its_workers(kind: Any) -> None:
+    collector = kind([make()], policy(), **options())
+    pids = collector._crew.pids
+    collector.next()
+    del collector
+    gc.collect()
+    assert gone_within(pids, 5.0)
+
+
+def test_shutdown_in_another_thread_ends_a_waiting_one() -> None:
+    import threading
+
+    collector: Any = MultiSyncCollector([make(delay=0.02)], policy(), **options(frames_per_batch=5000))
+    timer = threading.Timer(0.3, collector.shutdown)
+    timer.start()
+    with pytest.raises(ClosedError):
+        collector.next()
+    timer.join()
+
+
+def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds() -> None:
+    with MultiSyncCollector([make(length=2, slow_reset=0.0)], policy(), **options()) as collector:
+        [pid] = collector._crew.pids
+        collector.next()
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGCONT)
+        collector.update_policy_weights_()
+        assert collector.next() is not None
+    with MultiAsyncCollector([make(slow_reset=10.0)], policy(), **options(reset_at_each_iter=True)) as collector:
+        began = time.monotonic()
+        assert collector.next() is not None
+        collector.update_policy_weights_()  # let in while the environment is reset, which is no step
+        assert time.monotonic() - began > 9

@@ -1,0 +1,183 @@
+"""What goes wrong in a collector's workers comes up in the trainer, with its type and the worker's traceback."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from tensordict.nn import TensorDictModule
+
+from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
+from asyncsync.errors import PeerLost, RemoteError
+from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, gone_within, make, options, policy
+
+BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+
+
+def check(error: BaseException, text: str) -> None:
+    """It tells where it comes from."""
+    assert isinstance(error.__cause__, RemoteError)
+    assert text in error.__cause__.remote_traceback
+    assert any("worker 1 (pid " in note for note in error.__notes__)
+
+
+@BOTH
+def test_an_exception_of_the_environment(kind: Any) -> None:
+    with kind([make(), make(fail_at=8)], policy(), **options()) as collector:
+        pids = collector._crew.pids
+        with pytest.raises(ValueError, match="the environment has failed") as caught:
+            for _ in range(10):
+                collector.next()
+        check(caught.value, "in step_and_maybe_reset")
+        assert collector.closed
+        assert gone_within(pids, 1.0)
+
+
+async def test_an_exception_of_the_environment_in_a_coroutine() -> None:
+    async with MultiAsyncCollector([make(), make(fail_at=8)], policy(), **options()) as collector:
+        with pytest.raises(ValueError, match="the environment has failed") as caught:
+            async for _ in collector:
+                pass
+        check(caught.value, "in step_and_maybe_reset")
+        assert collector.closed
+
+
+def bad_hook(*_: Any) -> None:
+    raise ArithmeticError("the hook has failed")
+
+
+@pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
+def test_r117_an_exception_of_a_hook(hook: str) -> None:
+    with MultiSyncCollector([make()] * 2, policy(), **options(**{hook: bad_hook})) as collector:
+        with pytest.raises(ArithmeticError, match="the hook has failed") as caught:
+            collector.next()
+        assert isinstance(caught.value.__cause__, RemoteError)
+        assert "in bad_hook" in caught.value.__cause__.remote_traceback
+
+
+def test_an_exception_of_the_policy() -> None:
+    bad = TensorDictModule(BadPolicy(), in_keys=["observation"], out_keys=["action"])
+    with MultiSyncCollector([make()], bad, **options()) as collector:
+        with pytest.raises(KeyError, match="the policy has failed"):
+            collector.next()
+
+
+def test_an_exception_that_cannot_be_pickled_is_described() -> None:
+    factory = make(fail_at=2, error=functools.partial(Unpicklable, "what a pity"))
+    with MultiSyncCollector([factory], policy(), **options()) as collector:
+        with pytest.raises(RemoteError, match="Unpicklable: what a pity") as caught:
+            collector.next()
+        assert "in step_and_maybe_reset" in caught.value.remote_traceback
+
+
+def test_an_exit_in_the_environment_is_no_exit_here() -> None:
+    with MultiSyncCollector([make(fail_at=2, error=SystemExit)], policy(), **options()) as collector:
+        with pytest.raises(RemoteError, match="SystemExit"):
+            collector.next()
+
+
+def broken() -> None:
+    raise LookupError("there is no such environment")
+
+
+def test_an_exception_of_the_environments_constructor() -> None:
+    with pytest.raises(LookupError, match="there is no such environment") as caught:
+        MultiSyncCollector([make(), broken], policy(), **options())
+    check(caught.value, "in broken")
+
+
+def test_an_exception_of_a_policy_factory_and_of_init_fn() -> None:
+    for given in ({"policy_factory": broken}, {"init_fn": broken}):
+        with pytest.raises(LookupError, match="there is no such environment"):
+            MultiSyncCollector([make()], None, **options(**given))
+
+
+def test_what_cannot_travel_is_told_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match="stays here") as caught:
+        MultiSyncCollector([make()], policy(), **options(postproc=None, init_fn=functools.partial(print, CannotTravel())))
+    assert any("cloudpickle" in note for note in caught.value.__notes__)
+
+
+def test_a_model_that_the_workers_do_not_have() -> None:
+    from asyncsync.sync import SharedMemWeightSyncScheme
+
+    began = time.monotonic()
+    schemes = {"policy": SharedMemWeightSyncScheme(), "env.nobody": SharedMemWeightSyncScheme()}
+    with pytest.raises(ValueError, match=r"env\.nobody"):
+        MultiSyncCollector([make()], policy(), weight_sync_schemes=schemes, **options())
+    assert time.monotonic() - began < 20
+
+
+@BOTH
+def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
+    with kind([make(delay=0.05)] * 2, policy(), **options(frames_per_batch=2000)) as collector:
+        victim = collector._crew.pids[1]
+        killed = []
+
+        def kill() -> None:
+            os.kill(victim, signal.SIGKILL)
+            killed.append(time.monotonic())
+
+        timer = threading.Timer(0.5, kill)
+        timer.start()
+        with pytest.raises(PeerLost, match=rf"worker 1 \(pid {victim}\) was killed by SIGKILL \(exit code -9\)"):
+            collector.next()
+        noticed = time.monotonic()
+        timer.join()
+        assert noticed - killed[0] < 5.0  # shutting down the other one included
+        assert collector.closed
+
+
+async def test_a_killed_worker_is_noticed_by_a_coroutine() -> None:
+    async with MultiAsyncCollector([make(), make(kill_at=9)], policy(), **options()) as collector:
+        with pytest.raises(PeerLost, match="worker 1 .* was killed by SIGKILL"):
+            async for _ in collector:
+                pass
+
+
+def test_a_worker_that_dies_before_it_is_ready() -> None:
+    with pytest.raises(PeerLost, match="ended with exit code 7.*had not started yet"):
+        MultiSyncCollector([make()], policy(), **options(init_fn=functools.partial(os._exit, 7)))
+
+
+class Buffer:
+    """Stands for a shared replay buffer."""
+
+    def extend(self, batch: Any) -> None:
+        del batch
+
+    def add(self, frame: Any) -> None:
+        del frame
+
+
+def bad_postproc(batch: Any) -> Any:
+    raise ArithmeticError("the postproc has failed")
+
+
+def test_an_exception_of_a_postproc_in_the_workers() -> None:
+    given = options(replay_buffer=Buffer(), postproc=bad_postproc)
+    with MultiSyncCollector([make()], policy(), **given) as collector:
+        with pytest.raises(ArithmeticError, match="the postproc has failed"):
+            collector.next()
+
+
+@pytest.mark.parametrize("way", ["pause", "async_shutdown", "shutdown"])
+def test_r165_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    collector: Any = MultiSyncCollector([make(fail_at=20)], policy(), **options(replay_buffer=Buffer()))
+    try:
+        collector.start()
+        collector._free.join(10)
+        with pytest.raises(ValueError, match="the environment has failed"):
+            if way == "pause":
+                with collector.pause():
+                    pass
+            else:
+                getattr(collector, way)()
+        assert "collection in the background has ended with an error" in caplog.text
+    finally:
+        collector.shutdown()

@@ -1,0 +1,156 @@
+"""What breaks in a rollout is the caller's to see, and leaves the collector as it was before the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from asyncsync.collectors import Collector
+from asyncsync.errors import SchemaMismatch
+from helpers.collecting_single import Actor, Buffer, WalkEnv
+
+
+class Broken(Exception):
+    pass
+
+
+def collector(env: Any, policy: Any = None, **kwargs: Any) -> Any:
+    return Collector(env, policy or Actor(), **({"frames_per_batch": 4} | kwargs))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_step_that_fails_is_not_recorded_and_the_next_rollout_goes_on_before_it(where: str) -> None:
+    class Failing(WalkEnv):
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            if where == "after":
+                td.set("next", TensorDict({"half": torch.zeros(1)}))
+            if fail.pop():
+                raise Broken
+            return super().step_and_maybe_reset(td)
+
+    fail = [False] * 20 + [True] + [False] * 6
+    with collector(Failing()) as c, collector(WalkEnv()) as other:
+        expected = torch.cat([other.rollout() for _ in range(3)])
+        first = c.rollout()
+        fail[-2:] = [True, False]
+        before = {key: value.clone() for key, value in c._carrier.items()}
+        with pytest.raises(Broken):
+            c.rollout()
+        assert c._carrier.keys() == before.keys()
+        fail[:] = [False] * 20
+        again = c.rollout()
+    # one step was taken, and its batch lost, before the one that failed
+    assert (first == expected[:4]).all() if where == "before" else True
+    assert torch.equal(again["observation"], expected["observation"][5:9])
+    assert torch.equal(again["collector", "traj_ids"], expected["collector", "traj_ids"][5:9])
+
+
+def test_a_policy_that_fails_changes_nothing() -> None:
+    class Policy(Actor):
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            if self.calls == 5:
+                self.calls += 1
+                raise Broken
+            return super().forward(observation)
+
+    env = WalkEnv()
+    with collector(env, Policy()) as c:
+        batches = iter(c)
+        next(batches)
+        with pytest.raises(Broken):
+            next(batches)
+        assert env.steps == 5
+        assert set(c._carrier.keys()) == {"observation", "done", "terminated", "truncated", "collector"}
+        assert next(iter(c)).shape == (4,)
+
+
+@pytest.mark.parametrize("what", ["pre_collect_hook", "post_collect_hook", "postproc", "extend", "add"])
+def test_what_hooks_postproc_and_buffers_raise_is_unchanged_and_collection_can_go_on(what: str) -> None:
+    fail = [True]
+
+    def breaking(*args: Any) -> Any:
+        if fail:
+            fail.clear()
+            raise Broken
+        return args[0] if args else None
+
+    class Breaking(Buffer):
+        def extend(self, batch: TensorDictBase) -> None:
+            breaking()
+
+        def add(self, frame: TensorDictBase) -> None:
+            breaking()
+
+    env = WalkEnv()
+    buffered = what in ("extend", "add")
+    kwargs = {"replay_buffer": Breaking(), "extend_buffer": what == "extend"} if buffered else {what: breaking}
+    with collector(env, **kwargs) as c:
+        with pytest.raises(Broken):
+            next(iter(c))
+        result = next(iter(c))
+        assert result is None if buffered else result.shape == (4,)
+    assert env.closed == 1
+
+
+def test_an_environment_that_fails_to_close_says_so_once() -> None:
+    class Sticky(WalkEnv):
+        def close(self) -> None:
+            super().close()
+            raise Broken
+
+    c = collector(Sticky())
+    with pytest.raises(Broken):
+        c.shutdown()
+    c.shutdown()
+    assert c.closed
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    with collector(WalkEnv()) as c:
+        before = c.policy.gain.clone()
+        with pytest.raises(SchemaMismatch):
+            c.update_policy_weights_({"gain": torch.zeros(3)})
+        with pytest.raises(ValueError, match="unknown model_id"):
+            c.update_policy_weights_(weights_dict={"policy": Actor(0.9), "value": Actor(0.9)})
+        assert c.policy.gain == before
+        assert c.rollout()["collector", "policy_version"].unique().tolist() == [0]
+
+
+def test_a_reset_that_fails_leaves_the_carrier() -> None:
+    class Failing(WalkEnv):
+        broken = False
+
+        def reset(self, td: TensorDictBase | None = None) -> TensorDict:
+            if self.broken:
+                raise Broken
+            return super().reset(td)
+
+    env = Failing()
+    with collector(env, reset_at_each_iter=True) as c:
+        c.rollout()
+        carrier, env.broken = c._carrier, True
+        for broken in (c.rollout, c.reset):
+            with pytest.raises(Broken):
+                broken()
+        assert c._carrier is carrier
+        env.broken = False
+        assert c.rollout().shape == (4,)
+
+
+def test_a_reset_of_another_shape_is_refused_at_once() -> None:
+    env = WalkEnv((2,))
+    env.batch_size = torch.Size([3])
+    with pytest.raises((ValueError, RuntimeError)):
+        collector(env)
+
+
+def test_set_truncated_needs_a_truncated_flag() -> None:
+    class Bare(WalkEnv):
+        def _root(self, observation: torch.Tensor) -> TensorDict:
+            return super()._root(observation).exclude("truncated")
+
+    with pytest.raises(RuntimeError, match="has no 'truncated' entry"):
+        collector(Bare(), set_truncated=True)

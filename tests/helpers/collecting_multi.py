@@ -1,0 +1,286 @@
+"""Environments, policies and factories for collectors of several processes, without torchrl.
+
+An observation tells where it comes from: ``[seed, trajectory of this environment, step]``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+__all__ = [
+    "BadPolicy",
+    "CannotTravel",
+    "Counting",
+    "Marked",
+    "SharedBuffer",
+    "Unpicklable",
+    "WithModel",
+    "alive",
+    "draw_many",
+    "draw_one_and_die",
+    "gone_within",
+    "make",
+    "options",
+    "policy",
+    "trainer",
+]
+
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.worker",
+     "asyncsync.collectors.single", "asyncsync.collectors.multi_sync"]
+)  # fmt: skip
+
+
+class Counting:
+    """Counts its steps; a trajectory has ``length`` of them.
+
+    Args:
+        length: steps of a trajectory.
+        delay: seconds that a step takes.
+        batch: batch size.
+        fail_at: this step (of all, from 1) raises.
+        error: what it raises then.
+        width: additional uint8 entries per observation, "pixels".
+        log: a file to which this process's pid is appended, and "closed" by close().
+        slow_reset: seconds for a reset but the first.
+    """
+
+    def __init__(
+        self,
+        length: int = 5,
+        delay: float = 0.0,
+        batch: tuple[int, ...] = (),
+        fail_at: int = 0,
+        error: Callable[[], BaseException] = lambda: ValueError("the environment has failed"),
+        width: int = 0,
+        log: str = "",
+        slow_reset: float = 0.0,
+        kill_at: int = 0,
+        widen_at: int = 0,
+    ) -> None:
+        self.batch_size = torch.Size(batch)
+        self.length, self.delay, self.fail_at, self.error, self.width = length, delay, fail_at, error, width
+        self.log, self.slow_reset, self.kill_at, self.widen_at = log, slow_reset, kill_at, widen_at
+        self.seed = self.trajectory = 0
+        self.steps = self.resets = 0
+        self.count = torch.zeros(self.batch_size)
+        self._note(str(os.getpid()))
+
+    def _note(self, text: str) -> None:
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(text + "\n")
+
+    def _root(self) -> TensorDict:
+        where = torch.tensor([self.seed, self.trajectory], dtype=torch.float32).expand(*self.batch_size, 2)
+        td = TensorDict({"observation": torch.cat([where, self.count.unsqueeze(-1)], -1)}, self.batch_size)
+        width = self.width + (self.widen_at and self.steps >= self.widen_at)
+        if width:
+            td.set("pixels", torch.full((*self.batch_size, width), self.steps % 251, dtype=torch.uint8))
+        for key in ("done", "terminated"):
+            td.set(key, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
+        return td
+
+    def reset(self, td: TensorDictBase | None = None) -> TensorDict:
+        if self.resets and self.slow_reset:
+            time.sleep(self.slow_reset)
+        self.resets += 1
+        self.trajectory += 1
+        self.count = torch.zeros(self.batch_size)
+        return self._root()
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        self.steps += 1
+        if self.delay:
+            time.sleep(self.delay)
+        if self.steps == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.steps == self.fail_at:
+            raise self.error()
+        self.count = self.count + 1
+        after = self._root()
+        ended = (self.count >= self.length).unsqueeze(-1)
+        after.update({"done": ended, "terminated": ended.clone(), "reward": td.get("action").sum(-1, keepdim=True)})
+        td.set("next", after)
+        if bool(ended.any()):
+            self.trajectory += 1
+            self.count = torch.where(ended.squeeze(-1), torch.zeros_like(self.count), self.count)
+        return td, self._root()
+
+    @property
+    def action_spec(self) -> Counting:
+        return self
+
+    def rand(self) -> torch.Tensor:
+        return torch.full((*self.batch_size, 2), -1.0)
+
+    def rand_action(self, td: TensorDictBase) -> TensorDictBase:
+        td.set("action", self.rand())
+        return td
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        self.seed, self.trajectory = seed, 0
+        return seed if static_seed else seed + 10
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+
+    def close(self) -> None:
+        self._note("closed")
+
+
+class WithModel(Counting):
+    """Has a model of its own, of which each observation shows the weight: as ``env.transform[0].module``."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.module = nn.Linear(1, 1, bias=False)
+        super().__init__(**arguments)
+        self.transform = [self]
+
+    def _root(self) -> TensorDict:
+        td = super()._root()
+        td.set("model", self.module.weight.detach().clone().view(1).expand(*self.batch_size, 1).clone())
+        return td
+
+
+def make(**arguments: Any) -> Callable[[], Counting]:
+    return lambda: Counting(**arguments)
+
+
+def policy(value: float = 1.0, numel: int = 2) -> TensorDictModule:
+    """Its actions are its weights: the mean of each half of them."""
+    return TensorDictModule(Marked(value, numel), in_keys=["observation"], out_keys=["action"])
+
+
+class Marked(nn.Module):
+    def __init__(self, value: float = 1.0, numel: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((numel,), float(value)))
+
+    def fill(self, value: float) -> Marked:
+        with torch.no_grad():
+            self.weight.fill_(value)
+        return self
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        ends = torch.stack([self.weight[0], self.weight[-1]])
+        return ends.expand(*observation.shape[:-1], 2).clone()
+
+
+class BadPolicy(nn.Module):
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        raise KeyError("the policy has failed")
+
+
+class Unpicklable(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.what = lambda: (yield)
+        self.file = Path("/dev/null").open()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+class CannotTravel:
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    """Keyword arguments of a collector in a test: workers that start in a tenth of a second."""
+    return {"frames_per_batch": 6, "start_method": "forkserver", **changes}
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def draw_many(pipe: Any, pool: bytes, count: int) -> None:
+    drawn = pickle.loads(pool)
+    pipe.send([int(drawn.get_traj_and_increment(1)) for _ in range(count)])
+
+
+def draw_one_and_die(pool: bytes) -> None:
+    page = pickle.loads(pool)._page
+    with page._locked():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, Any]) -> None:
+    """A program with a collector: tells its workers' pids, iterates, and ends in some way."""
+    from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
+
+    torch.set_num_threads(1)
+    classes = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+    collector = classes[kind]([make(delay=delay)] * 2, policy(), **options(**arguments))
+    if end == "nothing":
+        collector.next()
+        pipe.send(collector._crew.pids)
+        return
+    pipe.send(collector._crew.pids)
+    try:
+        for _ in collector:
+            pipe.send("batch")
+    except KeyboardInterrupt:
+        pipe.send("interrupted")
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of these processes that run; zombies do not."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found.append(pid)
+    return found
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pids)
+
+
+class SharedBuffer:
+    """A replay buffer of several processes: notes in a file what comes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / "buffer"
+        self._path.touch()
+
+    def _note(self, size: int) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            file.write(b"%d\n" % size)  # one piece, at the end
+
+    def extend(self, batch: TensorDictBase) -> None:
+        self._note(batch.numel())
+
+    def add(self, frame: TensorDictBase) -> None:
+        self._note(1)
+
+    def sizes(self) -> list[int]:
+        return [int(line) for line in self._path.read_text().split()]
+
+    def count(self) -> int:
+        return sum(self.sizes())

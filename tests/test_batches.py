@@ -1,0 +1,180 @@
+"""Batches through shared memory: arrangements, slots, and who may write them when."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+
+from asyncsync.collectors.batches import MAX_LENT, Arrangement, Slots, Window, layout_of
+from asyncsync.collectors.storing import Store, empty_batch
+
+
+def rollout(value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, window: Window | None = None) -> TensorDict:
+    """A batch as a collector stores it, through the window if that takes it."""
+    store = Store(steps, torch.Size(batch))
+    if window is not None:
+        store.allocate = lambda layout: _first(window.allocate(layout), layout)
+    store.begin()
+    for t in range(steps):
+        step = TensorDict({"a": torch.full((*batch, 2), value + t), "nested": {"b": torch.ones(batch).bool()}}, batch)
+        store.append(step)
+    return store.finish()  # type: ignore[return-value]
+
+
+def _first(shared: Any, layout: Any) -> Any:
+    return empty_batch(layout) if shared is None else shared
+
+
+def make(parts: list[TensorDict], dim: int | None) -> Slots:
+    arrangement = Arrangement.of([layout_of(part) for part in parts], dim)
+    assert arrangement is not None
+    return Slots(1, arrangement, 2)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("dim", [None, 0, -1])
+def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim: int | None) -> None:
+    parts = [rollout(10.0 * i, batch) for i in range(3)]
+    slots = make(parts, dim)
+    slot, grant = slots.grant()
+    windows = [Window() for _ in parts]
+    for i, window in enumerate(windows):
+        window.learn(1, slots.arrangement, i)
+        window.open(grant)
+        batched = rollout(10.0 * i, batch, window=window)
+        written, layout = window.close(batched)
+        assert written
+        assert layout == layout_of(parts[i])
+    whole = slots.batch(slot)
+    expected = torch.stack(parts, 0) if dim is None else torch.cat(parts, dim)
+    assert whole.batch_size == expected.batch_size
+    assert (whole == expected).all()
+    assert whole.names[-1] == "time"
+
+
+def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
+    slots = make([rollout()], -1)
+    slot, grant = slots.grant()
+    window = Window()
+    window.learn(1, slots.arrangement, 0)
+    window.open(grant)
+    assert window.close(rollout(7.0))[0]
+    assert slots.batch(slot)["a"][0, 0] == 7.0
+
+
+def test_what_does_not_fit_comes_by_value() -> None:
+    slots = make([rollout()], -1)
+    _slot, grant = slots.grant()
+    window = Window()
+    window.learn(1, slots.arrangement, 0)
+    window.open(grant)
+    other = rollout().set("c", torch.zeros(3))
+    assert window.allocate(layout_of(other)) is None  # type: ignore[arg-type]
+    written, layout = window.close(other)
+    assert not written
+    assert layout == layout_of(other)
+
+
+def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
+    slots = make([rollout()], -1)
+    slot, grant = slots.grant()
+    window = Window()
+    window.learn(1, slots.arrangement, 0)
+    window.open(grant)
+    written, layout = window.close(rollout(4.0, window=window)[:2])
+    assert written and layout is not None and layout.steps == 2
+    assert slots.batch(slot)["a"][:2, 0].tolist() == [4.0, 5.0]
+
+
+def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
+    slots = make([rollout()], -1)
+    first, _ = slots.grant()
+    batch: Any = slots.batch(first)
+    last = batch["nested", "b"]
+    second, _ = slots.grant()
+    assert second is not first
+    del batch
+    third, _ = slots.grant()
+    assert third is not first
+    view = last[1:]
+    del last
+    assert slots.grant()[0] is not first
+    del view
+    gc.collect()
+    assert slots.grant()[0] is first
+
+
+def test_batches_outlive_the_slots_and_can_be_written() -> None:
+    slots = make([rollout()], -1)
+    slot, _ = slots.grant()
+    batch = slots.batch(slot)
+    del slots, slot
+    gc.collect()
+    batch["a"].fill_(3.0)
+    assert batch["a"].eq(3.0).all()
+
+
+def test_who_keeps_many_batches_gets_copies() -> None:
+    slots = make([rollout()], -1)
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [slots.batch(slots.grant()[0]) for _ in range(3 * MAX_LENT)]
+    assert len({batch["a"].data_ptr() for batch in kept}) == len(kept)
+    assert len(os.listdir("/proc/self/fd")) <= before + MAX_LENT + 2
+    del kept
+
+
+def test_no_descriptor_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    slots = make([rollout()], -1)
+    slot, grant = slots.grant()
+    window = Window()
+    window.learn(1, slots.arrangement, 0)
+    window.open(grant)
+    window.close(rollout(window=window))
+    batch = slots.batch(slot)
+    del slots, slot, window
+    del batch
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
+    slots = make([rollout()], -1)
+    slot, _ = slots.grant()
+    batch: Any = slots.batch(slot)
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    del batch
+    gc.collect()
+    assert slots.grant()[0] is not slot
+
+
+def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
+    assert layout_of(LazyStackedTensorDict(rollout(), rollout(), stack_dim=0)) is None
+    assert layout_of(rollout().set("text", NonTensorData("hello"))) is None
+    assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], None) is None
+    assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is not None
+
+
+def test_a_dimension_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no dimension of a batch with 1"):
+        Arrangement.of([layout_of(rollout())], 1)
+
+
+def test_the_layout_of_a_batch_is_that_of_its_steps() -> None:
+    seen: list[Any] = []
+    store = Store(2, torch.Size([2]))
+    private = store.allocate
+    store.allocate = lambda layout: (seen.append(layout), private(layout))[1]
+    store.begin()
+    for _ in range(2):
+        inner = TensorDict({"z": torch.zeros(2, 3), "in": TensorDict({"y": torch.zeros(2)}, [2]), "x": torch.ones(2)}, [2])
+        store.append(TensorDict({"next": inner, "b": torch.zeros(2), "a": TensorDict({"q": torch.zeros(2)}, [2])}, [2]))
+    assert layout_of(store.finish()) == seen[0]

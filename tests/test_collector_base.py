@@ -1,0 +1,296 @@
+"""What every collector has: iteration in both styles, one end, hooks, and its place in something larger."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import asyncsync.collectors
+from asyncsync import sync
+from asyncsync.collectors.base import BaseCollector
+from asyncsync.errors import AckTimeout
+from asyncsync.gate import Gate
+from helpers.collecting_weights import Readings, update
+from helpers.pairs import Model, fill
+
+
+def values(batches: Any) -> list[float]:
+    return [batch["value"][0].item() for batch in batches]
+
+
+def test_both_styles_and_next_give_the_same_batches() -> None:
+    def make() -> Readings:
+        return Readings(2, batches=3)
+
+    async def asynchronously() -> list[float]:
+        return values([batch async for batch in make()])
+
+    one = make()
+    taken = [one.next(), one.next(), one.next()]
+    assert values(make()) == values(taken) == asyncio.run(asynchronously()) == [2, 2, 2]
+    assert one.next() is None
+    assert one.next() is None
+
+
+def test_an_exception_ends_collection() -> None:
+    async def asynchronously() -> None:
+        async for _ in leaf:
+            leaf.fail = OSError("broken")
+
+    leaf = Readings()
+    with pytest.raises(OSError, match="broken"):
+        asyncio.run(asynchronously())
+    assert leaf.ends == 1
+    leaf = Readings()
+    leaf.fail = OSError("broken")
+    with pytest.raises(OSError, match="broken"):
+        list(leaf)
+    assert leaf.ends == 1
+
+
+def test_leaving_a_loop_early_ends_nothing() -> None:
+    leaf = Readings(batches=3)
+    for _ in leaf:
+        break
+    assert leaf.next() is not None
+    assert leaf.ends == 0
+
+
+def test_r208_context_managers_shut_down_off_the_loop() -> None:
+    class Slow(Readings):
+        def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+            self.thread = threading.current_thread()
+            super().shutdown(timeout, close_env)
+
+    async def asynchronously() -> None:
+        async with leaf as entered:
+            assert entered is leaf
+        assert leaf.thread is not threading.main_thread()
+        assert leaf.thread.daemon
+
+    with Slow() as leaf:
+        assert not leaf.closed
+    assert leaf.closed
+    assert leaf.thread is threading.main_thread()
+    leaf = Slow()
+    asyncio.run(asynchronously())
+    assert leaf.closed
+
+
+def test_r208_an_end_that_raises_does_so_after_the_block() -> None:
+    class Broken(Readings):
+        def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+            raise OSError("not ended")
+
+    async def asynchronously() -> None:
+        async with Broken():
+            pass
+
+    with pytest.raises(OSError, match="not ended"):
+        asyncio.run(asynchronously())
+
+
+def test_r165_what_does_not_run_free_says_so() -> None:
+    leaf = Readings()
+    for call in (leaf.start, leaf.pause):
+        with pytest.raises(NotImplementedError, match="Readings does not collect in the background"):
+            call()
+    leaf.async_shutdown(1.0, close_env=False)  # r155
+    assert leaf.closed
+
+
+def test_hooks_can_be_read_and_replaced() -> None:
+    def first() -> None: ...
+
+    leaf = Readings(pre_collect_hook=first)
+    assert (leaf.pre_collect_hook, leaf.post_collect_hook) == (first, None)
+    leaf.pre_collect_hook, leaf.post_collect_hook = None, print
+    assert (leaf.pre_collect_hook, leaf.post_collect_hook) == (None, print)
+
+
+def test_r172_worker_idx_from_0_or_an_error() -> None:
+    leaf = Readings(worker_idx=0)
+    assert leaf.worker_idx == 0
+    leaf.worker_idx = 3
+    assert leaf.worker_idx == 3
+    with pytest.raises(RuntimeError, match="worker_idx has not been set"):
+        Readings().worker_idx  # noqa: B018
+
+
+def test_get_model_knows_the_policy_and_attribute_paths() -> None:
+    leaf = Readings()
+    assert leaf.get_model("policy") is leaf.policy
+    assert leaf.get_model("env.transform[0].module") is leaf.env.transform[0].module
+    for wrong in ("critic", "env.transform[3].module", "env.transform['a']", "env..transform", ".env"):
+        with pytest.raises(LookupError, match="has no model"):
+            leaf.get_model(wrong)
+    leaf.policy = None
+    with pytest.raises(LookupError, match="no policy in this process"):
+        leaf.get_model("policy")
+
+
+class Scheme:
+    def _set_dist_connection_info(self, info: Any, *, worker_idx: int) -> Any:
+        return (info, worker_idx)
+
+
+def test_r156_cascade_execute_follows_a_path_and_calls() -> None:
+    class Nested(Readings):
+        table: Any = None
+
+    leaf = Nested()
+    leaf.table = {"policy": Scheme(), "env.transform[0].module": Scheme(), 3: Scheme(), 'a"b': Scheme()}
+    for key in ("'policy'", '"policy"', "'env.transform[0].module'", "3", "'a\"b'"):
+        assert leaf.cascade_execute(f"table[{key}]._set_dist_connection_info", "info", worker_idx=0) == ("info", 0)
+    assert leaf.cascade_execute("env.transform[0].module.state_dict").keys() == Model().state_dict().keys()
+    assert leaf.cascade_execute("env.transform[-1].module.forward") == {-1.0}
+
+
+def test_r156_cascade_execute_on_receiver_schemes() -> None:
+    leaf = Readings(worker_idx=2)
+    leaf.register_scheme_receiver({"policy": sync.NoWeightSyncScheme()})
+    assert leaf.cascade_execute("_receiver_schemes['policy'].status") == {}
+    leaf.shutdown()
+
+
+def test_r156_a_path_that_leads_nowhere_or_to_no_method() -> None:
+    leaf = Readings()
+    for path in ("nothing.here", "env.transform[9]", "_receiver_schemes['policy'].connect", "env.transform[0", "a b"):
+        with pytest.raises(ValueError, match="has no "):
+            leaf.cascade_execute(path)
+    with pytest.raises(TypeError, match=r"'env.transform' is a list and cannot be called: give the path to a method"):
+        leaf.cascade_execute("env.transform", 1)
+    assert not hasattr(sys, "evaluated")
+    with pytest.raises(ValueError, match="has no "):
+        leaf.cascade_execute("env.transform[setattr(sys,'evaluated',1)]")
+    assert not hasattr(sys, "evaluated")
+
+
+def test_r209_the_package_has_its_names() -> None:
+    names = set(asyncsync.collectors.__all__)
+    assert {"WeightUpdaterBase", "VanillaWeightUpdater", "MultiProcessedWeightUpdater"} <= names
+    assert names >= {"Collector", "MultiCollector", "MultiSyncCollector", "MultiAsyncCollector"}
+    assert names >= {"RandomPolicy", "GymEnv", "ExplorationType", "split_trajectories"}
+    assert names <= set(dir(asyncsync.collectors))
+    for name in names:
+        home = importlib.util.find_spec(asyncsync.collectors._HOMES[name])
+        assert home is not None, f"{name} has no home"
+        assert getattr(asyncsync.collectors, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        asyncsync.collectors.Nonsense  # noqa: B018
+
+
+def test_r188_importing_the_package_imports_neither_torchrl_nor_gymnasium() -> None:
+    code = (
+        "import asyncsync.collectors as c, sys; [getattr(c, n) for n in c.__all__]; "
+        "print(sorted({'torchrl', 'gymnasium'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_step_enters_and_leaves_its_hold_in_microseconds() -> None:
+    gate = Gate()
+    assert isinstance(Readings()._holds(), type(gate.hold()))
+
+
+# -- updates of a collector's own models ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["blocking", "async"])
+def test_an_update_that_finds_no_end_of_a_step_changes_nothing(style: str) -> None:
+    leaf = Readings(0)
+    inside, leave = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        with leaf._holds():
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=stuck)
+    thread.start()
+    inside.wait(10)
+    with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s; no weights were changed"):
+        update(leaf, style, Model(1), timeout=0.05)
+    leave.set()
+    thread.join()
+    assert leaf.step() == ({0, -1} if leaf.env.transform[0].module.scale[0] == -1 else {0}, 0)
+    leaf.update_policy_weights_(Model(1))
+    assert leaf.policy_version == 1
+
+
+async def test_an_update_from_a_coroutine_does_not_block_its_loop_while_a_step_is_under_way() -> None:
+    leaf = Readings(0)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        with leaf._holds():
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    inside.wait(10)
+    update = asyncio.create_task(leaf.update_policy_weights_async(fill(Model(), 3)))
+    await asyncio.sleep(0.02)
+    assert not update.done()
+    leave.set()
+    await update
+    thread.join()
+    assert leaf.step()[0] >= {3.0}
+    cancelled = asyncio.create_task(leaf.update_policy_weights_async(Model(4)))
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+
+
+async def test_concurrent_updates_are_applied_one_after_another() -> None:
+    leaf = Readings(0)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        with leaf._holds():
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    inside.wait(10)
+    updates = [asyncio.create_task(leaf.update_policy_weights_async(Model(value))) for value in (1, 2, 3)]
+    others = [threading.Thread(target=leaf.update_policy_weights_, args=(Model(4),)) for _ in range(3)]
+    for other in others:
+        other.start()
+    await asyncio.sleep(0.02)
+    updates[1].cancel()
+    await asyncio.sleep(0)
+    leave.set()
+    done = await asyncio.gather(*updates, return_exceptions=True)
+    for each in [thread, *others]:
+        each.join(10)
+    assert [type(result) for result in done] == [type(None), asyncio.CancelledError, type(None)]
+    assert leaf.policy_version == 5
+
+
+def test_an_interrupted_update_is_done_again_before_anybody_reads() -> None:
+    leaf, calls = Readings(0), []
+
+    def interrupted() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        fill(leaf.policy, 5)
+
+    with pytest.raises(KeyboardInterrupt):
+        leaf._between_steps(interrupted)
+    assert leaf.step()[0] >= {5.0}
+    assert len(calls) == 2
+
+
+def test_what_a_subclass_must_have() -> None:
+    assert BaseCollector.__abstractmethods__ == {"iterator", "_next_async", "shutdown"}

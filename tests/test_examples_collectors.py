@@ -1,0 +1,50 @@
+"""The collectors' examples run, print what they promise, and leave nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.command import EXAMPLES, finish, private_directories, start
+
+pytest.importorskip("gymnasium")
+pytestmark = pytest.mark.timeout(120)  # up to four processes, each of which imports torch
+
+
+def output(name: str, cwd: Path, *arguments: str, warns: str = "") -> str:
+    """What an example prints that ends well; on stderr it prints nothing, or one warning."""
+    with start(EXAMPLES / "collectors" / f"{name}.py", *arguments, cwd=cwd) as process:
+        code, out, err = finish(process, timeout=100)
+    assert code == 0, err
+    assert re.fullmatch(rf".*UserWarning: {warns}[^\n]*\n[^\n]*\n" if warns else "", err), err
+    assert private_directories() == []
+    return out
+
+
+def test_r034_r037_the_pages_collector_example_runs(tmp_path: Path) -> None:
+    out = output("weight_sync_collectors", tmp_path, warns=r"total_frames \(10000\) is not exactly divisible")
+    shown = re.findall(r"batch (\d+): shape \(3, 64\), then version (\d+) is everywhere", out)
+    # Version 1 is what the workers connect with; each tenth batch has two updates.
+    assert [(int(batch), int(version)) for batch, version in shown] == [(10 * k, 3 + 2 * k) for k in range(6)]
+    assert "10176 frames in 53 batches" in out
+
+
+def test_async_collector_learns_and_acts_with_what_it_has_learnt(tmp_path: Path) -> None:
+    out = output("async_collector", tmp_path, "--total-frames", "15360")
+    shown = re.findall(r"(\d+) frames, .* s: (\d+) steps a trajectory, version (\d+)", out)
+    frames, lengths, versions = (list(map(int, column)) for column in zip(*shown, strict=True))
+    assert frames == [1536 * k for k in range(1, 11)]
+    assert max(lengths) > 2 * lengths[0], "has not learnt"
+    # 60 updates beside the first weights. A batch is at most a few of them old, but they come from two workers.
+    assert versions[-1] >= 50
+
+
+def test_r011_r199_multi_model_never_acts_with_two_versions(tmp_path: Path) -> None:
+    updates = 10
+    out = output("multi_model", tmp_path, "--updates", str(updates))
+    shown = re.findall(r"update (\d+): reward was ([\d.]+), frames of two versions so far: (\d+)", out)
+    assert [int(update) for update, _, _ in shown] == list(range(1, updates + 1))
+    assert {mixed for _, _, mixed in shown} == {"0"}
+    assert float(shown[-1][1]) < float(shown[0][1]) / 5, "the environments do not use the trained predictor"

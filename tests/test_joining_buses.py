@@ -1,0 +1,92 @@
+"""Joining: schemes that were constructed apart come onto one bus before they are initialised."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+import asyncsync
+from asyncsync import sync
+from asyncsync.joining import join_buses
+from helpers.pairs import Model
+
+
+def schemes(*options: dict[str, Any], module: Any = sync) -> list[Any]:
+    return [module.ZMQWeightSyncScheme(**each) for each in options]
+
+
+@pytest.mark.parametrize("module", [sync, asyncsync])
+def test_private_schemes_share_the_first_ones_bus(module: Any) -> None:
+    one, two = schemes({}, {}, module=module)
+    bus = join_buses([one, two])
+    assert one.bus is two.bus is bus
+    one.init_on_sender(model_id="policy", model=Model(), num_workers=2)
+    two.init_on_sender(model_id="value", model=Model())
+    assert bus is not None
+    assert (bus.num_workers, sorted(bus._schemes)) == (2, ["policy", "value"])
+
+
+def test_copies_pickled_apart_find_each_other_in_a_worker() -> None:
+    one, two = schemes({}, {})
+    join_buses([one, two])
+    copies = [pickle.loads(pickle.dumps(scheme)) for scheme in (one, two)]
+    assert copies[0].bus is not copies[1].bus
+    for model_id, copy in zip(("policy", "value"), copies, strict=True):
+        copy.init_on_receiver(model_id, model=Model(), worker_idx=0)
+    assert copies[0].bus is copies[1].bus
+
+
+def test_an_explicit_endpoint_is_kept() -> None:
+    one, two, three = schemes({}, {"endpoint": "tcp://127.0.0.1:5017"}, {})
+    bus = join_buses([one, two, three])
+    assert bus is not None
+    assert (bus.endpoint, bus.drawn) == ("tcp://127.0.0.1:5017", False)
+    assert {id(s.bus) for s in (one, two, three)} == {id(bus)}
+    assert pickle.loads(pickle.dumps(bus)).drawn is False
+
+
+def test_the_rest_join_a_bus_that_some_share() -> None:
+    bus = sync.Bus()
+    one, two, three = schemes({"bus": bus}, {}, {"bus": bus})
+    assert join_buses([one, two, three]) is bus
+    assert two.bus is bus
+
+
+def test_several_shared_buses_stay_as_they_are() -> None:
+    one, two, three = schemes({"bus": sync.Bus()}, {"bus": sync.Bus()}, {})
+    before = [s.bus for s in (one, two, three)]
+    assert join_buses([one, two, three]) is None
+    assert [s.bus for s in (one, two, three)] == before
+
+
+def test_one_scheme_keeps_its_bus_and_none_have_none() -> None:
+    [one] = schemes({})
+    bus = one.bus
+    assert join_buses([one]) is bus
+    assert one._own_bus
+    assert join_buses([]) is None
+
+
+def test_settings_come_together_or_are_refused() -> None:
+    one, two = schemes({"num_workers": 3}, {"min_workers": 2})
+    bus = join_buses([two, one])
+    assert bus is not None
+    assert (bus.num_workers, bus.min_workers) == (3, 2)
+    one, two = schemes({"num_workers": 3}, {"num_workers": 2})
+    with pytest.raises(ValueError, match=r"share its num_workers, but these have \[2, 3\].*Bus\(num_workers=…\)"):
+        join_buses([one, two])
+    assert one.bus is not two.bus
+    one, two = schemes({"endpoint": "tcp://127.0.0.1:5018"}, {"endpoint": "tcp://127.0.0.1:5019"})
+    with pytest.raises(ValueError, match=r"several endpoints .*5018, .*5019.*Bus\(endpoint=…\)"):
+        join_buses([one, two])
+    assert one.bus is not two.bus
+
+
+def test_only_before_init() -> None:
+    one, two = schemes({}, {})
+    two.init_on_sender(model_id="policy", model=Model())
+    with pytest.raises(RuntimeError, match="before init_on_sender"):
+        join_buses([one, two])
+    assert one.bus is not two.bus
