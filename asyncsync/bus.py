@@ -99,6 +99,8 @@ class BusCore:
         self._late = False
         self._closed = False
         self._converted: BusCore | None = None
+        # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
+        self._on_published: Callable[[int, list[int] | None], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -284,7 +286,11 @@ class BusCore:
         timeout: float = DEFAULT_TIMEOUT,
     ) -> int:
         transports = {topic: self._schemes[topic]._transport() for topic in topics}
-        return await self._sender().publish(extract, transports, as_workers(worker_ids), timeout=timeout)
+        workers = as_workers(worker_ids)
+        version = await self._sender().publish(extract, transports, workers, timeout=timeout)
+        if self._on_published is not None:
+            self._on_published(version, workers)
+        return version
 
     async def _wait_version(
         self,

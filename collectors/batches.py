@@ -30,8 +30,7 @@ from tensordict import TensorDict, TensorDictBase
 from asyncsync.collectors.page import MemoryPlace, open_place
 from asyncsync.collectors.storing import BatchLayout, Leaf, Node
 from asyncsync.copying import normal_tensors
-from asyncsync.transports.slots import F_ADD_SEALS, _no_memory
-from asyncsync.transports.slots import _open as open_memory
+from asyncsync.transports.slots import F_ADD_SEALS, no_memory, open_memory
 
 __all__ = ["Arrangement", "Grant", "Slots", "Window", "layout_of"]
 
@@ -219,7 +218,7 @@ class _Slot:
             self.memory = _mapped(self.file, size)
         except (OSError, RuntimeError) as error:
             self._close()
-            raise _no_memory(size, error) from error
+            raise no_memory(size, OSError(str(error))) from error
         self.place = MemoryPlace.of(self.file)
         self.forked = _forked
 
@@ -268,7 +267,7 @@ class Slots:
         return batch.clone() if len(self._lent) > MAX_LENT else batch
 
     def tensors(self, slot: _Slot) -> list[torch.Tensor]:
-        memory = memoryview(slot.memory)
+        memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
         self._lent.add(slot)
         # The tensors hold this very object; the slots are not kept alive by what users keep.

@@ -15,9 +15,7 @@ from asyncsync.collectors.trajectories import split_trajectories
 __all__ = ["on_device", "processed", "warn_rounding"]
 
 
-def processed(
-    batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, split_trajs: bool
-) -> TensorDictBase:
+def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, split_trajs: bool) -> TensorDictBase:
     """Split, then postprocessed, then without entries whose names begin with an underscore.
 
     Raises:

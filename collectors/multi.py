@@ -16,46 +16,33 @@ Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
 import weakref
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing.util import Finalize
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, PostHook, PreHook
-from asyncsync.collectors.batches import Slots
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
+from asyncsync.collectors.commanding import Commanding, make_finalizers
+from asyncsync.collectors.counts import Devices, check_count, check_factories, each, spread
 from asyncsync.collectors.crew import Crew, check_start_method
-from asyncsync.collectors.devices import Device, exact_device
-from asyncsync.collectors.failures import Failure, dumps
-from asyncsync.collectors.finish import on_device, processed, warn_rounding
-from asyncsync.collectors.needs import Need
-from asyncsync.collectors.page import MAX_WORKERS, ControlPage, SharedPool
-from asyncsync.collectors.senders import shut_down_all
+from asyncsync.collectors.devices import exact_device
+from asyncsync.collectors.failures import dumps
+from asyncsync.collectors.finish import on_device, warn_rounding
+from asyncsync.collectors.page import ControlPage, SharedPool
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import TrajectoryPool
 from asyncsync.collectors.worker import Spec, run_worker
-from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.errors import AckTimeout
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["MultiCollector"]
-
-logger = logging.getLogger("asyncsync")
-
-CALL_SECONDS = 60.0
-"""How long a call waits for its answer, which a worker gives between two rollouts."""
-
-Producing = Generator[Need, None, TensorDictBase | None]
-Devices = Device | Sequence[Device | None] | None
 
 
 class _Dispatch(ABCMeta):
@@ -76,7 +63,7 @@ class _Dispatch(ABCMeta):
         return (MultiSyncCollector if sync else MultiAsyncCollector)(*args, **kwargs)
 
 
-class MultiCollector(BaseCollector, metaclass=_Dispatch):
+class MultiCollector(Commanding, metaclass=_Dispatch):
     """Worker processes that step environments.
 
     Args:
@@ -173,7 +160,7 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
         self.closed = True  # until there is something to close
-        factories = _factories(create_env_fn, num_workers)
+        factories = check_factories(create_env_fn, num_workers)
         self.num_workers = count = len(factories)
         if split_trajs and not track_traj_ids:
             raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
@@ -184,8 +171,7 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
         self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
-        policies = policy_factory if _is_list(policy_factory) else [policy_factory] * count
-        _check_count("policy_factory", policies, count)
+        policies = each("policy_factory", policy_factory, count)
         has_weights = isinstance(policy, nn.Module) and any(True for _ in policy.parameters())
         if weight_sync_schemes is None:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if has_weights else {}
@@ -194,15 +180,19 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
                 "policy and policy_factory exclude each other, unless weights go from one to the other by a scheme: "
                 "pass one of them, or weight_sync_schemes={'policy': …}"
             )
+        if (update_at_each_batch or max_weight_update_interval > 0) and "policy" not in weight_sync_schemes:
+            raise ValueError(
+                "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
+                "them to the workers: pass a policy with parameters, or weight_sync_schemes={'policy': …}"
+            )
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
         }  # fmt: skip
-        each = [dict(zip(devices, values, strict=True)) for values in _spread(devices, count)]
-        kwargs = create_env_kwargs if _is_list(create_env_kwargs) else [create_env_kwargs] * count
-        _check_count("create_env_kwargs", kwargs, count)
-        chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in each]
+        placed = [dict(zip(devices, values, strict=True)) for values in spread(devices, count)]
+        kwargs = each("create_env_kwargs", create_env_kwargs, count)
+        chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
         self.policy_device = chosen
-        self.storing_device = [exact_device(d["storing_device"] or d["device"]) for d in each]
+        self.storing_device = [exact_device(d["storing_device"] or d["device"]) for d in placed]
 
         self.policy = policy
         if policy is None and worker_idx is not None and policies[0] is not None:
@@ -214,18 +204,7 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
         self.split_trajs = bool(split_trajs) and replay_buffer is None
         self.postproc = on_device(postproc, self.storing_device[0]) if replay_buffer is None else None
         self.track_traj_ids = track_traj_ids
-        self._close_env = True
-        self._frames = self._asked = 0
-        self._iter = -1
-        self._serial = 0
-        self._random: bool | None = None
-        self._busy: set[int] = set()
-        self._since = [0] * count
-        self._producing: Producing | None = None
-        self._need: Need | None = None
-        self._arrangements = 0
-        self._free_error: BaseException | None = None
-        self._free: threading.Thread | None = None
+        self._begin()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
@@ -254,11 +233,9 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
         arguments["traj_pool"] = SharedPool(page) if traj_pool is None else traj_pool
         follows = self._tell_by_page()
         self.closed = False
-        self._finalizers = _finalizers(self, crew, page, self._sender_schemes)
+        self._finalizers = make_finalizers(self, crew, page, self._sender_schemes)
         deadline = time.monotonic() + connect_timeout
         try:
-            if weight_recv_schemes is not None:
-                self.register_scheme_receiver(weight_recv_schemes)
             if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
                 replay_buffer.share()
             for index, factory in enumerate(factories):
@@ -268,7 +245,7 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
                     policy=policy if policies[index] is None else None,
                     policy_factory=policies[index],
                     arguments=arguments
-                    | each[index]
+                    | placed[index]
                     | {"frames_per_batch": self._requested[index], "create_env_kwargs": kwargs[index]},
                     post_collect_hook=post_collect_hook,
                     init_fn=init_fn,
@@ -280,6 +257,8 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
                 crew.start(run_worker, travelling)
             self._wait_until_built(deadline)
             self._connect_crew(deadline)
+            if weight_recv_schemes is not None:  # what comes is passed on at once
+                self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:
             self.shutdown()
             raise
@@ -301,7 +280,7 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
         self, frames_per_batch: int | Sequence[int], total_frames: int | None, init_random_frames: int | None
     ) -> None:
         if isinstance(frames_per_batch, Sequence):
-            _check_count("frames_per_batch", frames_per_batch, self.num_workers)
+            check_count("frames_per_batch", frames_per_batch, self.num_workers)
             self._requested = list(frames_per_batch)
         else:
             self._requested = self._split(frames_per_batch)
@@ -331,14 +310,7 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
         bus = self._bus
         if bus is None or len(buses) > 1:
             return False
-        original, page = bus._publish_sources, self._page
-
-        async def publish(extract: Any, topics: Any, worker_ids: Any, *args: Any) -> int:
-            version: int = await original(extract, topics, worker_ids, *args)
-            page.publish(version, None if worker_ids is None else _indices(worker_ids))
-            return version
-
-        bus._publish_sources = publish  # type: ignore[method-assign]
+        bus._on_published = self._page.publish
         return True
 
     def _wait_until_built(self, deadline: float) -> None:
@@ -406,250 +378,6 @@ class MultiCollector(BaseCollector, metaclass=_Dispatch):
     def _is_due(self, worker: int) -> bool:
         return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
 
-    # -- iteration ----------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _produce(self) -> Producing:
-        """Make the next batch: yields what it has to wait for."""
-
-    @property
-    def _exhausted(self) -> bool:
-        return self._producing is None and self._frames >= self.total_frames
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        while not self._exhausted:
-            yield self._next()
-
-    def _next(self) -> TensorDictBase | None:
-        while (need := self._wanted()) is not None:
-            need.wait(self)
-            self._need = None
-        return self._finished()
-
-    async def _next_async(self) -> TensorDictBase | None:
-        if self._exhausted:
-            raise StopAsyncIteration
-        while (need := self._wanted()) is not None:
-            await need.wait_async(self)  # cancelled here, it is what the next caller waits for
-            self._need = None
-        return self._finished()
-
-    def _wanted(self) -> Need | None:
-        """What the batch in production waits for; None: it is done."""
-        if self._need is None:
-            if self.closed:
-                raise ClosedError(f"this {type(self).__name__} has been shut down")
-            if self._free is not None:
-                raise RuntimeError("this collector runs free: its frames are in the replay buffer")
-            if self._producing is None:
-                self._producing = self._produce()
-                self._iter += 1
-            try:
-                self._need = next(self._producing)
-            except StopIteration as stop:
-                self._result = stop.value
-                return None
-            except BaseException:
-                self._producing = None
-                raise
-        return self._need
-
-    def _finished(self) -> TensorDictBase | None:
-        self._producing = None
-        result, self._result = self._result, None
-        return result
-
-    _result: TensorDictBase | None = None
-
-    def _ask(self, worker: int, grant: Any) -> None:
-        """Ask a worker for a rollout."""
-        random = self._asked < self.init_random_frames if self._random is None else self._random
-        self._busy.add(worker)
-        self._crew.post(worker, ("rollout", self._serial, random, grant))
-
-    @abstractmethod
-    def _let_go(self) -> None:
-        """Forget all slots."""
-
-    def _teach(self, slots: Slots, workers: Sequence[int]) -> None:
-        for index, worker in enumerate(workers):
-            self._crew.post(worker, ("learn", slots.number, slots.arrangement, index))
-
-    def _received(self) -> tuple[int, tuple[Any, ...]]:
-        worker, message = self._crew.inbox.popleft()
-        self._busy.discard(worker)
-        self._since[worker] += 1
-        return worker, message
-
-    def _processed(self, batch: TensorDictBase) -> TensorDictBase:
-        """What the user gets."""
-        return processed(batch, self.postproc, split_trajs=self.split_trajs)
-
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    def _call(self, name: str, *arguments: Any, workers: Sequence[int] | None = None) -> list[Any]:
-        """Have workers do something between two rollouts; returns their answers."""
-        message = dumps((name, *arguments)) if arguments else (name,)
-        chosen = range(self.num_workers) if workers is None else workers
-        replies = [self._crew.call(worker, message) for worker in chosen]
-        results = []
-        for worker, reply in zip(chosen, replies, strict=True):
-            failure, result = self._crew.until(reply, CALL_SECONDS)
-            if failure is not None:
-                assert isinstance(failure, Failure)
-                raise failure.error(f"worker {worker}")
-            results.append(result)
-        return results
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments one after another, each with what the one before has returned, and torch's, NumPy's and
-        Python's generators in the workers; then reset. Returns the last one's seed for the next."""
-        for worker in range(self.num_workers):
-            [seed] = self._call("seed", seed, static_seed, workers=[worker])
-        self.reset()
-        return seed
-
-    def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
-        """Reset the environments of all workers, or of those whose entry is true.
-
-        Raises:
-            ValueError: another number of entries than there are workers.
-        """
-        if reset_idx is not None:
-            _check_count("reset_idx", reset_idx, self.num_workers)
-        chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
-        self._call("reset", workers=chosen)
-
-    def state_dict(self) -> dict[str, Any]:
-        """``worker0``, ``worker1``, …: each worker's collector's; ``frames`` and ``iter``."""
-        states = self._call("state")
-        return {f"worker{w}": s for w, s in enumerate(states)} | {"frames": self._frames, "iter": self._iter}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, with new trajectories.
-
-        Raises:
-            KeyError: a worker's state is missing. Nothing was changed.
-        """
-        names = [f"worker{w}" for w in range(self.num_workers)]
-        if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
-            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
-        for worker, name in enumerate(names):
-            self._call("load", state_dict[name], workers=[worker])
-        self._asked += state_dict["frames"] - self._frames
-        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._call("pre_hook", hook)
-        self._pre_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._call("post_hook", hook)
-        self._post_collect_hook = hook
-
-    # -- running free -------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Have all workers collect into the replay buffer, until ``total_frames``, :meth:`async_shutdown` or
-        :meth:`shutdown`.
-
-        What a worker raises is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
-        :meth:`shutdown`.
-
-        Raises:
-            NotImplementedError: there is no replay buffer.
-            ClosedError: after :meth:`shutdown`.
-        """
-        if self.replay_buffer is None:
-            raise NotImplementedError(
-                f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
-            )
-        if self.closed:
-            raise ClosedError(f"this {type(self).__name__} has been shut down")
-        if self._free is not None:
-            return
-        crew = self._crew
-        for worker in range(self.num_workers):
-            crew.post(worker, ("run", (self.total_frames, self.init_random_frames)))
-        self._free = threading.Thread(
-            target=_watch, args=(weakref.ref(self), crew), name="asyncsync-collector-watch", daemon=True
-        )
-        self._free.start()
-
-    def is_running(self) -> bool:
-        """Whether workers run free."""
-        return self._free is not None and self._free.is_alive()
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """A block in which no worker steps, nor writes to the replay buffer.
-
-        Raises:
-            AckTimeout: a step under way did not end within 60 s.
-            BaseException: what ended collection in the background.
-        """
-        self._raise_free_error()
-        crew, page = self._crew, self._page
-
-        def standing() -> bool:
-            done = {worker for worker, _ in crew.inbox}
-            running = set(range(self.num_workers)) if self._free is not None else self._busy - done
-            return all(crew.states[worker] in ("paused", "finished") for worker in running)
-
-        crew.pausing = page.paused = True
-        try:
-            crew.until(standing, CALL_SECONDS)
-            yield
-        finally:
-            crew.pausing = page.paused = False
-            for worker, state in list(crew.states.items()):
-                if state == "paused":
-                    crew.states[worker] = "running"
-                    crew.post(worker, ("resume",))
-
-    def _raise_free_error(self) -> None:
-        error, self._free_error = self._free_error, None
-        if error is not None:
-            raise error
-
-    # -- the end ------------------------------------------------------------------------------------------------------
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the workers: a rollout under way ends before its next step. Idempotent; leaves no process.
-
-        Args:
-            timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
-            close_env: whether the workers close their environments.
-
-        Raises:
-            BaseException: what ended collection in the background.
-        """
-        if self.closed:
-            return
-        self.closed = True
-        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
-        for finalizer in self._finalizers:
-            finalizer()
-        try:
-            self._crew.end(max(0.1, deadline - time.monotonic()), self._page.stop, ("stop", close_env))
-            if self._free is not None and self._free is not threading.current_thread():
-                self._free.join(1.0)
-        finally:
-            self._end_weights(max(0.5, deadline - time.monotonic()))
-            self._let_go()
-            self._page.close()
-        self._raise_free_error()
-
 
 class _Models:
     """A collector as the context of its schemes, without keeping it alive."""
@@ -660,86 +388,6 @@ class _Models:
     def get_model(self, model_id: str) -> Any:
         collector = self._collector()
         return None if collector is None else collector.get_model(model_id)
-
-
-def _finalizers(
-    collector: MultiCollector, crew: Crew, page: ControlPage, schemes: Mapping[str, Any]
-) -> tuple[Callable[[], object], ...]:
-    """For a collector that is forgotten, and for a program that ends without shutdown(). Returns what cancels them."""
-
-    def end() -> None:
-        crew.end(SHUTDOWN_SECONDS, page.stop, ("stop", True))
-        shut_down_all(schemes.values(), 1.0)
-
-    # multiprocessing joins workers that are no daemons when the program ends: this comes first, and before the bus's.
-    at_exit = Finalize(None, end, exitpriority=20)
-
-    def forgotten() -> None:
-        # Garbage is collected in any thread, between any two lines: no place to wait.
-        at_exit.cancel()
-        threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
-
-    forget = weakref.finalize(collector, forgotten)
-    forget.atexit = False
-    return forget.detach, at_exit.cancel
-
-
-def _watch(collector: weakref.ref[MultiCollector], crew: Crew) -> None:
-    """Wait for the workers that run free, so that a failure is told at once."""
-    try:
-        crew.until(lambda: all(state == "finished" for state in crew.states.values()), None)
-    except ClosedError:
-        return
-    except BaseException as error:
-        logger.error("collection in the background has ended with an error", exc_info=error)
-        if (found := collector()) is not None:
-            found._free_error = error
-
-
-def _factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    if not _is_list(create_env_fn):
-        if num_workers is None:
-            raise ValueError("create_env_fn is one callable: say for how many workers (num_workers=), or pass a list")
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
-        create_env_fn = [create_env_fn] * num_workers
-    factories = list(create_env_fn)
-    if not factories:
-        raise ValueError("create_env_fn is empty: pass one callable per worker")
-    if num_workers is not None and num_workers != len(factories):
-        raise ValueError(f"create_env_fn has {len(factories)} entries, but num_workers={num_workers}")
-    if len(factories) > MAX_WORKERS:
-        raise ValueError(f"a collector can have {MAX_WORKERS} workers, not {len(factories)}")
-    for factory in factories:
-        if not callable(factory) and not isinstance(factory, str) and not _is_list(factory):
-            raise TypeError(
-                f"create_env_fn must be callables that make environments, in the workers, not {type(factory).__name__}"
-            )
-    return factories
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _check_count(name: str, values: Any, count: int) -> None:
-    if len(values) != count:
-        raise ValueError(
-            f"{name} has {len(values)} entries, but there are {count} workers: give one for each, or for all"
-        )
-
-
-def _spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
-    columns = []
-    for name, value in devices.items():
-        column: Any = value if _is_list(value) else [value] * count
-        _check_count(name, column, count)
-        columns.append(column)
-    return zip(*columns, strict=True)
-
-
-def _indices(worker_ids: Any) -> list[int]:
-    return [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
 
 
 def _pickled(spec: Spec) -> bytes:

@@ -7,8 +7,9 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.batches import Arrangement, Slots
+from asyncsync.collectors.commanding import Producing
 from asyncsync.collectors.failures import loads
-from asyncsync.collectors.multi import MultiCollector, Producing
+from asyncsync.collectors.multi import MultiCollector
 from asyncsync.collectors.needs import MESSAGES, Update
 
 __all__ = ["MultiAsyncCollector"]
@@ -62,7 +63,6 @@ class MultiAsyncCollector(MultiCollector):
     def _let_go(self) -> None:
         self._slots.clear()
         self._granted.clear()
-        self._producing = self._need = None
 
     def _batch(self, worker: int, message: tuple[Any, ...]) -> TensorDictBase:
         _, _, written, steps, _, pickled, layout = message
@@ -80,5 +80,4 @@ class MultiAsyncCollector(MultiCollector):
             self._arrangements += 1
             self._slots[worker] = Slots(self._arrangements, arrangement, SPARE_SLOTS)
             self._teach(self._slots[worker], [worker])
-        batch: TensorDictBase = loads(pickled)
-        return batch
+        return loads(pickled)

@@ -9,9 +9,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.batches import Arrangement, Slots
+from asyncsync.collectors.commanding import Producing
 from asyncsync.collectors.failures import loads
 from asyncsync.collectors.finish import warn_rounding
-from asyncsync.collectors.multi import MultiCollector, Producing
+from asyncsync.collectors.multi import MultiCollector
 from asyncsync.collectors.needs import MESSAGES, Update
 
 __all__ = ["MultiSyncCollector"]
@@ -150,6 +151,7 @@ class MultiSyncCollector(MultiCollector):
         return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
 
     def _joined(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        assert self._dim is not None
         batch: TensorDictBase = torch.cat(parts, self._dim)
         batch.refine_names(..., "time")
         return batch
@@ -173,7 +175,6 @@ class MultiSyncCollector(MultiCollector):
     def _let_go(self) -> None:
         self._slots = None
         self._layouts.clear()
-        self._producing = self._need = None
 
     def _blank(self, part: TensorDictBase, found: int, steps: int) -> None:
         """Frames that a rollout was cut before: an earlier batch's lie there."""

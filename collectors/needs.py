@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncsync.collectors.multi import MultiCollector
+    from asyncsync.collectors.commanding import Commanding
 
 __all__ = ["MESSAGES", "Need", "Update"]
 
@@ -18,20 +18,20 @@ class Need(ABC):
     """Something to wait for."""
 
     @abstractmethod
-    def wait(self, collector: MultiCollector) -> None: ...
+    def wait(self, collector: Commanding) -> None: ...
 
     @abstractmethod
-    async def wait_async(self, collector: MultiCollector) -> None: ...
+    async def wait_async(self, collector: Commanding) -> None: ...
 
 
 class _Messages(Need):
     """A worker's batch."""
 
-    def wait(self, collector: MultiCollector) -> None:
+    def wait(self, collector: Commanding) -> None:
         crew = collector._crew
         crew.until(lambda: bool(crew.inbox), None)
 
-    async def wait_async(self, collector: MultiCollector) -> None:
+    async def wait_async(self, collector: Commanding) -> None:
         crew = collector._crew
         await crew.until_async(lambda: bool(crew.inbox))
 
@@ -45,8 +45,8 @@ class Update(Need):
     def __init__(self, workers: list[int] | None) -> None:
         self._workers = workers
 
-    def wait(self, collector: MultiCollector) -> None:
+    def wait(self, collector: Commanding) -> None:
         collector.update_policy_weights_(worker_ids=self._workers)
 
-    async def wait_async(self, collector: MultiCollector) -> None:
+    async def wait_async(self, collector: Commanding) -> None:
         await collector.update_policy_weights_async(worker_ids=self._workers)

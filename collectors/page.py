@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from asyncsync.collectors.trajectories import TrajectoryPool
 from asyncsync.errors import WeightSyncError
-from asyncsync.transports.slots import _open as open_memory
+from asyncsync.transports.slots import open_memory
 
 __all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
 

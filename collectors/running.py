@@ -18,8 +18,8 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import environments
+from asyncsync.collectors.finish import processed
 from asyncsync.collectors.rollout import Rollouts
-from asyncsync.collectors.trajectories import split_trajectories
 from asyncsync.collectors.turns import Turns
 from asyncsync.errors import ClosedError
 from asyncsync.threads import WorkThread
@@ -79,7 +79,7 @@ class Running(Rollouts):
             batch = self._hooked_rollout()
             if batch is not None:
                 self._frames += batch.numel()
-                batch = self._processed(batch)
+                batch = processed(batch, self.postproc, split_trajs=self.split_trajs)
                 if self.post_collect_hook is not None:
                     self.post_collect_hook(batch)
                 if self.replay_buffer is not None:
@@ -88,16 +88,6 @@ class Running(Rollouts):
             if self._frames >= self.total_frames:
                 self._close_environment()
             return batch
-
-    def _processed(self, batch: TensorDictBase) -> TensorDictBase:
-        if self.split_trajs:
-            batch = split_trajectories(batch, prefix="collector")
-        if self.postproc is not None:
-            batch = self.postproc(batch)
-            if not isinstance(batch, TensorDictBase):
-                raise TypeError(f"postproc returned a {type(batch).__name__}: it must return the batch")
-        private = [key for key in batch.keys(True) if _is_private(key)]
-        return batch.exclude(*private, inplace=True) if private else batch
 
     @property
     def _exhausted(self) -> bool:
@@ -230,7 +220,3 @@ async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
 
     pending.add_done_callback(tell)
     await ended
-
-
-def _is_private(key: str | tuple[str, ...]) -> bool:
-    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))

@@ -17,7 +17,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from asyncsync.collectors import environments
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
 from asyncsync.collectors.devices import Device
 from asyncsync.collectors.dispatch import Dispatch
+from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.limits import limited
 from asyncsync.collectors.policies import RandomPolicy, as_module, placed, wrapped
 from asyncsync.collectors.running import Running
@@ -167,7 +167,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
             self._setup_rollouts(traj_pool, profiling)
             self._setup_frames(frames_per_batch, total_frames, init_random_frames)
             self._setup_policy(policy if policy_factory is None else policy_factory(), trust_policy, compile_policy)
-            self.postproc = _on_device(postproc, self.storing_device)
+            self.postproc = on_device(postproc, self.storing_device)
             self._set_up_senders(weight_sync_schemes, weight_updater)
             self._connect_senders(CONNECT_SECONDS)
             if weight_recv_schemes is not None:
@@ -180,7 +180,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
 
     def _setup_frames(self, frames_per_batch: int, total_frames: int | None, init_random_frames: int | None) -> None:
         if frames_per_batch % self._n_env:
-            _warn_rounding(
+            warn_rounding(
                 f"frames_per_batch ({frames_per_batch}) is not divisible by the number of environments ({self._n_env})",
                 math.ceil(frames_per_batch / self._n_env) * self._n_env,
             )
@@ -190,7 +190,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
         self.total_frames = math.inf if endless else int(total_frames or 0)
         for name, frames in (("total_frames", total_frames), ("init_random_frames", init_random_frames)):
             if frames is not None and frames > 0 and frames % frames_per_batch:
-                _warn_rounding(
+                warn_rounding(
                     f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
                     math.ceil(frames / frames_per_batch) * frames_per_batch,
                 )
@@ -275,17 +275,3 @@ class Collector(Running, Saving, metaclass=Dispatch):
             self._worker.abandon()
             self._end_weights(max(0.0, deadline - time.monotonic()))
         self._raise_free_error()
-
-
-def _warn_rounding(problem: str, frames: int) -> None:
-    if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
-        warnings.warn(
-            f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", UserWarning, stacklevel=5
-        )
-
-
-def _on_device(postproc: Any, device: torch.device | None) -> Any:
-    if device is None or not hasattr(postproc, "to"):
-        return postproc
-    there = postproc.to(device)
-    return postproc if there is None else there

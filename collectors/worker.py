@@ -155,11 +155,11 @@ class _Worker:
         if spec.follows:
             collector._newest = lambda: self.page.newest(self._index)
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
+        self._connecting = True
         self._send("built", collector.requested_frames_per_batch, _dims(collector))
         if self._schemes:
-            self._connecting = True
             collector._receivers.connect(self._schemes, spec.timeout)
-            self._connecting = False
+        self._connecting = False
         self._send("connected")
 
     def listen(self, bell: Connection) -> None:

@@ -14,7 +14,9 @@ from asyncsync.collectors.batches import MAX_LENT, Arrangement, Slots, Window, l
 from asyncsync.collectors.storing import Store, empty_batch
 
 
-def rollout(value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, window: Window | None = None) -> TensorDict:
+def rollout(
+    value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, window: Window | None = None
+) -> TensorDict:
     """A batch as a collector stores it, through the window if that takes it."""
     store = Store(steps, torch.Size(batch))
     if window is not None:
@@ -87,7 +89,9 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     window.learn(1, slots.arrangement, 0)
     window.open(grant)
     written, layout = window.close(rollout(4.0, window=window)[:2])
-    assert written and layout is not None and layout.steps == 2
+    assert written
+    assert layout is not None
+    assert layout.steps == 2
     assert slots.batch(slot)["a"][:2, 0].tolist() == [4.0, 5.0]
 
 
@@ -175,6 +179,8 @@ def test_the_layout_of_a_batch_is_that_of_its_steps() -> None:
     store.allocate = lambda layout: (seen.append(layout), private(layout))[1]
     store.begin()
     for _ in range(2):
-        inner = TensorDict({"z": torch.zeros(2, 3), "in": TensorDict({"y": torch.zeros(2)}, [2]), "x": torch.ones(2)}, [2])
+        inner = TensorDict(
+            {"z": torch.zeros(2, 3), "in": TensorDict({"y": torch.zeros(2)}, [2]), "x": torch.ones(2)}, [2]
+        )
         store.append(TensorDict({"next": inner, "b": torch.zeros(2), "a": TensorDict({"q": torch.zeros(2)}, [2])}, [2]))
     assert layout_of(store.finish()) == seen[0]

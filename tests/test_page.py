@@ -18,13 +18,16 @@ from helpers.collecting_multi import draw_many, draw_one_and_die
 def test_what_the_trainer_writes_is_read_elsewhere() -> None:
     page = ControlPage()
     other = ControlPage(page.place)
-    assert not other.stopped and not other.paused and not other.is_cut(1)
+    assert not other.stopped
+    assert not other.paused
+    assert not other.is_cut(1)
     page.cut(3)
     page.paused = True
     page.publish(5)
     page.publish(7, [2])
     page.publish(6)  # of an update that was overtaken
-    assert other.is_cut(3) and not other.is_cut(4)
+    assert other.is_cut(3)
+    assert not other.is_cut(4)
     assert other.paused
     assert (other.newest(0), other.newest(2)) == (6, 7)
     page.stop()

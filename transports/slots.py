@@ -32,7 +32,7 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.layout import Layout
 from asyncsync.slab import Slab, SlabPool
 
-__all__ = ["COPY_BYTES", "SEALS", "Place", "SlotPool"]
+__all__ = ["COPY_BYTES", "F_ADD_SEALS", "SEALS", "Place", "SlotPool", "no_memory", "open_memory"]
 
 COPY_BYTES = 16 << 20
 # From here on it takes longer to give memory back than a loop should stand still.
@@ -104,7 +104,7 @@ class Slot(Slab):
     def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
         # Shared memory comes in pages; an empty slab has one, too.
         size = max(-(-layout.nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self._file = _open(size)
+        self._file = open_memory(size)
         self._close = weakref.finalize(self, os.close, self._file)
         self._close.atexit = False
         found = os.fstat(self._file)
@@ -114,7 +114,7 @@ class Slot(Slab):
             _seal(self._file)
         except OSError as error:
             self._close()  # now: the traceback refers to this object, who knows how long
-            raise _no_memory(size, error) from error
+            raise no_memory(size, error) from error
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
             buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
@@ -230,7 +230,13 @@ def _dispose(slab: Slab | None) -> None:
         slab.dispose()
 
 
-def _open(size: int) -> int:
+def open_memory(size: int) -> int:
+    """The descriptor of a new memory file, all of whose pages are there.
+
+    Raises:
+        WeightSyncError: this system has none.
+        MemoryError: not so much.
+    """
     if sys.platform != "linux":
         raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
     try:
@@ -245,14 +251,14 @@ def _open(size: int) -> int:
         os.posix_fallocate(number, 0, size)
     except OSError as error:
         os.close(number)
-        raise _no_memory(size, error) from error
+        raise no_memory(size, error) from error
     except BaseException:
         os.close(number)
         raise
     return number
 
 
-def _no_memory(size: int, error: OSError) -> MemoryError:
+def no_memory(size: int, error: OSError) -> MemoryError:
     return MemoryError(
         f"no shared memory for a slot of {size} bytes: {error}. One is needed for each version that is in use at once, "
         "usually two: look at the memory limit of this process or container"

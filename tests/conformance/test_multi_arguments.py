@@ -38,14 +38,17 @@ def test_documented_defaults() -> None:
 
 def test_r034_the_documented_collector_under_spawn_with_lambdas() -> None:
     source = policy()
-    with pytest.warns(UserWarning, match="total_frames \\(100\\) is not exactly divisible by frames_per_batch \\(24\\)"):
+    with pytest.warns(
+        UserWarning, match="total_frames \\(100\\) is not exactly divisible by frames_per_batch \\(24\\)"
+    ):
         collector = MultiSyncCollector(
             [lambda: Counting(length=4)] * 3, source, frames_per_batch=24, total_frames=100, start_method="spawn"
         )
     with collector:
         frames = 0
         for i, batch in enumerate(collector):
-            assert batch is not None and batch.batch_size == (3, 8)
+            assert batch is not None
+            assert batch.batch_size == (3, 8)
             assert batch["action"].unique().tolist() == [1.0 + i]
             frames += batch.numel()
             source.module.fill(2.0 + i)
@@ -78,6 +81,7 @@ def test_collector_with_num_collectors_is_a_multi_collector(sync: bool) -> None:
         ({"cat_results": "cat"}, "'stack' or a dimension"),
         ({"split_trajs": True, "track_traj_ids": False}, "requires track_traj_ids"),
         ({"max_lag": -1}, "at least 0"),
+        ({"policy": None, "update_at_each_batch": True}, "nothing brings them to the workers"),
         ({"weight_updater": print, "weight_sync_schemes": {}}, "exclude each other"),
     ],
 )
@@ -94,8 +98,13 @@ def test_what_is_for_batches_of_several_workers_is_not_for_the_asynchronous_one(
             MultiAsyncCollector([make()], policy(), **options(**given))
 
 
-@pytest.mark.parametrize(("given", "message"), [({"cat_results": 2}, "no dimension"),
-                                                ({"cat_results": 0, "preemptive_threshold": 0.5}, "cannot be concat")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cat_results": 2}, "no dimension"),
+        ({"cat_results": 0, "preemptive_threshold": 0.5}, "cannot be concatenated"),
+    ],
+)
 def test_what_the_environments_do_not_allow_is_refused_when_they_are_there(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MultiSyncCollector([make(batch=(2,))], policy(), **options(**given))
@@ -148,7 +157,9 @@ def test_r116_hooks_run_in_the_workers_around_each_rollout(kind: Any, tmp_path: 
             file.write(f"{os.getpid()} {text}\n")
 
     given = options(
-        pre_collect_hook=lambda: note("pre"), post_collect_hook=lambda batch: note(f"post {batch.numel()}"), total_frames=12
+        pre_collect_hook=lambda: note("pre"),
+        post_collect_hook=lambda batch: note(f"post {batch.numel()}"),
+        total_frames=12,
     )
     with kind([make()], policy(), **given) as collector:
         [pid] = collector._crew.pids
@@ -171,7 +182,7 @@ def test_a_hook_may_add_to_a_batch() -> None:
         for _ in range(3):
             batch: Any = collector.next()
             assert batch["added"].eq(1).all()
-            assert "_hidden" not in batch.keys()
+            assert "_hidden" not in batch
 
 
 @pytest.mark.parametrize("extend", [True, False])
@@ -208,7 +219,8 @@ def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
             collector.next()
         pids = collector._crew.pids
         collector.async_shutdown(timeout=3.0)
-        assert collector.closed and len(pids) == 2
+        assert collector.closed
+        assert len(pids) == 2
     with MultiSyncCollector([make()], policy(), **options()) as without:
         with pytest.raises(NotImplementedError, match="replay_buffer="):
             without.start()

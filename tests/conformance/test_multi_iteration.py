@@ -169,7 +169,7 @@ def test_calls_come_between_two_rollouts_and_none_is_thrown_away(running: Any) -
             pass
         batches += [running.next() for _ in range(3)]
     # Those that were under way when the environments were seeded come first.
-    assert_continuous([batch for batch in batches[2:]])
+    assert_continuous(list(batches[2:]))
 
 
 def test_r109_trajectory_ids_are_unique_over_workers(running: Any) -> None:
@@ -252,7 +252,9 @@ def test_cat_results_with_batches_of_environments(cat_results: Any, shape: tuple
             assert batch.batch_size == shape
             assert batch["action"].shape == (*shape, 2)
             seeds, counts = batch["observation"][..., 0], batch["observation"][..., 2]
-            parts = batch.unbind(0) if len(shape) == 3 else batch.split(shape[0] // 2 if shape[0] == 8 else 3, cat_results)
+            parts = (
+                batch.unbind(0) if len(shape) == 3 else batch.split(shape[0] // 2 if shape[0] == 8 else 3, cat_results)
+            )
             assert [part["observation"][..., 0].unique().tolist() for part in parts] == [[0.0], [10.0]]
             assert (seeds == 10).sum() == 12
             assert counts.max() < 5
@@ -284,7 +286,7 @@ def test_a_layout_that_changes_costs_one_batch_by_value(kind: Any) -> None:
         widths = []
         for _ in range(8):
             batch = collector.next()
-            if "pixels" in batch.keys():
+            if "pixels" in batch:
                 widths.append(batch.get_item_shape("pixels")[-1])
     assert widths[0] == 2
     assert 3 in widths
@@ -303,7 +305,8 @@ def test_split_trajs_and_postproc_run_here_on_the_whole_batch(kind: Any) -> None
         for _ in range(3):
             batch = collector.next()
             assert ("collector", "mask") in batch.keys(True)
-            assert "seen" in batch.keys() and "_hidden" not in batch.keys()
+            assert "seen" in batch
+            assert "_hidden" not in batch
             for row in batch:
                 valid = row["collector", "mask"]
                 assert row["collector", "traj_ids"][valid].unique().numel() == 1

@@ -31,8 +31,7 @@ def test_an_exception_of_the_environment(kind: Any) -> None:
     with kind([make(), make(fail_at=8)], policy(), **options()) as collector:
         pids = collector._crew.pids
         with pytest.raises(ValueError, match="the environment has failed") as caught:
-            for _ in range(10):
-                collector.next()
+            list(collector)
         check(caught.value, "in step_and_maybe_reset")
         assert collector.closed
         assert gone_within(pids, 1.0)
@@ -99,7 +98,9 @@ def test_an_exception_of_a_policy_factory_and_of_init_fn() -> None:
 
 def test_what_cannot_travel_is_told_before_anything_starts() -> None:
     with pytest.raises(TypeError, match="stays here") as caught:
-        MultiSyncCollector([make()], policy(), **options(postproc=None, init_fn=functools.partial(print, CannotTravel())))
+        MultiSyncCollector(
+            [make()], policy(), **options(postproc=None, init_fn=functools.partial(print, CannotTravel()))
+        )
     assert any("cloudpickle" in note for note in caught.value.__notes__)
 
 
@@ -135,13 +136,13 @@ def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
 
 async def test_a_killed_worker_is_noticed_by_a_coroutine() -> None:
     async with MultiAsyncCollector([make(), make(kill_at=9)], policy(), **options()) as collector:
-        with pytest.raises(PeerLost, match="worker 1 .* was killed by SIGKILL"):
+        with pytest.raises(PeerLost, match=r"worker 1 .* was killed by SIGKILL"):
             async for _ in collector:
                 pass
 
 
 def test_a_worker_that_dies_before_it_is_ready() -> None:
-    with pytest.raises(PeerLost, match="ended with exit code 7.*had not started yet"):
+    with pytest.raises(PeerLost, match=r"ended with exit code 7.*had not started yet"):
         MultiSyncCollector([make()], policy(), **options(init_fn=functools.partial(os._exit, 7)))
 
 
@@ -173,11 +174,7 @@ def test_r165_what_ends_a_free_running_collector_surfaces(way: str, caplog: pyte
         collector.start()
         collector._free.join(10)
         with pytest.raises(ValueError, match="the environment has failed"):
-            if way == "pause":
-                with collector.pause():
-                    pass
-            else:
-                getattr(collector, way)()
+            collector.pause().__enter__() if way == "pause" else getattr(collector, way)()
         assert "collection in the background has ended with an error" in caplog.text
     finally:
         collector.shutdown()
