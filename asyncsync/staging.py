@@ -8,7 +8,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import ProtocolError, SchemaMismatch
@@ -250,10 +250,14 @@ class StagedPart:
     prepared: Prepared | None
 
 
+_numbers = count()
+
+
 class Staging:
     """Complete, checked parts that go into the models in one pass: all of them, or none.
 
     Attributes:
+        number: larger than that of every earlier one of this process.
         abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
         over: the gate has said how it ended, though perhaps in another thread, so that it is still to be heard here.
     """
@@ -262,6 +266,7 @@ class Staging:
         self.epoch = epoch
         self.serial = serial
         self.parts = parts
+        self.number = next(_numbers)
         self.abandoned = False
         self.over = False
         self._begun = False

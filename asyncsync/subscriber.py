@@ -157,14 +157,17 @@ class Subscriber:
             self._homes[model_id] = newer
 
     def _done(self, staging: Staging) -> None:
-        """The gate has finished with it, and so with all that came before; some of that may have been interrupted."""
+        """The gate has finished with it, and so with all that came before; some of that may have been interrupted.
+
+        Not with what came after: whoever applied this may be copying from the next one already.
+        """
         if self.staged is staging:
             self.staged = None
-        earlier, self._interrupted = self._interrupted, []
-        for one in earlier:
+        for one in self._interrupted:
             # One that another thread has applied, just before a newer one was applied here, is still to be told of.
-            if one is not staging and not one.over:
+            if one.number < staging.number and not one.over:
                 one.release()
+        self._interrupted = [one for one in self._interrupted if one.number > staging.number]
 
     def _supersede(self, staging: Staging | None) -> None:
         """Take back what waits for the gate; what the gate has begun with is released when it is done."""

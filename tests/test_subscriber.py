@@ -456,6 +456,32 @@ def test_a_lent_slab_that_the_gate_has_begun_with_is_kept_though_a_newer_one_wai
     assert reported(staged) == (2, (("policy", 1), ("policy", 2)))
 
 
+def test_a_lent_slab_that_is_being_copied_is_kept_when_an_earlier_update_is_told_of(station: Station) -> None:
+    # A reader's thread applies two in a row, and the loop hears of the first while the second is being copied.
+    station.lend(1, {"policy": (1, 10)})
+    first = station.subscriber.staged
+    assert first is not None
+    first.run()
+    station.lend(2, {"policy": (2, 20)})
+    second = station.subscriber.staged
+    assert second is not None
+    first.over = True
+    second.run()
+    station.lend(3, {"policy": (3, 30)})
+    station.take()
+    station.subscriber.applied(first, station.now)
+    (applied,) = station.take()
+    assert reported(applied) == (3, (("policy", 1), ("policy", 2), ("policy", 3)))
+    second.over = True
+    station.subscriber.applied(second, station.now)
+    (applied,) = station.take()
+    assert reported(applied) == (3, (("policy", 2), ("policy", 3)))
+    station.apply()
+    (applied,) = station.take()
+    assert reported(applied) == (3, (("policy", 3),))
+    assert station.content() == {30}
+
+
 def test_a_part_that_is_staged_with_a_newer_one_of_another_model_is_kept(pair: Station) -> None:
     pair.lend(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.lend(2, {"policy": (2, 20)})
