@@ -68,7 +68,7 @@ def _demo(options: argparse.Namespace) -> int:
     need("cli,gym", "gymnasium", "matplotlib", "rich")
     if options.uvloop:
         need("uvloop", "uvloop")
-    from asyncsync.demo.crew import Options
+    from asyncsync.demo.options import Options
     from asyncsync.demo.run import run
 
     return run(
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         default="shared" if sys.platform == "linux" else "zmq",
         help="how the weights travel: shared memory, multiprocessing, or ZeroMQ (default %(default)s)",
     )
-    demo.add_argument("--uvloop", action="store_true", help="run on uvloop (extra: uvloop)")
+    demo.add_argument("--uvloop", action="store_true", help="run the trainer on uvloop (extra: uvloop)")
     demo.set_defaults(run=_demo)
 
     bench = commands.add_parser(

@@ -50,6 +50,7 @@ def join_buses(schemes: Iterable[SchemeCore]) -> BusCore | None:
             "models: construct one bus = Bus(endpoint=…) and give it to each of them (bus=bus)"
         )
     common = (explicit or buses)[0]
+    settings = {}
     for name in ("num_workers", "min_workers", "allow_plaintext", "checksum"):
         default = {"min_workers": 1, "allow_plaintext": False}.get(name)
         values = {getattr(bus, name) for bus in buses} - {default}
@@ -59,7 +60,9 @@ def join_buses(schemes: Iterable[SchemeCore]) -> BusCore | None:
                 f"bus = Bus({name}=…) and give it to each of them (bus=bus)"
             )
         if values:
-            setattr(common, name, values.pop())
+            settings[name] = values.pop()
+    for name, value in settings.items():
+        setattr(common, name, value)
     for scheme in own:
         scheme._bus, scheme._own_bus = common, False
     return common

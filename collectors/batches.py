@@ -1,17 +1,19 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
 The trainer owns the memory (:class:`Slots`) and lends it: a worker that is asked for a rollout is told of a slot, and
-its collector stores each step there (:class:`Window`). So when the last step is done, one short message makes the batch
-readable, whatever its size. An :class:`Arrangement` says how the parts of several workers lie in one slot: stacked, or
-one after another along a dimension.
+its collector stores each step there, by a :class:`~asyncsync.collectors.window.Window`. So when the last step is done,
+one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the parts of several
+workers lie in one slot: stacked, or one after another along a dimension.
 
-A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards.
+A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. What a worker's own
+code keeps of it (a hook, say) is that code's: then the batch goes by value.
 
 The first batch of an arrangement comes by value, since nobody knows before what it looks like.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import math
@@ -27,12 +29,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.page import MemoryPlace, open_place
+from asyncsync.collectors.page import MemoryPlace
 from asyncsync.collectors.storing import BatchLayout, Leaf, Node
 from asyncsync.copying import normal_tensors
 from asyncsync.transports.slots import F_ADD_SEALS, no_memory, open_memory
 
-__all__ = ["Arrangement", "Grant", "Slots", "Window", "layout_of"]
+__all__ = ["Arrangement", "Grant", "Slots", "layout_of", "mapped"]
 
 ALIGNMENT = 64
 MAX_LENT = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
@@ -42,35 +44,34 @@ _CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
 def layout_of(batch: TensorDictBase) -> BatchLayout | None:
     """The layout of a batch (time last); None where none describes it: lazy stacks, entries that are no tensors."""
     *batch_size, steps = batch.batch_size
-    n = len(batch_size)
     leaves: list[Leaf] = []
     nodes: list[Node] = []
-
-    def scan(td: TensorDictBase, path: tuple[str, ...]) -> bool:
-        if type(td) is not TensorDict or td.batch_size[: n + 1] != batch.batch_size:
-            return False
-        nested = []  # after the leaves, as in asyncsync.collectors.storing
-        for name, value in td.items():
-            here = (*path, name)
-            if not isinstance(value, torch.Tensor):
-                nested.append((here, value))
-            elif type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
-                return False
-            else:
-                leaves.append(
-                    Leaf(here, torch.Size([*value.shape[:n], *value.shape[n + 1 :]]), value.dtype, value.device)
-                )
-        for here, value in nested:
-            if not isinstance(value, TensorDictBase):
-                return False
-            nodes.append(Node(here, value.batch_size[n + 1 :]))
-            if not scan(value, here):
-                return False
-        return True
-
-    if not scan(batch, ()):
+    if not _scan(batch, (), batch.batch_size, leaves, nodes):
         return None
     return BatchLayout(torch.Size(batch_size), steps, batch.device, tuple(nodes), tuple(leaves))
+
+
+# Not a function within the other: that would be a cycle of references, which keeps the batch alive for a while.
+def _scan(td: TensorDictBase, path: tuple[str, ...], size: torch.Size, leaves: list[Leaf], nodes: list[Node]) -> bool:
+    n = len(size) - 1
+    if type(td) is not TensorDict or td.batch_size[: n + 1] != size:
+        return False
+    nested = []  # after the leaves, as in asyncsync.collectors.storing
+    for name, value in td.items():
+        here = (*path, name)
+        if not isinstance(value, torch.Tensor):
+            nested.append((here, value))
+        elif type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
+            return False
+        else:
+            leaves.append(Leaf(here, torch.Size([*value.shape[:n], *value.shape[n + 1 :]]), value.dtype, value.device))
+    for here, value in nested:
+        if not isinstance(value, TensorDictBase):
+            return False
+        nodes.append(Node(here, value.batch_size[n + 1 :]))
+        if not _scan(value, here, size, leaves, nodes):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Grant:
     alive: tuple[int, ...]
 
 
-def _mapped(number: int, size: int) -> np.ndarray[Any, Any]:
+def mapped(number: int, size: int) -> np.ndarray[Any, Any]:
     """The file's memory; it needs no descriptor, as Python's own mmap objects do."""
     with normal_tensors():
         memory = torch.from_file(f"/proc/self/fd/{number}", shared=True, size=size, dtype=torch.uint8)
@@ -215,12 +216,18 @@ class _Slot:
         self._close.atexit = False
         try:
             fcntl.fcntl(self.file, F_ADD_SEALS, _CANNOT_RESIZE)  # cut, it would kill whoever reads or writes it
-            self.memory = _mapped(self.file, size)
+            self.memory = mapped(self.file, size)
         except (OSError, RuntimeError) as error:
             self._close()
             raise no_memory(size, OSError(str(error))) from error
         self.place = MemoryPlace.of(self.file)
         self.forked = _forked
+        self.views: list[weakref.ref[memoryview]] = []
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a tensor of it lives here."""
+        return any(view() is not None for view in self.views)
 
     def close_file(self) -> None:
         """Whoever needs it has it mapped."""
@@ -257,8 +264,9 @@ class Slots:
         return [slot.place.inode for slot in list(self._lent)]
 
     def give_back(self, slot: _Slot) -> None:
-        """It was granted, but nothing came of it."""
-        self._free.append(slot)
+        """It was granted, but nothing came of it. Idempotent."""
+        if slot not in self._free:
+            self._free.append(slot)
 
     def batch(self, slot: _Slot) -> TensorDictBase:
         """The whole batch in this slot. The slot is used again when its last tensor has gone."""
@@ -269,13 +277,18 @@ class Slots:
     def tensors(self, slot: _Slot) -> list[torch.Tensor]:
         memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
+        slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]
         self._lent.add(slot)
+        with contextlib.suppress(ValueError):  # a second time, as the first was interrupted
+            self._free.remove(slot)
         # The tensors hold this very object; the slots are not kept alive by what users keep.
         weakref.finalize(memory, _returned, weakref.ref(self), slot).atexit = False
         return self.arrangement.tensors(memory)
 
     def _returned(self, slot: _Slot) -> None:
         # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
+        if slot.is_read:
+            return
         self._lent.discard(slot)
         if slot.forked == _forked and len(self._free) < self._spare:
             self._free.append(slot)
@@ -285,80 +298,3 @@ def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
     found = slots()
     if found is not None:
         found._returned(slot)
-
-
-# -- a worker's side ---------------------------------------------------------------------------------------------------
-
-
-class Window:
-    """What a worker writes through: a collector's ``_allocate``."""
-
-    def __init__(self) -> None:
-        self._index = 0
-        self._arrangements: dict[int, Arrangement] = {}
-        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._granted: list[torch.Tensor] | None = None
-        self._layout: BatchLayout | None = None
-        self._written = False
-
-    def learn(self, number: int, arrangement: Arrangement, index: int) -> None:
-        """There is a new arrangement, of which this worker's is the part with this index; grants of older ones will not
-        come any more."""
-        self._index = index
-        self._arrangements = {number: arrangement}
-        self._views.clear()
-
-    def open(self, grant: Grant | None) -> None:
-        """The next rollout may go there.
-
-        Raises:
-            WeightSyncError, OSError: the slot cannot be mapped.
-        """
-        self._granted = self._layout = None
-        if grant is None:
-            return
-        arrangement = self._arrangements[grant.arrangement]
-        place = grant.place
-        for key in [key for key in self._views if key[1] not in grant.alive]:
-            del self._views[key]
-        key = (place.device, place.inode)
-        if key not in self._views:
-            number = open_place(place)
-            try:
-                memory = _mapped(number, place.size)
-            finally:
-                os.close(number)
-            self._views[key] = [arrangement.part(tensor, self._index) for tensor in arrangement.tensors(memory)]
-        self._granted = self._views[key]
-        self._layout = arrangement.parts[self._index]
-
-    def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
-        """Memory for a batch of this layout in the slot; None if it is not what was granted."""
-        if self._granted is None or layout != self._layout:
-            return None
-        return layout.build(self._granted)
-
-    def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
-        """Have the batch in the slot, if it fits: it lies there already, or is copied.
-
-        Returns:
-            Whether it is there, and its layout (None: there is none that describes it).
-        """
-        found = layout_of(batch)
-        granted, wanted = self._granted, self._layout
-        self._granted = self._layout = None
-        if granted is None or wanted is None or found is None or found.steps > wanted.steps:
-            return False, found
-        if replace(found, steps=wanted.steps) != wanted:
-            return False, found
-        n = len(wanted.batch_size)
-        targets = [view.narrow(n, 0, found.steps) for view in granted]
-        sources = [batch.get(leaf.path) for leaf in found.leaves]
-        moved = [
-            (target, source)
-            for target, source in zip(targets, sources, strict=True)
-            if target.numel() and target.data_ptr() != source.data_ptr()
-        ]
-        if moved:
-            torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
-        return True, found

@@ -1,4 +1,4 @@
-"""Commanding: what a collector does with its workers once they are there. Iterating, calling, letting them run free,
+"""Commanding: what a collector does with its workers once they are there. Iterating, letting them run free,
 ending them.
 """
 
@@ -11,33 +11,51 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, PostHook, PreHook
-from asyncsync.collectors.batches import Slots
-from asyncsync.collectors.counts import check_count
+from asyncsync.collectors.base import SHUTDOWN_SECONDS
+from asyncsync.collectors.batches import Arrangement, Grant, Slots
+from asyncsync.collectors.calling import CALL_SECONDS, Calling
 from asyncsync.collectors.crew import Crew
-from asyncsync.collectors.failures import Failure, dumps
 from asyncsync.collectors.finish import processed
 from asyncsync.collectors.needs import Need
 from asyncsync.collectors.page import ControlPage
 from asyncsync.collectors.senders import shut_down_all
+from asyncsync.collectors.turnstile import Turnstile
 from asyncsync.errors import ClosedError
 
-__all__ = ["Commanding", "Producing", "make_finalizers"]
+__all__ = ["Commanding", "Producing", "Rollout", "make_finalizers"]
 
 logger = logging.getLogger("asyncsync")
-
-CALL_SECONDS = 60.0
-"""How long a call waits for its answer, which a worker gives between two rollouts."""
 
 Producing = Generator[Need, None, TensorDictBase | None]
 
 
-class Commanding(BaseCollector):
+@dataclass
+class Rollout:
+    """One that a worker is to do.
+
+    Attributes:
+        serial: of this request; a worker that has it already ignores it.
+        frames: how many are expected.
+        random: whether the policy is left out.
+        slot, grant: where to write it.
+        is_posted: whether the worker certainly knows.
+    """
+
+    serial: int
+    frames: int
+    random: bool
+    slot: Any = None
+    grant: Grant | None = None
+    is_posted: bool = False
+
+
+class Commanding(Calling):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     num_workers: int
@@ -53,167 +71,161 @@ class Commanding(BaseCollector):
 
     def _begin(self) -> None:
         """What it counts, and what is under way."""
-        self._frames = self._asked = 0
+        self._frames = 0
         self._iter = -1
         self._serial = 0
         self._arrangements = 0
         self._random: bool | None = None
-        self._busy: set[int] = set()
+        self._busy: dict[int, Rollout] = {}
+        self._messages: dict[int, tuple[Any, ...]] = {}
+        self._made: tuple[int, TensorDictBase | None] | None = None
         self._since = [0] * self.num_workers
+        self._turnstile = Turnstile(type(self).__name__)
         self._producing: Producing | None = None
         self._need: Need | None = None
         self._result: TensorDictBase | None = None
+        self._pauses = 0
+        self._pausing = threading.Lock()
         self._free: threading.Thread | None = None
         self._free_error: BaseException | None = None
 
     # -- iteration ----------------------------------------------------------------------------------------------------
+
+    # A batch in production belongs to the collector, not to whoever waits for it. Whoever is interrupted, by
+    # cancellation or by Ctrl-C at whatever line, leaves it to the next caller: what was asked of workers is in _busy
+    # until their batch is in _made, and each line of _produce can be done again. A signal strikes at calls only, so
+    # an assignment of several attributes is one step.
 
     @abstractmethod
     def _produce(self) -> Producing:
         """Make the next batch: yields what it has to wait for."""
 
     @property
+    def _asked(self) -> int:
+        """Frames of all rollouts so far, and of those under way if they are not cut."""
+        return self._frames + sum([rollout.frames for rollout in list(self._busy.values())])
+
+    @property
     def _exhausted(self) -> bool:
-        return self._producing is None and self._frames >= self.total_frames
+        return self._producing is None and self._made is None and self._frames >= self.total_frames
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        while not self._exhausted:
-            yield self._next()
+        while made := self._next_in_turn():
+            yield made.pop()  # not kept here: its memory is free when the user lets go of it
+
+    # What a worker or postproc raises ends collection; a caller's mistake does not.
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator()
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch; None when there are no more (and where batches go to a replay buffer). Threads take turns."""
+        return next(self.iterator(), None)
+
+    async def __anext__(self) -> TensorDictBase | None:
+        return await self._next_async()
+
+    def _next_in_turn(self) -> list[TensorDictBase | None]:
+        with self._turnstile.passing():
+            self._check_iterable()
+            return [] if self._exhausted else [self._next()]
 
     def _next(self) -> TensorDictBase | None:
-        while (need := self._wanted()) is not None:
-            need.wait(self)
-            self._need = None
+        try:
+            while (need := self._wanted()) is not None:
+                need.wait(self)
+                self._need = None
+        except Exception:  # documented: collection stops
+            self.shutdown()
+            raise
         return self._finished()
 
     async def _next_async(self) -> TensorDictBase | None:
-        if self._exhausted:
-            raise StopAsyncIteration
-        while (need := self._wanted()) is not None:
-            await need.wait_async(self)  # cancelled here, it is what the next caller waits for
-            self._need = None
-        return self._finished()
+        async with self._turnstile.passing_async():
+            self._check_iterable()
+            if self._exhausted:
+                raise StopAsyncIteration
+            try:
+                while (need := self._wanted()) is not None:
+                    await need.wait_async(self)  # cancelled here, it is what the next caller waits for
+                    self._need = None
+            except Exception:
+                await self._shutdown_elsewhere()
+                raise
+            return self._finished()
+
+    def _check_iterable(self) -> None:
+        if self._exhausted and self._free is None:
+            return  # also after shutdown()
+        if self.closed:
+            raise ClosedError(f"this {type(self).__name__} has been shut down")
+        self._crew.check()
+        self._count_free()
+        if self._free is not None:
+            raise RuntimeError("this collector runs free: its frames are in the replay buffer")
 
     def _wanted(self) -> Need | None:
         """What the batch in production waits for; None: it is done."""
         if self._need is None:
-            if self.closed:
-                raise ClosedError(f"this {type(self).__name__} has been shut down")
-            if self._free is not None:
-                raise RuntimeError("this collector runs free: its frames are in the replay buffer")
             if self._producing is None:
                 self._producing = self._produce()
-                self._iter += 1
             try:
                 self._need = next(self._producing)
             except StopIteration as stop:
                 self._result = stop.value
                 return None
+            except StopAsyncIteration as error:
+                # It would end an `async for` without a word.
+                raise RuntimeError(f"postproc or an updater raised {error!r}") from error
             except BaseException:
                 self._producing = None
                 raise
         return self._need
 
     def _finished(self) -> TensorDictBase | None:
-        self._producing = None
-        result, self._result = self._result, None
+        result = self._result
+        self._producing = self._result = None
         return result
 
-    def _ask(self, worker: int, grant: Any) -> None:
-        """Ask a worker for a rollout."""
+    def _rollout(self, worker: int, slot: Any, grant: Grant | None) -> Rollout:
+        """The next request, with the current serial number."""
         random = self._asked < self.init_random_frames if self._random is None else self._random
-        self._busy.add(worker)
-        self._crew.post(worker, ("rollout", self._serial, random, grant))
+        return Rollout(self._serial, self._requested[worker], random, slot, grant)
+
+    def _post_rollouts(self) -> None:
+        """Tell workers what they are to do; once more those of whom an interruption has left it unknown."""
+        for worker, rollout in self._busy.items():
+            if not rollout.is_posted:
+                self._crew.post(worker, ("rollout", rollout.serial, rollout.random, rollout.grant))
+                rollout.is_posted = True
+
+    def _first_message(self) -> tuple[int, tuple[Any, ...]] | None:
+        """The first of the inbox that is still awaited. It stays there until it has been dealt with."""
+        inbox = self._crew.inbox
+        while inbox:
+            worker, message = inbox[0]
+            if worker in self._busy and worker not in self._messages and self._busy[worker].serial == message[1]:
+                return worker, message
+            inbox.popleft()
+        return None
+
+    def _take_made(self) -> TensorDictBase | None:
+        """What the user gets. What an interruption strikes in postproc is gone."""
+        assert self._made is not None
+        (_, batch), self._made = self._made, None
+        return None if batch is None else processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     @abstractmethod
     def _let_go(self) -> None:
         """Forget all slots."""
 
-    def _teach(self, slots: Slots, workers: Sequence[int]) -> None:
+    def _taught(self, arrangement: Arrangement, spare: int, workers: Sequence[int]) -> Slots:
+        """New slots, of which these workers know. They have forgotten the ones before."""
+        self._arrangements += 1
+        slots = Slots(self._arrangements, arrangement, spare)
         for index, worker in enumerate(workers):
             self._crew.post(worker, ("learn", slots.number, slots.arrangement, index))
-
-    def _received(self) -> tuple[int, tuple[Any, ...]]:
-        worker, message = self._crew.inbox.popleft()
-        self._busy.discard(worker)
-        self._since[worker] += 1
-        return worker, message
-
-    def _processed(self, batch: TensorDictBase) -> TensorDictBase:
-        """What the user gets."""
-        return processed(batch, self.postproc, split_trajs=self.split_trajs)
-
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    def _call(self, name: str, *arguments: Any, workers: Sequence[int] | None = None) -> list[Any]:
-        """Have workers do something between two rollouts; returns their answers."""
-        message = dumps((name, *arguments)) if arguments else (name,)
-        chosen = range(self.num_workers) if workers is None else workers
-        replies = [self._crew.call(worker, message) for worker in chosen]
-        results = []
-        for worker, reply in zip(chosen, replies, strict=True):
-            failure, result = self._crew.until(reply, CALL_SECONDS)
-            if failure is not None:
-                assert isinstance(failure, Failure)
-                raise failure.error(f"worker {worker}")
-            results.append(result)
-        return results
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments one after another, each with what the one before has returned, and torch's, NumPy's and
-        Python's generators in the workers; then reset. Returns the last one's seed for the next."""
-        for worker in range(self.num_workers):
-            [seed] = self._call("seed", seed, static_seed, workers=[worker])
-        self.reset()
-        return seed
-
-    def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
-        """Reset the environments of all workers, or of those whose entry is true.
-
-        Raises:
-            ValueError: another number of entries than there are workers.
-        """
-        if reset_idx is not None:
-            check_count("reset_idx", reset_idx, self.num_workers)
-        chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
-        self._call("reset", workers=chosen)
-
-    def state_dict(self) -> dict[str, Any]:
-        """``worker0``, ``worker1``, …: each worker's collector's; ``frames`` and ``iter``."""
-        states = self._call("state")
-        return {f"worker{w}": s for w, s in enumerate(states)} | {"frames": self._frames, "iter": self._iter}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, with new trajectories.
-
-        Raises:
-            KeyError: a worker's state is missing. Nothing was changed.
-        """
-        names = [f"worker{w}" for w in range(self.num_workers)]
-        if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
-            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
-        for worker, name in enumerate(names):
-            self._call("load", state_dict[name], workers=[worker])
-        self._asked += state_dict["frames"] - self._frames
-        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._call("pre_hook", hook)
-        self._pre_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._call("post_hook", hook)
-        self._post_collect_hook = hook
+        return slots
 
     # -- running free -------------------------------------------------------------------------------------------------
 
@@ -234,10 +246,13 @@ class Commanding(BaseCollector):
             )
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
+        crew = self._crew
+        crew.check()
+        self._count_free()
         if self._free is not None:
             return
-        crew = self._crew
         for worker in range(self.num_workers):
+            crew.states[worker] = "running"
             crew.post(worker, ("run", (self.total_frames, self.init_random_frames)))
         self._free = threading.Thread(
             target=_watch, args=(weakref.ref(self), crew), name="asyncsync-collector-watch", daemon=True
@@ -248,32 +263,58 @@ class Commanding(BaseCollector):
         """Whether workers run free."""
         return self._free is not None and self._free.is_alive()
 
+    def _count_free(self) -> None:
+        """The frames of workers that run free, or have until they had enough: then all is as before."""
+        if self._free is None:
+            return
+        ended = not self._free.is_alive() and self._crew.failure is None
+        self._frames = self._page.frames
+        if ended:
+            self._crew.inbox.clear()  # rollouts under way when they were set free: the page has counted them
+            self._busy.clear()
+            self._messages.clear()
+            self._producing = self._need = self._free = None
+
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A block in which no worker steps, nor writes to the replay buffer.
+        """A block in which no worker steps, nor writes to the replay buffer. Blocks may be nested.
 
         Raises:
             AckTimeout: a step under way did not end within 60 s.
             BaseException: what ended collection in the background.
         """
         self._raise_free_error()
+        self._crew.check()
         crew, page = self._crew, self._page
 
         def standing() -> bool:
-            done = {worker for worker, _ in crew.inbox}
-            running = set(range(self.num_workers)) if self._free is not None else self._busy - done
+            arrived = {(worker, message[1]) for worker, message in list(crew.inbox)}
+            running = (
+                set(range(self.num_workers))
+                if self._free is not None
+                else {
+                    worker
+                    for worker, rollout in list(self._busy.items())
+                    if worker not in self._messages and (worker, rollout.serial) not in arrived
+                }
+            )
             return all(crew.states[worker] in ("paused", "finished") for worker in running)
 
-        crew.pausing = page.paused = True
+        with self._pausing:
+            self._pauses += 1
+            crew.pausing = page.paused = True
         try:
             crew.until(standing, CALL_SECONDS)
             yield
         finally:
-            crew.pausing = page.paused = False
-            for worker, state in list(crew.states.items()):
-                if state == "paused":
-                    crew.states[worker] = "running"
-                    crew.post(worker, ("resume",))
+            with self._pausing:
+                self._pauses -= 1
+                if not self._pauses:
+                    crew.pausing = page.paused = False
+                    for worker, state in list(crew.states.items()):
+                        if state == "paused":
+                            crew.states[worker] = "running"
+                            crew.post(worker, ("resume",))
 
     def _raise_free_error(self) -> None:
         error, self._free_error = self._free_error, None
@@ -291,20 +332,25 @@ class Commanding(BaseCollector):
 
         Raises:
             BaseException: what ended collection in the background.
+
+        In a process that was forked from the collector's own, this closes the copy there; the workers go on.
         """
         if self.closed:
             return
         self.closed = True
+        if not self._crew.is_ours:
+            return
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
-        for finalizer in self._finalizers:
-            finalizer()
         try:
             self._crew.end(max(0.1, deadline - time.monotonic()), self._page.stop, ("stop", close_env))
             if self._free is not None and self._free is not threading.current_thread():
                 self._free.join(1.0)
         finally:
+            if self._crew.is_over:
+                for finalizer in self._finalizers:
+                    finalizer()
             self._end_weights(max(0.5, deadline - time.monotonic()))
-            self._producing = self._need = None
+            self._producing = self._need = self._made = None
             self._let_go()
             self._page.close()
         self._raise_free_error()
@@ -316,16 +362,20 @@ def make_finalizers(
     """For a collector that is forgotten, and for a program that ends without shutdown(). Returns what cancels them."""
 
     def end() -> None:
+        if not crew.is_ours:
+            return
         crew.end(SHUTDOWN_SECONDS, page.stop, ("stop", True))
         shut_down_all(schemes.values(), 1.0)
+        at_exit.cancel()
 
     # multiprocessing joins workers that are no daemons when the program ends: this comes first, and before the bus's.
     at_exit = Finalize(None, end, exitpriority=20)
 
     def forgotten() -> None:
         # Garbage is collected in any thread, between any two lines: no place to wait.
-        at_exit.cancel()
-        threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
+        if crew.is_ours:
+            page.stop()  # before the slots go, which a worker may be about to open
+            threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
 
     forget = weakref.finalize(collector, forgotten)
     forget.atexit = False

@@ -1,14 +1,15 @@
-"""Arguments of which there is one for each worker, or one for all."""
+"""Arguments of workers: of which there is one for each, or one for all; which a partial has beside them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncsync.collectors.devices import Device
 from asyncsync.collectors.page import MAX_WORKERS
 
-__all__ = ["Devices", "check_count", "check_factories", "each", "is_list", "spread"]
+__all__ = ["Devices", "check_count", "check_factories", "each", "is_list", "own_arguments", "spread", "with_partial"]
 
 Devices = Device | Sequence[Device | None] | None
 
@@ -59,3 +60,33 @@ def each(name: str, value: Any, count: int) -> list[Any]:
 def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
     """Each worker's. Raises ValueError: a list of another length."""
     return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
+
+
+def own_arguments(kind: Any) -> Mapping[str, Any]:
+    """What a worker's collector is given by a ``functools.partial``."""
+    return kind.keywords if isinstance(kind, functools.partial) else {}
+
+
+def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a worker's collector is called with: those that it does not have from a partial already.
+
+    Args:
+        kind: the worker's collector_class.
+        arguments: what the collector around it would call it with.
+        defaults: what these are where nobody has given them.
+
+    Raises:
+        TypeError: the partial has one that was given here too.
+    """
+    own = own_arguments(kind)
+    for name in own:
+        if name in arguments and not _same(arguments[name], defaults.get(name)):
+            raise TypeError(
+                f"{name} is given twice: in the partial that is collector_class, and by the collector around it. "
+                "Leave out one of them"
+            )
+    return {name: value for name, value in arguments.items() if name not in own}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))

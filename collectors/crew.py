@@ -7,24 +7,27 @@
     crew.end(5.0)
 
 Whoever waits, in whatever thread or event loop, reads what all workers send; there is no thread of its own, and no
-polling: processes that end, and pipes with messages, are file descriptors to wait for.
+polling: processes that end, and channels with messages, are file descriptors to wait for. Nobody waits to send: what
+there is no room for is sent by whoever waits. Only the process that has started the workers talks to them or ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
-import pickle
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from asyncsync.collectors.failures import died, loads
+from asyncsync.collectors.failures import died
+from asyncsync.collectors.member import Member
+from asyncsync.collectors.messages import Channel, encode
 from asyncsync.errors import AckTimeout, ClosedError
 
 __all__ = ["Crew", "check_start_method"]
@@ -33,31 +36,23 @@ logger = logging.getLogger("asyncsync")
 
 # Parts of a shutdown's time: to end by themselves, and after SIGTERM; then there is SIGKILL.
 BY_ITSELF, TERMINATED = 0.7, 0.9
+# A worker ends itself this long after its trainer should have ended it.
+GRACE_SECONDS = 2.0
 
 
-class _Member:
-    """One worker."""
+class Reply:
+    """An answer that is awaited: called, it is that, or None if there is none yet."""
 
-    def __init__(self, index: int, process: Any, pipe: Connection, bell: Connection) -> None:
-        self.index = index
-        self.process = process
-        self.pipe = pipe
-        self.bell = bell  # closed, it tells the worker's second thread that it is to end; the kernel does, too
-        self.sentinel: int = process.sentinel
-        self.pid: int = process.pid
-        self.is_alive = True
-        self.is_open = True  # until the pipe's end
-        self.sending = threading.Lock()
+    def __init__(self, replies: dict[int, Any], number: int) -> None:
+        self._replies = replies
+        self._number = number
 
-    @property
-    def name(self) -> str:
-        return f"worker {self.index} (pid {self.pid})"
+    def __call__(self) -> Any:
+        return self._replies.get(self._number)
 
-    @property
-    def descriptors(self) -> list[Any]:
-        if not self.is_alive:
-            return []
-        return [self.pipe, self.sentinel] if self.is_open else [self.sentinel]
+    def forget(self) -> None:
+        """It is not awaited any more, whether it has come or not."""
+        self._replies.pop(self._number, None)
 
 
 class Crew:
@@ -73,19 +68,22 @@ class Crew:
         states: what it does: "connected", "paused", "running", "finished".
         pausing: whether workers that say that they have paused are wanted so.
         failure: what has ended collection.
+        ending: whether the end has begun.
     """
 
     def __init__(self, start_method: str, owner: str) -> None:
         self._context = multiprocessing.get_context(start_method)
         self._owner = owner
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._changed = threading.Condition(threading.RLock())
         self._leading = False
         self._replies: dict[int, Any] = {}
         self._calls = 0
         self._watchers: set[Callable[[], None]] = set()
         self._awaiting = False
-        self._listening, self._nudging = self._context.Pipe(duplex=False)
+        self._pid = os.getpid()
+        self._nudged = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._over = threading.Event()
         self.inbox: deque[tuple[int, tuple[Any, ...]]] = deque()
         self.built: dict[int, tuple[Any, ...]] = {}
         self.states: dict[int, str] = {}
@@ -97,10 +95,30 @@ class Crew:
     def pids(self) -> list[int]:
         return [member.pid for member in self._members]
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that has started the workers: a forked child has a copy of everything here."""
+        return self._pid == os.getpid()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers have ended, and everything is closed."""
+        return self._over.is_set()
+
+    def check(self) -> None:
+        """Raises ClosedError: ended, or a copy in a forked process."""
+        if not self.is_ours:
+            raise ClosedError(
+                f"this {self._owner} belongs to process {self._pid}, and this one was forked from it: use it there, or "
+                "make another one here"
+            )
+        if self.ending:
+            raise ClosedError(f"this {self._owner} has been shut down")
+
     def start(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> int:
-        """Start ``target(pipe, bell, index, *arguments)``; returns the index."""
+        """Start ``target(end, bell, index, *arguments)``; returns the index."""
         index = len(self._members)
-        here, there = self._context.Pipe()
+        here, there = Channel.pair()
         listening, bell = self._context.Pipe(duplex=False)
         try:
             # No daemon: environments and nested collectors have processes of their own.
@@ -118,29 +136,32 @@ class Crew:
         finally:
             there.close()
             listening.close()
-        self._members.append(_Member(index, process, here, bell))
+        self._members.append(Member(index, process, Channel(here), bell))
         return index
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def post(self, index: int, message: Any) -> None:
-        """Send a message to a worker, without waiting for an answer. Its failure comes up with the next wait."""
-        member = self._members[index]
-        pickled = message if isinstance(message, bytes) else pickle.dumps(message)
-        try:
-            with member.sending:
-                member.pipe.send_bytes(pickled)
-        except OSError:
-            if not self.ending and member.is_alive:
-                return  # it has died: whoever waits learns of it from its sentinel
+    def post(self, index: int, message: tuple[Any, ...]) -> None:
+        """Send a message to a worker, without waiting for anything. Its failure comes up with the next wait.
 
-    def call(self, index: int, message: bytes | tuple[Any, ...]) -> Callable[[], Any]:
-        """Post a call; returns a function that says what has come back, or None if nothing has."""
+        Raises:
+            ClosedError: in a forked process.
+            RuntimeError: the worker has not read a thousand messages.
+        """
+        if not self.is_ours:
+            self.check()
+        if not self._members[index].send(encode(message)):
+            self.nudge()
+
+    def call(self, index: int, message: bytes | tuple[Any, ...]) -> Reply:
+        """Post a call; returns what tells the answer."""
+        self.check()
         with self._changed:
             self._calls += 1
             number = self._calls
+            self._replies[number] = None
         self.post(index, ("call", number, message))
-        return lambda: self._replies.pop(number, None)
+        return Reply(self._replies, number)
 
     def until(self, met: Callable[[], Any], timeout: float | None) -> Any:
         """Wait until ``met()`` is true; returns what it returned.
@@ -150,6 +171,8 @@ class Crew:
             ClosedError: the crew was ended meanwhile.
             BaseException: what a worker raised, or PeerLost if it has died.
         """
+        if not self.is_ours:
+            self.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._changed:
@@ -163,7 +186,7 @@ class Crew:
                     continue
                 self._leading = True
             try:
-                ready = wait(self._descriptors(), remaining)
+                ready = _ready(self._interests(), remaining)
             finally:
                 with self._changed:
                     self._leading = False
@@ -172,6 +195,8 @@ class Crew:
 
     async def until_async(self, met: Callable[[], Any]) -> Any:
         """The same on the running event loop. Cancelled, it has changed nothing."""
+        if not self.is_ours:
+            self.check()
         loop = asyncio.get_running_loop()
         if self._awaiting:
             raise RuntimeError(f"another coroutine awaits this {self._owner}'s next batch already")
@@ -197,46 +222,53 @@ class Crew:
             loop.call_soon_threadsafe(tell)
 
         # Duplicates: the end, in another thread, may close the descriptors while they are watched here.
-        watched = [(os.dup(d if isinstance(d, int) else d.fileno()), d) for d in self._descriptors()]
+        with self._changed:
+            if self.ending:
+                return
+            watched = [(os.dup(number), number, events) for number, events in self._interests()]
         self._watchers.add(watch)
         try:
-            for number, ready in watched:
-                loop.add_reader(number, self._on_readable, ready, tell)
+            for copy, number, events in watched:
+                loop.add_reader(copy, self._on_readable, number, tell)
+                if events & select.POLLOUT:
+                    loop.add_writer(copy, self._on_readable, number, tell)
             await arrived
         finally:
             self._watchers.discard(watch)
-            for number, _ in watched:
-                loop.remove_reader(number)
-                os.close(number)
+            for copy, _, events in watched:
+                loop.remove_reader(copy)
+                if events & select.POLLOUT:
+                    loop.remove_writer(copy)
+                os.close(copy)
 
-    def _on_readable(self, ready: Any, tell: Callable[[], None]) -> None:
+    def _on_readable(self, ready: int, tell: Callable[[], None]) -> None:
         self._dispatch([ready])
         tell()
 
     def _look(self, met: Callable[[], Any]) -> Any:
-        if self.ending:
-            raise ClosedError(f"this {self._owner} has been shut down")
+        self.check()
         if self.failure is not None:
             raise self.failure
         return met() or None
 
-    def _descriptors(self) -> list[Any]:
-        return [self._listening, *(d for member in self._members for d in member.descriptors)]
+    def _interests(self) -> list[tuple[int, int]]:
+        return [(self._nudged, select.POLLIN), *(i for member in self._members for i in member.interests)]
 
     def nudge(self) -> None:
         """Have whoever waits look again."""
         with self._changed:
-            if not self._nudging.closed:
-                self._nudging.send_bytes(b"")
+            if self._nudged >= 0:
+                os.eventfd_write(self._nudged, 1)
 
-    def _dispatch(self, ready: list[Any]) -> None:
-        """Read what has come. Does not block: what a worker sends comes in one piece, or is about to."""
+    def _dispatch(self, ready: list[int]) -> None:
+        """Read what has come, and send what waits. Does not block."""
         with self._changed:
-            if self._listening in ready and not self._listening.closed:
-                while self._listening.poll():
-                    self._listening.recv_bytes()
+            if self._nudged in ready and self._nudged >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._nudged)
             for member in self._members:
-                if member.is_alive and (member.pipe in ready or member.sentinel in ready):
+                if member.is_alive and not {member.sentinel, member.channel.fileno()}.isdisjoint(ready):
+                    member.flush()
                     self._read(member)
                     if member.sentinel in ready:
                         self._ended(member)
@@ -244,27 +276,28 @@ class Crew:
         for watch in list(self._watchers):
             watch()
 
-    def _read(self, member: _Member) -> None:
+    def _read(self, member: Member) -> None:
         while member.is_open:
             try:
-                if not member.pipe.poll():
-                    return
-                pickled = member.pipe.recv_bytes()
-            except (EOFError, OSError):
+                message = member.channel.receive()
+            except EOFError:
                 member.is_open = False  # it is ending: the sentinel says how
                 return
-            try:
-                self._take(member, loads(pickled))
             except Exception as error:
-                error.add_note(f"What {member.name} has sent cannot be unpickled here.")
+                error.add_note(f"What {member.name} has sent cannot be read here.")
                 self.failure = self.failure or error
+                return
+            if message is None:
+                return
+            self._take(member, message)
 
-    def _take(self, member: _Member, message: tuple[Any, ...]) -> None:
+    def _take(self, member: Member, message: tuple[Any, ...]) -> None:
         kind = message[0]
         if self.ending and kind != "failed":
             return
         if kind == "reply":
-            self._replies[message[1]] = message[2:]
+            if message[1] in self._replies:
+                self._replies[message[1]] = message[2:]
         elif kind == "failed":
             if self.failure is None:
                 self.failure = message[1].error(member.name)
@@ -279,7 +312,7 @@ class Crew:
         else:
             self.states[member.index] = kind
 
-    def _ended(self, member: _Member) -> None:
+    def _ended(self, member: Member) -> None:
         member.is_alive = False
         member.process.join(1.0)
         if self.failure is None and not self.ending:
@@ -295,11 +328,22 @@ class Crew:
             stop: tells the workers to stop between two steps.
             farewell: a message for those that are idle.
         """
+        if not self.is_ours:
+            return
         with self._changed:
-            if self.ending:
-                return
-            self.ending = True
+            is_first, self.ending = not self.ending, True
             self._changed.notify_all()
+        if not is_first and self._over.wait(timeout):
+            return
+        try:
+            if is_first:
+                self._end(timeout, stop, farewell)
+        finally:  # interrupted, too: nobody else would
+            for member in self._members:
+                member.kill()
+            self._close()
+
+    def _end(self, timeout: float, stop: Callable[[], None], farewell: tuple[Any, ...]) -> None:
         self.nudge()
         for watch in list(self._watchers):
             watch()
@@ -307,36 +351,41 @@ class Crew:
         stop()
         for member in self._members:
             if member.is_alive:
-                self.post(member.index, farewell)
-                member.bell.close()
+                with contextlib.suppress(RuntimeError):  # a thousand messages wait for it: the bell comes first
+                    self.post(member.index, farewell)
+                member.ring(timeout + GRACE_SECONDS)
         self._wait_for_ends(began + BY_ITSELF * timeout)
         for member in self._members:
             if member.is_alive:
                 logger.warning("%s has not ended within %.1f s and is terminated", member.name, BY_ITSELF * timeout)
                 member.process.terminate()
         self._wait_for_ends(began + TERMINATED * timeout)
-        for member in self._members:
-            if member.is_alive:
-                member.process.kill()
-        for member in self._members:
-            member.process.join()
-            member.is_alive = False
+
+    def _close(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._leading, 1.0)  # its descriptors go now
             for member in self._members:
-                member.pipe.close()
-                member.bell.close()
-                member.process.close()
-            self._listening.close()
-            self._nudging.close()
+                member.close()
+            if self._nudged >= 0:
+                number, self._nudged = self._nudged, -1
+                os.close(number)
+            self._over.set()
+            self._changed.notify_all()
 
     def _wait_for_ends(self, deadline: float) -> None:
-        # Reading all the while: a worker that is in the middle of a message would wait for ever.
-        while alive := [d for member in self._members for d in member.descriptors]:
+        # Reading all the while: a worker says why it fails, and waits for room to say so.
+        while alive := [interest for member in self._members for interest in member.interests]:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
-            self._dispatch(wait(alive, remaining))
+            self._dispatch(_ready(alive, remaining))
+
+
+def _ready(interests: list[tuple[int, int]], seconds: float | None) -> list[int]:
+    poll = select.poll()
+    for number, events in interests:
+        poll.register(number, events)
+    return [number for number, _ in poll.poll(None if seconds is None else seconds * 1e3)]
 
 
 def check_start_method(name: str) -> str:

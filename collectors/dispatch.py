@@ -27,6 +27,8 @@ class Dispatch(ABCMeta):
             raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
         if isinstance(num_collectors, bool) or not isinstance(num_collectors, int) or num_collectors < 1:
             raise TypeError(f"num_collectors must be a positive int, not {num_collectors!r}")
+        if not args and "create_env_fn" not in kwargs:
+            raise TypeError("Collector(num_collectors=n) is missing create_env_fn: pass what makes an environment")
         factories, *others = args if args else (kwargs.pop("create_env_fn"),)
         if isinstance(factories, Sequence) and not isinstance(factories, str):
             if len(factories) != num_collectors:

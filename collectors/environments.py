@@ -31,7 +31,6 @@ __all__ = [
     "moved",
     "observation_keys",
     "rand_action",
-    "reuse_buffers",
     "set_seed",
     "truncated_keys",
 ]
@@ -135,20 +134,37 @@ def moved(environment: Any, device: torch.device) -> Any:
     )
 
 
-def reuse_buffers(environment: Any, reused: bool) -> None:
-    """Tell an environment that can write its results into memory of earlier ones whether it may."""
-    # TorchRL's batched environments, not started yet, look for what they do not have until the stack ends.
-    if not is_torchrl(environment) and hasattr(environment, "reuses_buffers"):
-        environment.reuses_buffers = reused
+def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:
+    """The keys of its observations: of ``observation_spec``, else everything that ``reset`` returns but done flags.
 
+    Nested ones, too.
 
-def observation_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The keys of its observations: of ``observation_spec``, else everything that ``reset`` returns but done flags."""
+    Args:
+        environment: with or without a limit of steps.
+        root: what its ``reset`` returned.
+        counted: it has a limit of ours: ``"step_count"`` is none of the environment's own observations.
+    """
     spec = getattr(environment, "observation_spec", None)
-    if spec is not None and hasattr(spec, "keys"):
-        return list(spec.keys())
-    flags = {"done", "terminated", "truncated", "step_count"}
-    return [key for key in root.keys() if key not in flags and not key.startswith("_")]  # noqa: SIM118
+    keys: list[Key]
+    if spec is None or not hasattr(spec, "keys"):
+        flags = {"done", "terminated", "truncated"}
+        found = [(key, _path(key)) for key in root.keys(True, True)]
+        keys = [key for key, path in found if path[-1] not in flags and not path[0].startswith("_")]
+    else:
+        keys = list(spec.keys(True, True) if _lists_nested(spec.keys) else spec.keys())
+    return [key for key in keys if not (counted and _path(key)[-1] == "step_count")]
+
+
+def _lists_nested(keys: Callable[..., Any]) -> bool:
+    """Whether this ``keys`` takes ``(include_nested, leaves_only)``, as TensorDict's and TorchRL's do."""
+    try:
+        return "include_nested" in inspect.signature(keys).parameters
+    except ValueError:  # a builtin's
+        return False
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def action_keys(environment: Any) -> list[Key]:
@@ -166,11 +182,10 @@ def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
         keys = [key for key in ("done", "terminated", "truncated") if key in root.keys()] or ["done"]  # noqa: SIM118
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in keys:
-        path = (key,) if isinstance(key, str) else tuple(key)
-        groups.setdefault(path[:-1], []).append(key if isinstance(key, str) else path)
+        groups.setdefault(_path(key)[:-1], []).append(key if isinstance(key, str) else _path(key))
     chosen: list[Key] = []
     for group in groups.values():
-        whole = [key for key in group if (key if isinstance(key, str) else key[-1]) == "done"]
+        whole = [key for key in group if _path(key)[-1] == "done"]
         chosen += whole or group
     return chosen
 
@@ -180,7 +195,7 @@ def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     keys = getattr(environment, "done_keys", None)
     if keys is None:
         keys = [key for key in ("truncated",) if key in root.keys()]  # noqa: SIM118
-    return [key for key in keys if (key if isinstance(key, str) else key[-1]) == "truncated"]
+    return [key for key in keys if _path(key)[-1] == "truncated"]
 
 
 def action_spec(environment: Any) -> Any:

@@ -7,34 +7,15 @@ exception that cannot be pickled, or whose class is not importable here) is a Re
 
 from __future__ import annotations
 
-import io
-import pickle
 import signal
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
+from asyncsync.collectors.messages import dumps, loads
 from asyncsync.errors import PeerLost, RemoteError
 
-__all__ = ["Failure", "died", "dumps", "loads"]
-
-
-def dumps(value: Any) -> bytes:
-    """Anything that a program holds: lambdas, closures, and what it has defined in its main module."""
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        # What a spawned process calls __mp_main__ is the trainer's __main__.
-        return super().find_class("__main__" if module == "__mp_main__" else module, name)
-
-
-def loads(pickled: bytes) -> Any:
-    return _Unpickler(io.BytesIO(pickled)).load()
+__all__ = ["Failure", "died"]
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from asyncsync.collectors.gym_spaces import BoxSpec, CategoricalSpec, CompositeSpec, Leaf, Spec, leaves_of
+from asyncsync.collectors.gym_spaces import BoxSpec, CategoricalSpec, CompositeSpec, Spec, leaves_of
 
 __all__ = ["GymEnv"]
 
@@ -52,17 +52,11 @@ class GymEnv:
         device: where results are. None: on the CPU, and TensorDicts have no device.
         **make_kwargs: for ``gymnasium.make`` or ``gymnasium.make_vec``; with an id only.
 
-    Attributes:
-        reuses_buffers: False: each result has memory of its own. A caller that copies what it wants to keep, before the
-            step after the next one, sets it to True: two sets of tensors then take turns.
-
     Raises:
         ImportError: gymnasium is not installed.
         ValueError: a space that has no tensor form; a vector environment that cannot be used; arguments that need an
             id.
     """
-
-    reuses_buffers: bool = False
 
     def __init__(
         self,
@@ -115,7 +109,10 @@ class GymEnv:
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
         self._action_shapes = [(*self.batch_size, *leaf.spec.shape) for leaf in self._actions]
-        self._sets: list[_Buffers] = []
+        self._forms = [
+            (leaf.key, (*self.batch_size, *leaf.spec.shape), torch.empty(0, dtype=leaf.spec.dtype).numpy().dtype)
+            for leaf in self._observations
+        ]
 
     # -- what the entries look like -----------------------------------------------------------------------------------
 
@@ -175,18 +172,13 @@ class GymEnv:
         if mask is not None and not bool(mask.all()):
             assert tensordict is not None
             return self._reset_some(tensordict, mask.reshape(self.batch_size)) if bool(mask.any()) else tensordict
-        buffers = self._take()
         observation, _ = self.env.reset(seed=seed, options=options)
-        self._write(buffers.first_views, observation)
-        first = self._container(buffers.first.copy())
+        first = self._first(observation)
         return first if tensordict is None else tensordict.update(first)
 
     def _reset_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
         assert self._resets is not None  # a single environment is reset or not: both have been dealt with
-        observation = self._resets.reset(mask.cpu().numpy())
-        buffers = self._take()
-        self._write(buffers.first_views, observation)
-        first = self._container(buffers.first.copy())
+        first = self._first(self._resets.reset(mask.cpu().numpy()))
         for key in first.keys(True, True):
             new, old = first.get(key), tensordict.get(key)
             tensordict.set(key, torch.where(_beside(mask, new), new, old))
@@ -208,8 +200,8 @@ class GymEnv:
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        buffers = self._take()
         observation, reward, terminated, truncated, info = self.env.step(self._action(tensordict, given))
+        buffers = _Buffers(self.batch_size, self._forms)
         buffers.reward[...] = reward
         buffers.terminated[...] = terminated
         buffers.truncated[...] = truncated
@@ -218,7 +210,7 @@ class GymEnv:
         if np.count_nonzero(finished):  # a tenth of finished.any()'s time
             observation = self._begin(buffers, observation, finished, info)
         self._write(buffers.first_views, observation)
-        after, root = buffers.next.copy(), given | buffers.first
+        after, root = buffers.next, given | buffers.first
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
@@ -240,7 +232,8 @@ class GymEnv:
         if self._resets is None:
             return self.env.reset()[0]
         for index, last in self._resets.last(finished, info):
-            self._write([view[index] for view in buffers.next_views], last)
+            # "...": a row of a number each is a view, too, not a copy of the number
+            self._write([view[index, ...] for view in buffers.next_views], last)
         return self._resets.first(observation, finished)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -282,14 +275,11 @@ class GymEnv:
 
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
-    def _take(self) -> _Buffers:
-        """Tensors for one result."""
-        if not self.reuses_buffers:
-            return _Buffers(self.batch_size, self._observations)
-        if not self._sets:
-            self._sets = [_Buffers(self.batch_size, self._observations) for _ in range(2)]
-        self._sets.reverse()
-        return self._sets[0]
+    def _first(self, observation: Any) -> TensorDict:
+        """The root of a reset's observations."""
+        buffers = _Buffers(self.batch_size, self._forms)
+        self._write(buffers.first_views, observation)
+        return self._container(buffers.first)
 
     def _write(self, views: Sequence[Array], observation: Any) -> None:
         for leaf, view in zip(self._observations, views, strict=True):
@@ -329,32 +319,37 @@ class GymEnv:
 
 
 class _Buffers:
-    """The tensors of one step's results, with NumPy views of them: written in place."""
+    """The tensors of one step's results, with NumPy views of them: written in place, by that step only.
 
-    def __init__(self, batch_size: torch.Size, leaves: Sequence[Leaf]) -> None:
-        def flag() -> torch.Tensor:
-            return torch.zeros((*batch_size, 1), dtype=torch.bool)
+    What has been handed out is never written again: policies keep observations (stacks of frames, say).
+    """
 
-        def observations() -> tuple[dict[str, Any], list[Array]]:
-            tensors = [torch.empty((*batch_size, *leaf.spec.shape), dtype=leaf.spec.dtype) for leaf in leaves]
-            views = [tensor.numpy() for tensor in tensors]
-            if not any(isinstance(leaf.key, tuple) for leaf in leaves):
-                return {leaf.key: tensor for leaf, tensor in zip(leaves, tensors, strict=True)}, views
-            nested = TensorDict({}, batch_size=batch_size)
-            for leaf, tensor in zip(leaves, tensors, strict=True):
-                nested.set(leaf.key, tensor)
-            return dict(nested.items()), views
+    def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
+        # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
+        column, shape = (*batch_size, 1), tuple(batch_size)
+
+        def observations() -> tuple[dict[Any, Any], list[Array]]:
+            views = [np.empty(size, dtype) for _, size, dtype in forms]
+            tensors: dict[Any, Any] = {}
+            nested: TensorDict | None = None
+            for (key, _, _), view in zip(forms, views, strict=True):
+                if isinstance(key, str):
+                    tensors[key] = torch.from_numpy(view)
+                    continue
+                nested = TensorDict({}, batch_size=batch_size) if nested is None else nested
+                nested.set(key, torch.from_numpy(view))
+            return tensors if nested is None else tensors | dict(nested.items()), views
 
         self.next, self.next_views = observations()
         self.first, self.first_views = observations()
         self.groups = {key for key, value in self.first.items() if isinstance(value, TensorDictBase)}
-        flags = {key: flag() for key in DONE_KEYS}
-        reward = torch.zeros((*batch_size, 1))
-        self.next |= {"reward": reward, **flags}
-        self.first |= {key: flag() for key in DONE_KEYS}
-        shape = tuple(batch_size)
-        self.reward: Array = reward.numpy().reshape(shape)
-        self.finished, self.terminated, self.truncated = (flags[key].numpy().reshape(shape) for key in DONE_KEYS)
+        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in DONE_KEYS)
+        self.next["reward"] = torch.from_numpy(reward)
+        for key, flag in zip(DONE_KEYS, flags, strict=True):
+            self.next[key] = torch.from_numpy(flag)
+            self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
+        self.reward: Array = reward.reshape(shape)
+        self.finished, self.terminated, self.truncated = (flag.reshape(shape) for flag in flags)
 
 
 def _beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 import time
@@ -30,11 +31,11 @@ from torch import nn
 
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.commanding import Commanding, make_finalizers
-from asyncsync.collectors.counts import Devices, check_count, check_factories, each, spread
+from asyncsync.collectors.counts import Devices, check_count, check_factories, each, own_arguments, spread, with_partial
 from asyncsync.collectors.crew import Crew, check_start_method
 from asyncsync.collectors.devices import exact_device
-from asyncsync.collectors.failures import dumps
 from asyncsync.collectors.finish import on_device, warn_rounding
+from asyncsync.collectors.messages import dumps
 from asyncsync.collectors.page import ControlPage, SharedPool
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import TrajectoryPool
@@ -80,7 +81,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         device, storing_device, env_device, policy_device: as of ``Collector``; one, or one per worker.
         create_env_kwargs: for the callables; one dict, or one per worker.
         collector_class: what each worker runs: ``Collector``, a subclass, or (nested) a class or partial of the two
-            multi-process ones, whose ``create_env_fn`` is then an item of the list here.
+            multi-process ones, whose ``create_env_fn`` is then an item of the list here. What a partial says goes
+            before what is not given here.
         max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids, trust_policy,
             compile_policy, no_cuda_sync, max_lag: as of ``Collector``.
         init_random_frames: counted over all workers, rounded up to whole rollouts.
@@ -95,7 +97,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         replay_buffer: where the workers' frames go instead: a shared one, such as TorchRL's with ``shared=True``.
         extend_buffer: whole rollouts, or frame by frame.
         weight_updater: an updater, or what makes one (deprecated).
-        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy that has parameters.
+        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy that has parameters or
+            buffers.
         weight_recv_schemes: by which this collector itself receives weights, to pass them on.
         worker_idx: which worker of a larger collector this is.
         pre_collect_hook, post_collect_hook: called in each worker.
@@ -162,7 +165,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self.closed = True  # until there is something to close
         factories = check_factories(create_env_fn, num_workers)
         self.num_workers = count = len(factories)
-        if split_trajs and not track_traj_ids:
+        self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
+        if split_trajs and not self.track_traj_ids:
             raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if weight_updater is not None and weight_sync_schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
@@ -172,7 +176,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self._check_results(cat_results, preemptive_threshold)
         self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
         policies = each("policy_factory", policy_factory, count)
-        has_weights = isinstance(policy, nn.Module) and any(True for _ in policy.parameters())
+        has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
         if weight_sync_schemes is None:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if has_weights else {}
         if policy is not None and policy_factory is not None and "policy" not in weight_sync_schemes:
@@ -183,7 +187,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         if (update_at_each_batch or max_weight_update_interval > 0) and "policy" not in weight_sync_schemes:
             raise ValueError(
                 "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
-                "them to the workers: pass a policy with parameters, or weight_sync_schemes={'policy': …}"
+                "them to the workers: pass a policy with parameters or buffers, or weight_sync_schemes={'policy': …}"
             )
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
@@ -192,7 +196,9 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
         chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
         self.policy_device = chosen
-        self.storing_device = [exact_device(d["storing_device"] or d["device"]) for d in placed]
+        self.storing_device = [
+            exact_device(d["device"] if d["storing_device"] is None else d["storing_device"]) for d in placed
+        ]
 
         self.policy = policy
         if policy is None and worker_idx is not None and policies[0] is not None:
@@ -203,7 +209,6 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self.extend_buffer = extend_buffer
         self.split_trajs = bool(split_trajs) and replay_buffer is None
         self.postproc = on_device(postproc, self.storing_device[0]) if replay_buffer is None else None
-        self.track_traj_ids = track_traj_ids
         self._begin()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -224,13 +229,32 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             "postproc": postproc if shared else None,
             "split_trajs": split_trajs if shared else False,
         }
+        parameters = inspect.signature(MultiCollector.__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        each_own = [
+            with_partial(
+                collector_class,
+                arguments
+                | placed[index]
+                | {
+                    "frames_per_batch": self._requested[index],
+                    "create_env_kwargs": kwargs[index],
+                    "policy": policy if own_policy is None else None,
+                    "policy_factory": own_policy,
+                    "replay_buffer": replay_buffer,
+                    "traj_pool": traj_pool,
+                    "worker_idx": index,
+                },
+                defaults,
+            )
+            for index, own_policy in enumerate(policies)
+        ]
         self._set_up_senders(weight_sync_schemes, weight_updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
                 scheme._context = _Models(weakref.ref(self))
         self._page = page = ControlPage()
         self._crew = crew = Crew(start_method, type(self).__name__)
-        arguments["traj_pool"] = SharedPool(page) if traj_pool is None else traj_pool
         follows = self._tell_by_page()
         self.closed = False
         self._finalizers = make_finalizers(self, crew, page, self._sender_schemes)
@@ -239,14 +263,14 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
                 replay_buffer.share()
             for index, factory in enumerate(factories):
+                given = each_own[index]
+                given.pop("replay_buffer", None)  # travels by multiprocessing's pickle
+                if given.get("traj_pool", traj_pool) is None:
+                    given["traj_pool"] = SharedPool(page)
                 spec = Spec(
                     kind=Collector if collector_class is None else collector_class,
                     create_env_fn=factory,
-                    policy=policy if policies[index] is None else None,
-                    policy_factory=policies[index],
-                    arguments=arguments
-                    | placed[index]
-                    | {"frames_per_batch": self._requested[index], "create_env_kwargs": kwargs[index]},
+                    arguments=given,
                     post_collect_hook=post_collect_hook,
                     init_fn=init_fn,
                     threads=num_sub_threads,

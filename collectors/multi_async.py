@@ -7,8 +7,8 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.batches import Arrangement, Slots
-from asyncsync.collectors.commanding import Producing
-from asyncsync.collectors.failures import loads
+from asyncsync.collectors.commanding import Producing, Rollout
+from asyncsync.collectors.messages import loads
 from asyncsync.collectors.multi import MultiCollector
 from asyncsync.collectors.needs import MESSAGES, Update
 
@@ -27,7 +27,6 @@ class MultiAsyncCollector(MultiCollector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._slots: dict[int, Slots] = {}
-        self._granted: dict[int, Any] = {}
         super().__init__(*args, **kwargs)
 
     def _split(self, frames: int) -> list[int]:
@@ -37,47 +36,52 @@ class MultiAsyncCollector(MultiCollector):
         return max(self._requested)
 
     def _produce(self) -> Producing:
-        for worker in range(self.num_workers):
-            if worker not in self._busy:
+        if self._made is None:
+            for worker in range(self.num_workers):
                 self._ask_if_wanted(worker)
-        while not self._crew.inbox:
-            yield MESSAGES
-        worker, message = self._received()
-        self._frames += message[4]
-        batch = None if self.replay_buffer is not None else self._batch(worker, message)
+            self._post_rollouts()
+            while (first := self._first_message()) is None:
+                yield MESSAGES
+            worker, message = first
+            batch = None if self.replay_buffer is not None else self._batch(self._busy[worker], worker, message)
+            since, frames = self._since, message[4]
+            self._made = (worker, batch)
+            self._frames += frames
+            self._iter += 1
+            since[worker] += 1
+            del self._busy[worker]
+        self._first_message()  # the one that was dealt with leaves the inbox
+        worker, _ = self._made
         if self._is_due(worker):
             yield Update([worker])
         self._ask_if_wanted(worker)
-        return None if batch is None else self._processed(batch)
+        self._post_rollouts()
+        return self._take_made()
 
     def _ask_if_wanted(self, worker: int) -> None:
         if worker in self._busy or self._asked >= self.total_frames:
             return
-        grant = None
-        if worker in self._slots:
-            self._granted[worker], grant = self._slots[worker].grant()
+        slot, grant = self._slots[worker].grant() if worker in self._slots else (None, None)
         self._serial += 1
-        self._ask(worker, grant)
-        self._asked += self._requested[worker]
+        self._busy[worker] = self._rollout(worker, slot, grant)
 
     def _let_go(self) -> None:
         self._slots.clear()
-        self._granted.clear()
+        self._busy.clear()
 
-    def _batch(self, worker: int, message: tuple[Any, ...]) -> TensorDictBase:
+    def _batch(self, rollout: Rollout, worker: int, message: tuple[Any, ...]) -> TensorDictBase:
         _, _, written, steps, _, pickled, layout = message
-        slots, slot = self._slots.get(worker), self._granted.pop(worker, None)
+        slots = self._slots.get(worker)
         if written:
             assert slots is not None
-            batch = slots.batch(slot)
+            batch = slots.batch(rollout.slot)
             return batch if batch.batch_size[-1] == steps else batch[..., :steps]
-        if slots is not None and slot is not None:
-            slots.give_back(slot)
+        if slots is not None and rollout.slot is not None:
+            slots.give_back(rollout.slot)
         arrangement = Arrangement.of([layout], -1)
         if arrangement is None:
             self._slots.pop(worker, None)
         elif slots is None or slots.arrangement != arrangement:
-            self._arrangements += 1
-            self._slots[worker] = Slots(self._arrangements, arrangement, SPARE_SLOTS)
-            self._teach(self._slots[worker], [worker])
+            self._slots.pop(worker, None)
+            self._slots[worker] = self._taught(arrangement, SPARE_SLOTS, [worker])
         return loads(pickled)

@@ -10,8 +10,8 @@ from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.batches import Arrangement, Slots
 from asyncsync.collectors.commanding import Producing
-from asyncsync.collectors.failures import loads
 from asyncsync.collectors.finish import warn_rounding
+from asyncsync.collectors.messages import loads
 from asyncsync.collectors.multi import MultiCollector
 from asyncsync.collectors.needs import MESSAGES, Update
 
@@ -77,35 +77,44 @@ class MultiSyncCollector(MultiCollector):
 
     def _produce(self) -> Producing:
         count = self.num_workers
-        overridden = self.update_at_each_batch
-        if overridden or any(self._is_due(worker) for worker in range(count)):
-            yield Update(None)
-        slot = grant = None
-        if self._slots is not None:
-            slot, grant = self._slots.grant()
+        if self._made is None:
+            if not self._busy:
+                if self.update_at_each_batch or any(self._is_due(worker) for worker in range(count)):
+                    yield Update(None)
+                self._begin_round()
+            self._post_rollouts()
+            serial, slot = self._busy[0].serial, self._busy[0].slot
+            enough = int(count * self.preemptive_threshold)
+            while len(self._messages) < count:
+                if self.preemptive_threshold < 1 and len(self._messages) >= enough:
+                    self._page.cut(serial)
+                while (first := self._first_message()) is None:
+                    yield MESSAGES
+                worker, message = first
+                self._messages[worker] = message
+            batch, frames = self._assembled(slot), sum(message[4] for message in self._messages.values())
+            since = [before + 1 for before in self._since]
+            self._made = (0, batch)
+            self._frames += frames
+            self._iter += 1
+            self._busy, self._messages, self._since = {}, {}, since
+        self._first_message()  # those that were dealt with leave the inbox
+        return self._take_made()
+
+    def _begin_round(self) -> None:
+        slot, grant = (None, None) if self._slots is None else self._slots.grant()
         self._serial += 1
-        for worker in range(count):
-            self._ask(worker, grant)
-        self._asked += sum(self._requested)
-        enough = int(count * self.preemptive_threshold)
-        messages: dict[int, tuple[Any, ...]] = {}
-        while len(messages) < count:
-            if self.preemptive_threshold < 1 and len(messages) >= enough:
-                self._page.cut(self._serial)
-            while not self._crew.inbox:
-                yield MESSAGES
-            worker, message = self._received()
-            messages[worker] = message
-        ordered = [messages[worker] for worker in range(count)]
-        self._frames += sum(message[4] for message in ordered)
+        self._busy = {worker: self._rollout(worker, slot, grant) for worker in range(self.num_workers)}
+
+    def _assembled(self, slot: Any) -> TensorDictBase | None:
         if self.replay_buffer is not None:
             return None
+        ordered = [self._messages[worker] for worker in range(self.num_workers)]
         if slot is not None and all(message[2] for message in ordered):
-            batch = self._in_slot(slot, ordered)
-        else:
-            batch = self._by_value(slot, ordered)
-            self._learn(ordered)
-        return self._processed(batch)
+            return self._in_slot(slot, ordered)
+        batch = self._by_value(slot, ordered)
+        self._learn(ordered)
+        return batch
 
     def _in_slot(self, slot: Any, messages: list[tuple[Any, ...]]) -> TensorDictBase:
         """Every part is where it belongs."""
@@ -165,16 +174,13 @@ class MultiSyncCollector(MultiCollector):
         if arrangement is None:
             self._slots = None
         elif self._slots is None or self._slots.arrangement != arrangement:
-            self._arrangements += 1
-            self._slots = Slots(self._arrangements, arrangement, SPARE_SLOTS)
-            self._teach_parts(self._slots)
-
-    def _teach_parts(self, slots: Slots) -> None:
-        self._teach(slots, range(self.num_workers))
+            self._slots = None
+            self._slots = self._taught(arrangement, SPARE_SLOTS, range(self.num_workers))
 
     def _let_go(self) -> None:
         self._slots = None
         self._layouts.clear()
+        self._busy, self._messages = {}, {}
 
     def _blank(self, part: TensorDictBase, found: int, steps: int) -> None:
         """Frames that a rollout was cut before: an earlier batch's lie there."""

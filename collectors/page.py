@@ -135,6 +135,10 @@ class ControlPage:
         """Collected by workers that run free, or write to a replay buffer."""
         return self._slots[_FRAMES]
 
+    @frames.setter
+    def frames(self, frames: int) -> None:
+        self._advance(_FRAMES, 0, frames)
+
     def add_frames(self, n: int) -> None:
         self._advance(_FRAMES, n, None)
 

@@ -103,7 +103,7 @@ def as_module(policy: Any) -> nn.Module:
 def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
     """The policy on its device: itself, or a copy that has been moved, so that the original stays where it is.
 
-    Meta tensors stay: their weights will come from a scheme.
+    Meta tensors get memory there, full of NaN (or zeros, where there are none) until weights come.
     """
     if device is None:
         return policy
@@ -117,9 +117,27 @@ def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) 
                 stacklevel=4,
             )
         return policy
-    if all(tensor.device == device or tensor.is_meta for tensor in tensors):
+    if all(tensor.device == device for tensor in tensors):
         return policy
-    return copy.deepcopy(policy).to(device)
+    policy = copy.deepcopy(policy)
+    if any(tensor.is_meta for tensor in tensors):
+        _materialise(policy, device)
+    return policy.to(device)
+
+
+def _materialise(policy: nn.Module, device: torch.device) -> None:
+    """Memory for meta tensors, which ``to`` refuses; ``to_empty`` would empty the others, too."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, whose id must stay its own
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:  # tied weights stay tied: the same memory
+            value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+            made[id(tensor)] = tensor, torch.full_like(tensor, value, device=device)  # not what memory happens to hold
+        return made[id(tensor)][1]
+
+    policy._apply(filled)  # type: ignore[no-untyped-call]
 
 
 def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Sequence[Key]) -> Any:
@@ -169,12 +187,15 @@ def _matched(parameters: list[inspect.Parameter], keys: list[Key]) -> list[Key] 
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [each for each in parameters if each.kind not in variadic]
     required = [each.name for each in named if each.default is inspect.Parameter.empty]
-    if required and set(required) <= set(keys):
+    lasts = [key[-1] for key in keys if not isinstance(key, str)]
+    names: dict[str, Key] = {key[-1]: key for key in keys if lasts.count(key[-1]) == 1 and not isinstance(key, str)}
+    names |= {key: key for key in keys if isinstance(key, str)}
+    if required and set(required) <= set(names):
         chosen: list[Key] = []
         for each in named:
-            if each.name not in keys:
+            if each.name not in names:
                 break
-            chosen.append(each.name)
+            chosen.append(names[each.name])
         return chosen
     if len(required) <= len(keys) <= len(named) or any(each.kind is variadic[0] for each in parameters):
         return keys

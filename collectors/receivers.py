@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from asyncsync.blocking import Bus, WeightSyncScheme
-from asyncsync.collectors.senders import as_blocking, connect_all
+from asyncsync.collectors.senders import as_blocking, connect_all, shut_down_all
+from asyncsync.context import resolve_model
 from asyncsync.gate import Gate
 from asyncsync.schemes.none import BlockingNoSync
 
@@ -27,6 +27,7 @@ class Receivers:
         self.schemes: dict[str, WeightSyncScheme] = {}
         self.buses: list[Bus] = []
         self.gates: list[Gate] = []
+        self._main: Bus | None = None  # whose versions frames are labelled with
 
     def register(self, schemes: Mapping[str, Any], context: Any) -> None:
         """Initialise schemes, where the user has not, and keep them. Without communication.
@@ -42,18 +43,30 @@ class Receivers:
         if known := sorted(schemes.keys() & self.schemes.keys()):
             raise ValueError(f"{known} are being received already: register each model once")
         blocking = as_blocking("weight_recv_schemes", schemes)
+        fresh = {m: s for m, s in blocking.items() if s._role != "receiver" or s._pid != os.getpid()}
         for model_id, scheme in blocking.items():
-            if scheme._role != "receiver" or scheme._pid != os.getpid():
-                scheme.init_on_receiver(model_id, context, worker_idx=context.worker_idx, gate="hold")
+            if model_id in fresh:
+                resolve_model(context, model_id)
+                scheme._check_fresh("receiver")
             elif scheme.model_id != model_id:
                 raise ValueError(
                     f"weight_recv_schemes[{model_id!r}] was initialised with model_id={scheme.model_id!r}: "
                     "use one name, or leave init_on_receiver() to the collector"
                 )
+        begun = []
+        try:
+            for model_id, scheme in fresh.items():
+                scheme.init_on_receiver(model_id, context, worker_idx=context.worker_idx, gate="hold")
+                begun.append(scheme)
+        except BaseException:
+            shut_down_all(begun, 0.0)  # all are registered, or none
+            raise
         self.schemes |= blocking
         real = [s for s in self.schemes.values() if not isinstance(s, BlockingNoSync)]
         self.buses = list({id(s._bus): s._bus for s in real}.values())
         self.gates = [bus._gate for bus in self.buses if bus._gate is not None]
+        policy = self.schemes.get("policy")
+        self._main = policy._bus if policy in real else next(iter(self.buses), None)
 
     def connect(self, schemes: Mapping[str, Any], timeout: float) -> None:
         """The rendezvous with the sender: when this returns, its initial weights have been applied."""
@@ -71,21 +84,31 @@ class Receivers:
 
     @property
     def version(self) -> int:
-        """The version that acts: of several buses, the oldest."""
-        return min((bus._acting() for bus in self.buses), default=0)
+        """The version that acts: of several buses, that of the policy's (or of the first). Each counts its own."""
+        return 0 if self._main is None else self._main._acting()
 
     @property
     def newest(self) -> int:
         """The newest version that this side has heard of, by the count of :attr:`version`."""
-        return self.version + max((bus._target() - bus._acting() for bus in self.buses), default=0)
+        return 0 if self._main is None else self._main._target()
 
     def wait(self, version: int, timeout: float) -> None:
-        """Until every bus has applied this version, or a newer one.
+        """Until this version, or a newer one, has been applied, by the count of :attr:`version`.
 
         Raises:
             AckTimeout: not within the timeout (seconds).
             ClosedError, Fenced: it will not come.
         """
-        deadline = time.monotonic() + timeout
+        if self._main is not None:
+            self._main.wait_version(version, timeout=timeout)
+
+    def keep_up(self, max_lag: int, timeout: float) -> None:
+        """Until what acts is at most so many versions behind what has been heard of, on each bus.
+
+        Raises:
+            AckTimeout: a bus did not get there within the timeout (seconds).
+            ClosedError, Fenced: it will not.
+        """
         for bus in self.buses:
-            bus.wait_version(version, timeout=max(0.0, deadline - time.monotonic()))
+            while (target := bus._target()) - bus._acting() > max_lag:
+                bus.wait_version(target - max_lag, timeout=timeout)

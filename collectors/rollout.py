@@ -88,7 +88,8 @@ class Rollouts(DeviceSetup, BaseCollector):
             )
         self._carrier_has_no_device = self.env_device is None or self.policy_device not in (None, self.env_device)
         self._done_keys = environments.done_keys(self.env, root)
-        self._own_keys = frozenset(root.keys())
+        self._state_keys = _keys_that_end_state(self._done_keys)
+        self._own_keys = _own_keys(self.env, root, self._done_keys)
         self._truncated_keys = environments.truncated_keys(self.env, root) if self.set_truncated else []
         if self.set_truncated and not self._truncated_keys:
             raise RuntimeError(
@@ -171,7 +172,7 @@ class Rollouts(DeviceSetup, BaseCollector):
                 after = after.copy().clear_device_()
             carrier.set("next", after)
         if written is not None:
-            _keep_written(written, carrier.get("next"), root, self._own_keys, self._done_keys)
+            _keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
         return root
 
     def _advance(self, carrier: TensorDictBase, root: TensorDictBase) -> None:
@@ -193,6 +194,8 @@ class Rollouts(DeviceSetup, BaseCollector):
             )
             self._acting_version = version
             carrier.set("collector", self._metadata)
+        if "next" in carrier.keys():  # noqa: SIM118 - of a step that Ctrl-C has ended: nothing that a policy wrote
+            carrier.del_("next")
         known = dict(carrier.items())
         try:
             self._act(carrier, random)
@@ -229,7 +232,7 @@ class Rollouts(DeviceSetup, BaseCollector):
         """One rollout, by the thread whose turn it is."""
         if self.reset_at_each_iter:
             self._begin_trajectories(self.env.reset())
-        adds = self.replay_buffer is not None and not self.extend_buffer
+        adds = self._adds
         random = self._acts_randomly()
         turns, store, interrupted = self._turns, self._store, self._interrupted
         storing_device = self.storing_device
@@ -242,16 +245,21 @@ class Rollouts(DeviceSetup, BaseCollector):
                 if t and interrupted is not None and interrupted():
                     break
                 if self.max_lag is not None:
-                    self._keep_up(self.max_lag)
-                with self._holds():
-                    carrier, root = self._step(random)
-                if adds:
-                    self._add(carrier, last=t + 1 == self.frames_per_batch)
-                else:
-                    store.append(carrier, non_blocking)
-                    if storing_device is not None and not self.no_cuda_sync:
-                        self._sync_storage()
-                self._advance(carrier, root)
+                    self._keep_up(self.max_lag, LAG_SECONDS)
+                stepped = None
+                try:
+                    with self._holds():
+                        stepped = self._step(random)
+                    carrier = stepped[0]
+                    if adds:
+                        self._add(carrier, last=t + 1 == self.frames_per_batch)
+                    else:
+                        store.append(carrier, non_blocking)
+                        if storing_device is not None and not self.no_cuda_sync:
+                            self._sync_storage()
+                finally:
+                    if stepped is not None:  # the environment has moved on, whatever became of the frame
+                        self._advance(*stepped)
                 if adds and self._frames >= self.total_frames:
                     break
         if adds:
@@ -260,15 +268,15 @@ class Rollouts(DeviceSetup, BaseCollector):
         self._truncate(batch, -1)
         return batch
 
-    def _keep_up(self, max_lag: int) -> None:
-        """Wait until the acting version is at most so many versions behind the newest."""
-        while (newest := self._newest_version()) - self._version_now() > max_lag:
-            self._await_version(newest - max_lag, LAG_SECONDS)
+    @property
+    def _adds(self) -> bool:
+        """Whether frames go to the replay buffer one by one."""
+        return self.replay_buffer is not None and not self.extend_buffer
 
     def _add(self, carrier: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
         frame = carrier.clone()
-        if last:
+        if last or self._frames + frame.numel() >= self.total_frames:
             self._truncate(frame, None)
         self.replay_buffer.add(frame)
         self._frames += frame.numel()
@@ -295,16 +303,41 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_written(
-    written: TensorDictBase, after: TensorDictBase, root: TensorDictBase, own: frozenset[str], done_keys: list[Key]
+    written: TensorDictBase,
+    after: TensorDictBase,
+    root: TensorDictBase,
+    own: frozenset[tuple[str, ...]],
+    state_keys: list[Key],
 ) -> None:
     """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
 
     Not what is the environment's own: one that has it from a reset (by a TensorDictPrimer, say) hands it on by itself.
     Any other would show the policy the old state again, or none.
     """
-    for key in [key for key in written.keys() if key not in own]:  # noqa: SIM118
+    keys = [key for key in written.keys(True, True) if _path(key) not in own]
+    if not keys:
+        return
+    ended = _aggregate_end_of_traj(after, state_keys)
+    for key in keys:
         state = written.get(key)
         after.set(key, state)
-        ended = _aggregate_end_of_traj(after, done_keys)
         mask = ended.to(state.device).reshape(*ended.shape, *[1] * (state.ndim - ended.ndim))
         root.set(key, torch.where(mask, torch.zeros_like(state), state))
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> frozenset[tuple[str, ...]]:
+    """What a policy cannot write under ``"next"``, because it is the environment's result: what a reset returns, the
+    rewards, and what says that a trajectory has ended."""
+    rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
+    ends = {(*_path(key)[:-1], name) for key in done_keys for name in ("done", "terminated", "truncated")}
+    return frozenset({*map(_path, root.keys(True, True)), *map(_path, rewards), *map(_path, done_keys), *ends})
+
+
+def _keys_that_end_state(done_keys: list[Key]) -> list[Key]:
+    """By which recurrent state is zeroed: those at the root, where there are any. One dead agent of several has a
+    trajectory of its own that ends, but not an episode: the others remember."""
+    return [key for key in done_keys if len(_path(key)) == 1] or done_keys

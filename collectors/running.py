@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
@@ -25,6 +25,8 @@ from asyncsync.errors import ClosedError
 from asyncsync.threads import WorkThread
 
 __all__ = ["PAUSE_SECONDS", "Running"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("asyncsync")
 
@@ -65,7 +67,7 @@ class Running(Rollouts):
             Exception: what environment, policy or hook raises; the next rollout goes on from the step before.
         """
         with self._turns.rolling():
-            return self._hooked_rollout()
+            return _outcome(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
         if self.pre_collect_hook is not None:
@@ -75,19 +77,22 @@ class Running(Rollouts):
     def _next_batch(self) -> TensorDictBase | None:
         """A rollout and all that follows it: what the caller gets, or None if it went to the replay buffer."""
         with self._turns.rolling():
-            self._iter += 1
-            batch = self._hooked_rollout()
-            if batch is not None:
-                self._frames += batch.numel()
-                batch = processed(batch, self.postproc, split_trajs=self.split_trajs)
-                if self.post_collect_hook is not None:
-                    self.post_collect_hook(batch)
-                if self.replay_buffer is not None:
-                    self.replay_buffer.extend(batch)
-                    batch = None
-            if self._frames >= self.total_frames:
-                self._close_environment()
-            return batch
+            return _outcome(self._whole_batch)
+
+    def _whole_batch(self) -> TensorDictBase | None:
+        self._iter += 1
+        batch = self._hooked_rollout()
+        if batch is not None:
+            self._frames += batch.numel()
+            batch = processed(batch, self.postproc, split_trajs=self.split_trajs)
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(batch)
+            if self.replay_buffer is not None:
+                self.replay_buffer.extend(batch)
+                batch = None
+        if self._frames >= self.total_frames:
+            self._close_environment()
+        return batch
 
     @property
     def _exhausted(self) -> bool:
@@ -100,6 +105,7 @@ class Running(Rollouts):
             if pending is None:
                 yield self._next_batch()
             else:  # of a cancelled `async for`
+                self._check_can_wait()
                 concurrent.futures.wait([pending])
                 self._pending = None
                 yield pending.result()
@@ -119,6 +125,7 @@ class Running(Rollouts):
     async def _next_async(self) -> TensorDictBase | None:
         # The rollout is nobody's: who is cancelled while it runs leaves it for the next caller.
         while not self._exhausted:
+            self._check_can_wait()
             if self._pending is None:
                 if self.closed:  # the thread that has ended with shutdown() must not begin anew
                     raise ClosedError(f"this {type(self).__name__} has been shut down")
@@ -129,6 +136,11 @@ class Running(Rollouts):
                 self._pending = None
                 return pending.result()
         raise StopAsyncIteration
+
+    def _check_can_wait(self) -> None:
+        """Raises RuntimeError: a batch was waited for for ever, by the thread that keeps it from coming."""
+        if self._pending is None or not self._pending.done():
+            self._turns.check_not_paused_here()
 
     def _begin(self) -> concurrent.futures.Future[TensorDictBase | None]:
         future: concurrent.futures.Future[TensorDictBase | None] = concurrent.futures.Future()
@@ -201,6 +213,14 @@ class Running(Rollouts):
         if not self._env_closed:
             self._env_closed = True
             environments.close(self.env)
+
+
+def _outcome(function: Callable[[], T]) -> T:
+    """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
+    try:
+        return function()
+    except (StopIteration, StopAsyncIteration) as error:
+        raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
 
 
 async def _end_of(pending: concurrent.futures.Future[Any]) -> None:

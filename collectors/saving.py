@@ -21,9 +21,11 @@ class Saving(Rollouts):
     _iter: int
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment; returns the seed for the next one. Takes effect with the next reset."""
-        with self._turns.standing(PAUSE_SECONDS):
-            return environments.set_seed(self.env, seed, static_seed)
+        """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
+        with self._turns.standing(PAUSE_SECONDS), torch.no_grad():
+            following = environments.set_seed(self.env, seed, static_seed)
+            self._begin_trajectories(self.env.reset())
+            return following
 
     def reset(self) -> None:
         """Reset the environments; they begin new trajectories."""

@@ -17,6 +17,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,8 @@ class Collector(Running, Saving, metaclass=Dispatch):
             actions.
         policy_factory: makes the policy instead.
         frames_per_batch: frames of a batch, over all environments; rounded up to whole steps.
-        total_frames: frames until collection ends, rounded up to whole batches; -1: it does not.
+        total_frames: frames until collection ends, rounded up to whole batches (``extend_buffer=False``: to whole
+            steps, so that the last rollout may be shorter); -1: it does not.
         device: fills those of the next three that are not given.
         storing_device: where batches are; None: every leaf where it was created.
         policy_device: where the policy acts, with a copy of its weights if they are elsewhere.
@@ -70,7 +72,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
         split_trajs: batches are split by :func:`split_trajectories`.
         track_traj_ids: every frame has ("collector", "traj_ids").
         exploration_type: for the policy.
-        set_truncated: mark the last frame of each batch as truncated and done.
+        set_truncated: mark the last frame of each batch (of each rollout) as truncated and done.
         replay_buffer: where frames go instead of to the caller, who gets None. Needs ``extend``, or ``add``.
         extend_buffer: whole batches (``extend``), or frame by frame as they come (``add``).
         trust_policy: the policy takes and returns TensorDicts: it is neither looked at nor wrapped.
@@ -160,8 +162,6 @@ class Collector(Running, Saving, metaclass=Dispatch):
             self._setup_devices(device, storing_device, policy_device, env_device, no_cuda_sync)
             self._apply_env_device()
             self.max_frames_per_traj = max(0, max_frames_per_traj or 0)
-            # Every step is copied before the next one; but a limit's resets come within one.
-            environments.reuse_buffers(self.env, not self.max_frames_per_traj)
             self.env = limited(self.env, self.max_frames_per_traj)
             profiling = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
             self._setup_rollouts(traj_pool, profiling)
@@ -188,7 +188,10 @@ class Collector(Running, Saving, metaclass=Dispatch):
         self.requested_frames_per_batch = self.frames_per_batch * self._n_env
         endless = total_frames is None or total_frames < 0
         self.total_frames = math.inf if endless else int(total_frames or 0)
-        for name, frames in (("total_frames", total_frames), ("init_random_frames", init_random_frames)):
+        whole = {"total_frames": total_frames, "init_random_frames": init_random_frames}
+        if self._adds:
+            del whole["total_frames"]  # the last rollout ends there
+        for name, frames in whole.items():
             if frames is not None and frames > 0 and frames % frames_per_batch:
                 warn_rounding(
                     f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
@@ -212,7 +215,9 @@ class Collector(Running, Saving, metaclass=Dispatch):
         if not trust:
             module = wrapped(
                 module,
-                environments.observation_keys(self.env, self._carrier.exclude("collector")),
+                environments.observation_keys(
+                    self.env, self._carrier.exclude("collector"), counted=self.max_frames_per_traj > 0
+                ),
                 environments.action_keys(self.env),
             )
         if compiled:
@@ -222,7 +227,12 @@ class Collector(Running, Saving, metaclass=Dispatch):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _registered(self, model_id: str) -> Any:
-        return self._original_policy if model_id == "policy" else super()._registered(model_id)
+        # The one that acts may be a copy on another device. If it is what is received, the original is out of date.
+        original = model_id == "policy" and model_id not in self._receivers.schemes
+        return self._original_policy if original else super()._registered(model_id)
+
+    def _sources(self) -> Any:
+        return self if self.policy is self._original_policy else _Sources(self)
 
     def _apply_locally(self, weights: dict[str, Any]) -> None:
         """Copy weights into this collector's own models: all of them, or none."""
@@ -258,15 +268,12 @@ class Collector(Running, Saving, metaclass=Dispatch):
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
         self.closed = True
         try:
-            if self._turns.close(max(0.0, deadline - time.monotonic())):
+            let_go: Callable[[], None] = self._close_environment if close_env else lambda: None
+            if self._turns.close(max(0.0, deadline - time.monotonic()), let_go):
                 if self._free is not None and self._free is not threading.current_thread():
                     self._free.join(max(0.0, deadline - time.monotonic()))
-                if close_env:
-                    self._close_environment()
-                else:
-                    environments.reuse_buffers(self.env, False)
+                let_go()
             else:
-                self._turns.afterwards = self._close_environment if close_env else None
                 _log.warning(
                     "%s.shutdown(): the step under way has not ended in time; the environment is closed when it has",
                     type(self).__name__,
@@ -275,3 +282,19 @@ class Collector(Running, Saving, metaclass=Dispatch):
             self._worker.abandon()
             self._end_weights(max(0.0, deadline - time.monotonic()))
         self._raise_free_error()
+
+
+class _Sources:
+    """The context of sender schemes: they send models as they were registered, which need not be those that act."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = weakref.ref(collector)  # an open bus keeps its schemes, and they this
+
+    def get_model(self, model_id: str) -> Any:
+        collector = self._collector()
+        if collector is None:
+            raise LookupError(f"the collector of model {model_id!r} is gone")
+        try:
+            return collector._registered(model_id)
+        except ValueError as error:
+            raise LookupError(str(error)) from error

@@ -59,7 +59,13 @@ def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> to
     n = data.batch_dims
     ended: torch.Tensor | None = None
     for key in done_keys:
-        done = data.get(key)
+        done = data.get(key, None)
+        if done is None:
+            raise KeyError(
+                f"no {key!r} under 'next' in the environment's step, so nothing says when a trajectory ends (it has "
+                f"{sorted(map(str, data.keys()))}): have step_and_maybe_reset() set it (bool, [*batch_size, 1]), or "
+                "give the environment done_keys that name what it sets"
+            )
         if done.ndim > n:
             done = done.squeeze(-1) if done.ndim == n + 1 and done.shape[-1] == 1 else done.flatten(n).any(-1)
         ended = done if ended is None else ended | done

@@ -29,18 +29,17 @@ class Turns:
     Attributes:
         wanted: whether whoever rolls out shall call :meth:`give_way` before the next step.
         closed: whether nobody shall roll out any more.
-        afterwards: called once by the thread that rolls out, when it stops.
     """
 
     def __init__(self, name: str) -> None:
         self.wanted = False
         self.closed = False
-        self.afterwards: Callable[[], None] | None = None
         self._name = name
         self._changed = threading.Condition()
         self._roller: threading.Thread | None = None
         self._inside = False
-        self._asking: list[int] = []  # the threads that want it to stand still
+        self._afterwards: Callable[[], None] | None = None
+        self._asking: dict[object, int] = {}  # the threads that want it to stand still, by their blocks
 
     @property
     def is_mine(self) -> bool:
@@ -56,18 +55,10 @@ class Turns:
             ClosedError: after :meth:`close`.
         """
         with self._changed:
-            if threading.get_ident() in self._asking:
-                raise RuntimeError(
-                    f"this {self._name} is paused by this thread: leave the pause() block before collecting"
-                )
-            if self._roller is not None:
-                where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
-                raise RuntimeError(
-                    f"this {self._name} is collecting already, in {where}: one rollout at a time; use pause() around "
-                    "what must not run "
-                    "beside it"
-                )
+            self.check_not_paused_here()
+            self._check_nobody_rolls()
             self._wait_in_line()
+            self._check_nobody_rolls()  # of several that have waited, the first to wake does
             self._roller = threading.current_thread()
             self._inside = True
         try:
@@ -77,9 +68,29 @@ class Turns:
                 self._roller = None
                 self._inside = False
                 self._changed.notify_all()
-                afterwards, self.afterwards = self.afterwards, None
+                afterwards, self._afterwards = self._afterwards, None
             if afterwards is not None:
                 afterwards()
+
+    def check_not_paused_here(self) -> None:
+        """Whoever is about to wait for a rollout must not be who keeps it from going on.
+
+        Raises:
+            RuntimeError: the calling thread is inside :meth:`standing`.
+        """
+        with self._changed:
+            if threading.get_ident() in self._asking.values():
+                raise RuntimeError(
+                    f"this {self._name} is paused by this thread: leave the pause() block before collecting"
+                )
+
+    def _check_nobody_rolls(self) -> None:
+        if self._roller is not None:
+            where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
+            raise RuntimeError(
+                f"this {self._name} is collecting already, in {where}: one rollout at a time; use pause() around "
+                "what must not run beside it"
+            )
 
     def give_way(self) -> None:
         """Stand still while somebody wants it.
@@ -109,38 +120,38 @@ class Turns:
         Raises:
             AckTimeout: it did not end.
         """
-        me = threading.get_ident()
-        with self._changed:
-            mine = self.is_mine
-            if not mine:
-                self._asking.append(me)
+        if self.is_mine:
+            yield
+            return
+        block = object()
+        try:  # around the waiting too: whom Ctrl-C takes out of it asks for nothing any more
+            with self._changed:
+                self._asking[block] = threading.get_ident()
                 self.wanted = True
                 if not self._changed.wait_for(lambda: not self._inside, timeout):
-                    self._stop_asking(me)
                     raise AckTimeout(f"the step under way in this {self._name} did not end within {timeout:g} s")
-        try:
             yield
         finally:
-            if not mine:
-                with self._changed:
-                    self._stop_asking(me)
+            with self._changed:
+                self._asking.pop(block, None)
+                self.wanted = bool(self._asking) or self.closed
+                self._changed.notify_all()
 
-    def _stop_asking(self, me: int) -> None:
-        self._asking.remove(me)
-        self.wanted = bool(self._asking) or self.closed
-        self._changed.notify_all()
-
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, afterwards: Callable[[], None]) -> bool:
         """Have whoever rolls out stop before the next step, for good; returns whether nobody rolls out any more (or
         the caller does).
 
         Args:
             timeout: seconds to wait for that.
+            afterwards: what the thread that still rolls out by then does when it stops.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             self.closed = self.wanted = True
             self._changed.notify_all()
-            return self._changed.wait_for(
+            over = self._changed.wait_for(
                 lambda: self._roller is None or self.is_mine, max(0.0, deadline - time.monotonic())
             )
+            if not over:  # told under the lock, before it can stop
+                self._afterwards = afterwards
+            return over

@@ -12,6 +12,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,6 +22,9 @@ from torch import nn
 from asyncsync.strategy import WeightStrategy
 
 __all__ = ["MultiProcessedWeightUpdater", "VanillaWeightUpdater", "WeightUpdaterBase", "make_updater", "pushing"]
+
+_counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
+"""Of the push under way: empty until its version has been counted, where weights were copied."""
 
 WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
@@ -94,6 +98,11 @@ class WeightUpdaterBase:
         if (collector := self.collector) is not None:
             collector.increment_version()
 
+    def _count_push(self) -> None:
+        """A hook: count this push, unless it has been counted already."""
+        if not _counted.get([]):
+            self.increment_version()
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
@@ -120,9 +129,13 @@ class WeightUpdaterBase:
             ValueError: there are no weights.
             NotImplementedError: this class does not say how to reach a worker.
         """
-        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-        for hook in self.post_hooks:
-            hook()
+        token = _counted.set([])
+        try:
+            self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+            for hook in self.post_hooks:
+                hook()
+        finally:
+            _counted.reset(token)
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
         """:meth:`push_weights`."""
@@ -194,8 +207,17 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         collector = self.collector
         if collector is None:
             self._copy(server_weights)
-        else:
-            collector._between_steps(lambda: self._copy(server_weights))
+            return
+
+        counted = _counted.get([])
+
+        def copy_and_count() -> None:
+            self._copy(server_weights)
+            if not counted:  # in the same hold: no frame that acts with these weights has an older version's label
+                counted.append(None)
+                self.increment_version()
+
+        collector._between_steps(copy_and_count)
 
     def _copy(self, weights: Any) -> None:
         WeightStrategy().apply_weights(self.policy_weights, weights)

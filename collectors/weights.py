@@ -25,6 +25,7 @@ from asyncsync.collectors.senders import Senders, shut_down_all
 from asyncsync.collectors.updaters import WeightUpdaterBase, make_updater, pushing
 from asyncsync.context import follow
 from asyncsync.link import check_timeout
+from asyncsync.state import by_worker
 from asyncsync.threads import WorkThread, finish
 
 __all__ = ["WeightsAPI", "WorkerIds"]
@@ -109,12 +110,16 @@ class WeightsAPI:
             TypeError, ValueError, RuntimeError: what they cannot be, and what to do about it.
         """
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
-        self._senders = Senders(schemes or {}, self, num_workers)
+        self._senders = Senders(schemes or {}, self._sources(), num_workers)
         if updater is not None:
             updater.register_collector(self)
-            if updater.increment_version not in updater.post_hooks:  # it may have served one that is gone
-                updater.register_post_hook(updater.increment_version)
+            if updater._count_push not in updater.post_hooks:  # it may have served one that is gone
+                updater.register_post_hook(updater._count_push)
             self.weight_updater = updater
+
+    def _sources(self) -> Any:
+        """What knows the models that sender schemes send where no weights are given: ``get_model(model_id)``."""
+        return self
 
     @property
     def _sender_schemes(self) -> dict[str, Any]:
@@ -269,6 +274,12 @@ class WeightsAPI:
                 "alone, or give every model one in weight_sync_schemes"
             )
         if own:
+            if by_worker_alone := sorted(m for m, w in own.items() if by_worker(w)):
+                raise ValueError(
+                    f"{{worker_idx: weights}} was given for {by_worker_alone}, but no workers of this "
+                    f"{type(self).__name__} receive that: pass the weights themselves, or give it a scheme in "
+                    "weight_sync_schemes"
+                )
             if worker_ids is not None:
                 raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(self._senders.schemes)}")
             return _Update(timeout, applied={m: self._registered(m) if w is None else w for m, w in own.items()})
@@ -379,11 +390,13 @@ class WeightsAPI:
         return Holds([self._local.gate, *gates]) if gates else self._local.gate.hold()
 
     def _version_now(self) -> int:
-        """The version that acts: of the receiver schemes, else the count of updates applied here."""
+        """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the
+        count of updates applied here."""
         return self._receivers.version if self._receivers.buses else self._version
 
     def _newest_version(self) -> int:
-        """The newest version that the trainer has published, as far as is known here."""
+        """The newest version that the trainer has published, as far as is known here, by the count of
+        :meth:`_version_now`."""
         if self._newest is not None:
             return self._newest()
         return self._receivers.newest if self._receivers.buses else self._version
@@ -397,6 +410,18 @@ class WeightsAPI:
         """
         check_timeout(timeout)
         self._receivers.wait(version, timeout)
+
+    def _keep_up(self, max_lag: int, timeout: float) -> None:
+        """Wait, outside any hold, until the acting weights are at most so many versions behind the newest, on each bus
+        by its own count.
+
+        Raises:
+            AckTimeout: not within the timeout (seconds), for any of the waits.
+            ClosedError, Fenced: it will not come.
+        """
+        self._receivers.keep_up(max_lag, timeout)
+        while (newest := self._newest_version()) - self._version_now() > max_lag:
+            self._await_version(newest - max_lag, timeout)
 
     @property
     def policy_version(self) -> int:

@@ -2,26 +2,29 @@
 
 Its main thread waits for messages and rolls out, in turns; weights come on the loop thread of the blocking API, and
 are let in between two steps, or at once while the main thread waits. A second thread waits for the end: of the
-collector, which an idle or stepping leaf sees by itself, or of the trainer's process.
+collector, which an idle or stepping leaf sees by itself, or of the trainer's process; and for its own, which takes no
+longer than the trainer has allowed.
 
-Messages come through a pipe, and are answered between two rollouts: ``("rollout", serial, random, grant)``,
+Messages come through a channel, and are answered between two rollouts: ``("rollout", serial, random, grant)``,
 ``("call", number, (name, *arguments))``, ``("run",)``, ``("stop", close_env)``. Whatever the user's code raises is
 sent back, and ends the process.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import random
 import signal
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,12 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.batches import Window
-from asyncsync.collectors.failures import Failure, dumps, loads
+from asyncsync.collectors.failures import Failure
+from asyncsync.collectors.messages import Channel, Packet, Parcel, encode, encode_any, loads
 from asyncsync.collectors.page import MemoryPlace, page_at
+from asyncsync.collectors.window import Window
 from asyncsync.endpoint import sweep
-from asyncsync.errors import ClosedError
+from asyncsync.errors import ClosedError, WeightSyncError
 
 __all__ = ["Spec", "run_worker"]
 
@@ -41,6 +45,7 @@ logger = logging.getLogger("asyncsync")
 
 SWITCH_INTERVAL = 5e-4  # the loop thread gets its turn ten times as soon as by default
 ORPHAN_SECONDS = 2.0
+SEND_SECONDS = 60.0
 
 
 @dataclass
@@ -50,7 +55,6 @@ class Spec:
     Attributes:
         kind: class of the collector that it runs, or what makes one.
         create_env_fn: its environment.
-        policy, policy_factory: one of them, or neither.
         arguments: further ones of the collector's constructor.
         post_collect_hook: called with each batch.
         init_fn: called first.
@@ -61,8 +65,6 @@ class Spec:
 
     kind: Callable[..., Any]
     create_env_fn: Any
-    policy: Any
-    policy_factory: Any
     arguments: dict[str, Any] = field(default_factory=dict)
     post_collect_hook: Callable[[TensorDictBase], None] | None = None
     init_fn: Callable[[], None] | None = None
@@ -76,7 +78,7 @@ class _Stop(Exception):
 
 
 def run_worker(
-    pipe: Connection,
+    end: socket.socket,
     bell: Connection,
     index: int,
     place: MemoryPlace,
@@ -87,8 +89,10 @@ def run_worker(
     """The process's target."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
     sys.setswitchinterval(SWITCH_INTERVAL)
-    worker = _Worker(pipe, index, place, schemes)
-    threading.Thread(target=worker.listen, args=(bell,), name="asyncsync-collector-bell", daemon=True).start()
+    _seed_apart()
+    watched = [bell, *_trainer(place.pid)]  # before the page: that it opens shows that this is the trainer's pid
+    worker = _Worker(Channel(end), index, place, schemes)
+    threading.Thread(target=worker.listen, args=(watched,), name="asyncsync-collector-bell", daemon=True).start()
     code = 0
     try:
         try:
@@ -99,18 +103,39 @@ def run_worker(
         finally:
             worker.close()
     except BaseException as error:
-        if not (worker.is_over and isinstance(error, ClosedError)):
+        if not (worker.is_over and isinstance(error, (ClosedError, WeightSyncError))):
             code = 1
             worker.report(error)
     if not worker.page.stopped:
         worker.sweep()
     worker.ended.set()
+    gc.freeze()  # else the interpreter's end searches all of torch for garbage: 0.6 s of a core
     if code:
         sys.exit(code)
 
 
+def _seed_apart() -> None:
+    """Random numbers of this process's own: torch begins all processes alike, and a forked one goes on like others."""
+    torch.seed()
+    np.random.seed()
+    random.seed()
+
+
+def _trainer(pid: int) -> list[int]:
+    """What tells the trainer's end even if a child that it forked keeps our pipes open."""
+    if not hasattr(os, "pidfd_open"):
+        return []
+    try:
+        return [os.pidfd_open(pid)]
+    except ProcessLookupError:
+        return []  # the page tells
+    except OSError as error:  # forbidden by a sandbox: the bell remains
+        logger.debug("cannot watch process %d: %s", pid, error)
+        return []
+
+
 class _Worker:
-    def __init__(self, pipe: Connection, index: int, place: MemoryPlace, schemes: Mapping[str, Any]) -> None:
+    def __init__(self, pipe: Channel, index: int, place: MemoryPlace, schemes: Mapping[str, Any]) -> None:
         self.page = page_at(place)
         self.ended = threading.Event()
         self._pipe = pipe
@@ -120,7 +145,7 @@ class _Worker:
         self._collector: Any = None
         self._nested = self._writes = self._connecting = False
         self._hook: Callable[[TensorDictBase], None] | None = None
-        self._serial = 0
+        self._serial = self._done = 0
         self._orphaned = False
         self._close_env = True
         self._free = False
@@ -137,14 +162,8 @@ class _Worker:
         if spec.init_fn is not None:
             spec.init_fn()
         self._hook = spec.post_collect_hook
-        self._collector = collector = spec.kind(
-            spec.create_env_fn,
-            spec.policy,
-            policy_factory=spec.policy_factory,
-            replay_buffer=replay_buffer,
-            worker_idx=self._index,
-            **spec.arguments,
-        )
+        given = spec.arguments if replay_buffer is None else spec.arguments | {"replay_buffer": replay_buffer}
+        self._collector = collector = spec.kind(spec.create_env_fn, **given)
         self._writes = replay_buffer is not None
         self._nested = hasattr(collector, "_crew")
         if not self._nested:
@@ -162,16 +181,18 @@ class _Worker:
         self._connecting = False
         self._send("connected")
 
-    def listen(self, bell: Connection) -> None:
-        """In a thread: until the trainer wants the end, or is no more."""
-        try:
-            bell.recv_bytes()
-        except (EOFError, OSError):
-            pass
-        if self.page.stopped:
+    def listen(self, watched: list[Any]) -> None:
+        """In a thread: until the trainer is no more, or the time is over that it gives for our end."""
+        [bell, *_] = watched
+        limit = None
+        while bell in wait(watched, limit):
+            try:
+                [limit] = struct.unpack("d", bell.recv_bytes())
+            except (EOFError, OSError):
+                break
             self._interrupt()
-            return
         self._orphaned = True
+        self._pipe.shutdown()
         self.sweep()
         self._interrupt()
         self.ended.wait(ORPHAN_SECONDS)
@@ -203,27 +224,27 @@ class _Worker:
 
     def report(self, error: BaseException) -> None:
         try:
-            self._pipe.send_bytes(pickle.dumps(("failed", Failure.of(error))))
+            self._pipe.put(encode(("failed", Failure.of(error))), SEND_SECONDS)
         except OSError:
             logger.exception("a collector's worker has failed, and its trainer is gone")
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _send(self, *message: Any) -> None:
-        self._write_to(pickle.dumps(message))
+        self._put(encode(message))
 
-    def _write_to(self, pickled: bytes) -> None:
+    def _put(self, packet: Packet) -> None:
         try:
-            self._pipe.send_bytes(pickled)
+            self._pipe.put(packet, SEND_SECONDS)
         except OSError:  # the trainer is gone
             raise _Stop from None
 
-    def _receive(self) -> Any:
+    def _receive(self, wait: bool = True) -> Any:
+        """The next message; None: not waited for, there is none."""
         try:
-            pickled = self._pipe.recv_bytes()
-        except (EOFError, OSError):
+            return self._pipe.get() if wait else self._pipe.receive()
+        except EOFError:
             raise _Stop from None
-        return loads(pickled)
 
     def serve(self) -> None:
         while True:
@@ -249,15 +270,15 @@ class _Worker:
             result = getattr(self, f"_do_{name}")(*arguments)
         except Exception as error:
             # Such as a seed that the environment refuses: that ends nothing.
-            self._write_to(pickle.dumps(("reply", number, Failure.of(error), None)))
+            self._send("reply", number, Failure.of(error), None)
         else:
-            self._write_to(dumps(("reply", number, None, result)))
+            self._put(encode_any(("reply", number, None, result)))
 
     def _do_seed(self, seed: int, static_seed: bool) -> int:
-        following: int = self._collector.set_seed(seed, static_seed)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+        following: int = self._collector.set_seed(seed, static_seed)  # resets, with what was seeded
         return following
 
     def _do_reset(self) -> None:
@@ -280,7 +301,9 @@ class _Worker:
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
     def _roll(self, serial: int, random: bool | None, grant: Any) -> None:
-        self._serial = serial
+        if serial <= self._done:
+            return  # its trainer was interrupted, and is not sure to have asked
+        self._serial = self._done = serial
         self._collector._random = random
         self._window.open(grant)
         if self._writes:
@@ -292,14 +315,17 @@ class _Worker:
             raise _Stop
         if self._hook is not None:
             self._hook(batch)
-        frames = batch.numel()
+        steps, frames = batch.batch_size[-1], batch.numel()
         written, layout = self._window.close(batch)
         if layout is not None and not self._nested:  # of a whole rollout, if this one was cut
             layout = replace(layout, steps=self._collector.frames_per_batch)
         if written:
-            self._send("batch", serial, True, batch.batch_size[-1], frames, None, None)
+            del batch
+            batch = self._window.kept(steps)
+        if batch is None:
+            self._send("batch", serial, True, steps, frames, None, None)
         else:
-            self._write_to(pickle.dumps(("batch", serial, False, batch.batch_size[-1], frames, dumps(batch), layout)))
+            self._send("batch", serial, False, steps, frames, Parcel.of(batch), layout)
 
     def _write(self) -> int:
         """One rollout into the replay buffer; returns how many frames it had."""
@@ -331,12 +357,12 @@ class _Worker:
     def _run_free(self, plan: tuple[float, int]) -> None:
         """Roll out until the trainer's total is reached, or it wants the end."""
         total, random = plan
-        self._free, self._serial = True, sys.maxsize
+        self._free, self._serial = True, sys.maxsize  # never cut
         while self.page.frames < total:
             if self.page.paused:
                 self._stand_still()
-            while self._pipe.poll():
-                self._handle(self._receive())
+            while (message := self._receive(wait=False)) is not None:
+                self._handle(message)
             self._collector._random = self.page.frames < random
             self._write()
         self._free = False
@@ -351,7 +377,7 @@ class _Worker:
             elif message[0] == "call":
                 name = loads(message[2])[0] if isinstance(message[2], bytes) else message[2][0]
                 error = RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
-                self._write_to(pickle.dumps(("reply", message[1], Failure.of(error), None)))
+                self._send("reply", message[1], Failure.of(error), None)
             else:
                 self._handle(message)
 

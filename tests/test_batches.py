@@ -10,8 +10,9 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from asyncsync.collectors.batches import MAX_LENT, Arrangement, Slots, Window, layout_of
+from asyncsync.collectors.batches import MAX_LENT, Arrangement, Slots, layout_of
 from asyncsync.collectors.storing import Store, empty_batch
+from asyncsync.collectors.window import Window
 
 
 def rollout(
@@ -67,6 +68,71 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     window.open(grant)
     assert window.close(rollout(7.0))[0]
     assert slots.batch(slot)["a"][0, 0] == 7.0
+
+
+def opened(slots: Slots, window: Window) -> Any:
+    slot, grant = slots.grant()
+    window.learn(1, slots.arrangement, 0)
+    window.open(grant)
+    return slot
+
+
+def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
+    def wide(window: Window) -> TensorDict:
+        store = Store(2, torch.Size([]))
+        store.allocate = lambda layout: _first(window.allocate(layout), layout)
+        store.begin()
+        for t in range(2):
+            values = torch.arange(4.0).view(2, 2) + 10 * t
+            store.append(TensorDict({"a": values, "b": -values}, []))
+        return store.finish()  # type: ignore[return-value]
+
+    for change in (
+        lambda batch: batch.update({"a": batch["b"], "b": batch["a"]}),
+        lambda batch: batch.set("a", batch["a"].transpose(-1, -2)),
+        lambda batch: batch.set("a", batch["a"].flip(0)).set("b", batch["a"][:1].expand(2, 2, 2)),
+    ):
+        slots, window = make([wide(Window())], -1), Window()
+        slot = opened(slots, window)
+        batch = wide(window)
+        change(batch)
+        expected = batch.clone()
+        assert window.close(batch)[0]
+        assert (slots.batch(slot) == expected).all()
+
+
+def test_what_a_worker_keeps_is_its_own() -> None:
+    slots, window = make([rollout()], -1), Window()
+    slot = opened(slots, window)
+    batch: Any = rollout(1.0, window=window)
+    assert window.close(batch)[0]
+    kept = batch["a"][1:]
+    del batch
+    copy: Any = window.kept(2)
+    assert copy["a"][:, 0].tolist() == [1.0, 2.0]
+    slots.give_back(slot)
+    slots.give_back(slot)
+    again, grant = slots.grant()
+    assert again is slot
+    window.open(grant)
+    assert window.allocate(layout_of(rollout())) is None  # type: ignore[arg-type]
+    del kept
+    window.open(grant)
+    assert window.allocate(layout_of(rollout())) is not None  # type: ignore[arg-type]
+    window.close(rollout())
+    assert window.kept(3) is None
+    assert slots.grant()[0] is not slot
+
+
+def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None:
+    slots = make([rollout()], -1)
+    slot, _ = slots.grant()
+    first: Any = slots.batch(slot)
+    second: Any = slots.batch(slot)
+    del first
+    assert slots.grant()[0] is not slot
+    del second
+    assert slots.grant()[0] is slot
 
 
 def test_what_does_not_fit_comes_by_value() -> None:

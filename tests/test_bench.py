@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from asyncsync.bench.cases import COLLECT, EMPTY, LARGE, MANY, MIDDLE, ONE_HOST, SECTIONS, SMALL, Payload, Plan, touch
+from asyncsync.bench.collection import CASES
 from asyncsync.bench.crew import OrderFailed, WorkerDied, start_crew
 from asyncsync.bench.figures import Bar, Figure, Figures, bars
 from asyncsync.bench.meters import longest_stall
@@ -108,6 +109,23 @@ def test_schemes_of_one_host_are_measured_beside_torchrl(tmp_path: Path) -> None
     assert "### SharedMemWeightSyncScheme" in out
     assert "### MultiProcessWeightSyncScheme" in out
     assert "not installed" not in out
+
+
+@needs_torchrl
+@pytest.mark.timeout(240)
+def test_collectors_are_measured_beside_torchrl_and_a_bare_loop(tmp_path: Path) -> None:
+    arguments = ["bench", "--only", "collect", "--trials", "1", "--json", "b.json"]
+    with start("-m", "asyncsync", *arguments, cwd=tmp_path) as process:
+        code, out, err = finish(process, 200)
+    assert (code, err) == (0, ""), err
+    assert private_directories() == []
+    document = json.loads((tmp_path / "b.json").read_text())
+    found = {(figure["case"], figure["workers"], figure["system"]) for figure in document["figures"]}
+    cases = [(case, workers, side) for case, (workers, sides) in CASES.items() for side in sides]
+    assert found == {*cases, ("64 MiB of images", 1, "memcpy")}
+    assert all(figure["median"] > 0 for figure in document["figures"])
+    assert len(document["bars"]) == len(CASES)
+    assert "### Collectors" in out
 
 
 @pytest.mark.timeout(240)

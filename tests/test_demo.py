@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from rich.console import Console
+from tensordict import TensorDict, TensorDictBase
 
 from asyncsync import WorkerStatus
-from asyncsync.demo.crew import Options
+from asyncsync.demo.options import Options
 from asyncsync.demo.record import EPISODES, Record, Sample
 from asyncsync.demo.run import run
 from asyncsync.demo.trainer import Learner, train
 from asyncsync.demo.view import line, panel, show, sparkline, summary
-from asyncsync.demo.worker import ENVIRONMENTS, STEP, TIME, Steps
+from asyncsync.demo.workers import ENVIRONMENTS, TIME
 from helpers.command import children_of, finish, private_directories, start
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -57,10 +55,12 @@ class Versions(Record):
         self.newest: list[int] = []
         self.acted: dict[int, list[int]] = {}
 
-    def batch(self, worker: int, steps: Steps, version: int) -> None:
-        super().batch(worker, steps, version)
+    def batch(self, batch: TensorDictBase, version: int) -> None:
+        super().batch(batch, version)
         self.newest.append(version)
-        self.acted.setdefault(worker, []).extend(steps["version"][:, 0].tolist())
+        acted = batch["collector", "policy_version"]
+        assert (acted == acted[0]).all(), "in one step, all environments of a worker have one policy"
+        self.acted.setdefault(int(batch["worker"][0, 0]), []).extend(acted[0].tolist())
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
 
 def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     plot = tmp_path / "plot.png"
-    assert run(Options(max_seconds=0.5, plot=str(plot))) == 1  # while the workers are still importing
+    assert run(Options(workers=1, max_seconds=0.5, plot=str(plot))) == 1  # while the workers are still importing
     out, err = capsys.readouterr()
     assert "not solved in time: mean return – over the last 0 episodes" in out
     assert err == "\nasyncsync demo: the target, 475, was not reached within 0.5 s\n"
@@ -132,7 +132,7 @@ def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("phase", "arguments"),
-    [("learning", ["--scheme", "process"]), ("starting", ["--scheme", "zmq", "--uvloop"])],
+    [("learning", ["--scheme", "process"]), ("starting", ["--scheme", "zmq", "--uvloop", "--workers", "1"])],
     ids=["process_on_asyncio", "zmq_on_uvloop_while_starting"],
 )
 def test_ctrl_c_ends_it_within_seconds_and_cleanly(phase: str, arguments: list[str], tmp_path: Path) -> None:
@@ -158,7 +158,10 @@ def test_a_killed_worker_ends_it_and_is_named(tmp_path: Path) -> None:
         code, out, err = finish(process, timeout=15)
         assert code == 1
         assert "failed: mean return" in out
-        assert err == f"\nasyncsync demo: worker 1 (pid {workers[1].pid}) was killed by SIGKILL\n"
+        # Of its end the collector tells more than the bus; either may be the first to see it.
+        number = workers[1].pid
+        told = rf"worker 1 \(pid {number}\) was killed by SIGKILL|worker 1 is lost: its process \({number}\) has ended"
+        assert re.fullmatch(rf"\nasyncsync demo: [^\n]*({told})[^\n]*\n", err), err
         assert not workers[0].is_running()
         assert private_directories() == []
 
@@ -172,27 +175,31 @@ def test_a_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
         assert psutil.wait_procs(workers, timeout=10)[1] == []
         _, _, err = finish(process)
         assert err == ""
-        (left,) = private_directories()  # nobody was left to remove it; the next sender does
-        shutil.rmtree(Path(tempfile.gettempdir()) / left)
+        assert private_directories() == []
 
 
 # -- it shows ----------------------------------------------------------------------------------------------------------
 
 
-def batch(returns: float, version: int) -> Steps:
+def batch(worker: int, returns: float, version: int) -> TensorDict:
     """One batch in which every environment ends one episode."""
-    steps = np.zeros((TIME, ENVIRONMENTS), STEP)
-    steps["episode_return"] = np.nan
-    steps["episode_return"][-1] = returns
-    steps["version"] = version
-    return steps
+    size = (ENVIRONMENTS, TIME)
+    after = {"reward": torch.full((*size, 1), returns / TIME)}
+    for key in ("done", "terminated"):
+        after[key] = torch.zeros(*size, 1, dtype=torch.bool)
+        after[key][:, -1] = True
+    torch.manual_seed(0)
+    batch = TensorDict({"next": after, "action": torch.randint(2, size), "log_prob": torch.full(size, -0.7)}, size)
+    batch["observation"], batch["next", "observation"] = torch.randn(*size, 4), torch.randn(*size, 4)
+    batch["worker"], batch["collector", "policy_version"] = torch.full(size, worker), torch.full(size, version)
+    return batch
 
 
 @pytest.fixture
 def record() -> Record:
     record = Record(workers=2, target=475, scheme="zmq")
     for version in range(1, 21):
-        record.batch(version % 2, batch(20.0 * version, max(1, version - 2)), version)
+        record.batch(batch(version % 2, 20.0 * version, max(1, version - 2)), version)
     status = {
         0: WorkerStatus(20, 20, 0, 0.1, "live", 400_000),
         1: WorkerStatus(17, 20, 3, 4.2, "slow", 300_000),
@@ -251,7 +258,7 @@ async def test_in_a_terminal_the_view_redraws_itself(record: Record) -> None:
     async with show(record, Console(file=file, force_terminal=True, width=100)):
         while file.getvalue().count("PPO on CartPole-v1") < 2:  # noqa: ASYNC110 - a file has no events
             await asyncio.sleep(0.01)
-        record.end()
+        record.end("solved")
     drawn = file.getvalue()
     assert "\x1b[1A" in drawn or "\x1b[2K" in drawn  # back to its first line
     assert "solved · " in drawn
@@ -277,27 +284,54 @@ def test_the_sparkline_rises_with_the_return(record: Record) -> None:
 
 def test_the_mean_return_is_over_the_last_hundred_episodes() -> None:
     record = Record(workers=1, target=100)
-    record.batch(0, batch(0.0, 1), 1)
+    record.batch(batch(0, 0.0, 1), 1)
     assert not record.solved  # 16 episodes are not 100
     for _ in range(EPISODES // ENVIRONMENTS + 1):
-        record.batch(0, batch(100.0, 1), 2)
-    assert record.mean_return == 100
+        record.batch(batch(0, 128.0, 1), 2)
+    assert record.mean_return == 128
     assert record.solved
 
 
-def test_steps_in_which_an_environment_was_reset_teach_nothing() -> None:
+def test_an_episode_goes_on_from_a_workers_batch_to_its_next() -> None:
+    record = Record(workers=2, target=100)
+    first, second, other = batch(0, 128.0, 1), batch(0, 128.0, 1), batch(1, 64.0, 1)
+    first["next", "done"][3] = False
+    first["next", "done"][5, 9] = True  # once more
+    for each in (first, other, second):
+        record.batch(each, 1)
+    returns = [value for _, value in record.episodes]
+    assert returns[:ENVIRONMENTS] == [10.0, *[128.0] * 4, 118.0, *[128.0] * 10]
+    assert returns[ENVIRONMENTS : 2 * ENVIRONMENTS] == [64.0] * ENVIRONMENTS
+    assert returns[2 * ENVIRONMENTS :] == [*[128.0] * 3, 256.0, *[128.0] * 12]
+
+
+def test_nothing_after_an_episodes_end_reaches_back_over_it() -> None:
     learner = Learner(seed=0)
-    steps = batch(1.0, 1)
-    steps["log_prob"] = -0.7
-    steps["reset"][5] = True
-    other = steps.copy()
-    other["reward"][4], other["terminated"][4], other["terminated"][3] = 0, True, True
-    advantage, target = learner.estimate(other)
-    assert advantage.shape == target.shape == (TIME * ENVIRONMENTS,)
-    # Nothing after an episode's end reaches back over it.
-    again = other.copy()
-    again["reward"][6:] = 7
-    assert torch.equal(learner.estimate(again)[0].view(TIME, -1)[:4], advantage.view(TIME, -1)[:4])
+    steps = batch(0, 128.0, 1)
+    steps["next", "done"][:, 4] = True
+    cut, _ = learner.estimate(steps)  # off: it might have gone on
+    steps["next", "terminated"][:, 4] = True
+    failed, target = learner.estimate(steps)
+    assert failed.shape == target.shape == (ENVIRONMENTS, TIME)
+    value = learner.value(steps["observation"]).squeeze(-1).detach()
+    following = learner.value(steps["next", "observation"]).squeeze(-1).detach()
+    torch.testing.assert_close(failed[:, 4], 1.0 - value[:, 4])
+    torch.testing.assert_close(cut[:, 4], 1.0 + 0.99 * following[:, 4] - value[:, 4])
+    delta = 1.0 + 0.99 * following[:, 3] - value[:, 3]
+    torch.testing.assert_close(failed[:, 3], delta + 0.99 * 0.95 * failed[:, 4])
+    torch.testing.assert_close(target, failed + value)
+    later = steps.clone()
+    later["next", "reward"][:, 5:] = 7
+    assert torch.equal(learner.estimate(later)[0][:, :5], failed[:, :5])
+    assert not torch.equal(learner.estimate(later)[0][:, 5:], failed[:, 5:])
+
+
+def test_learning_changes_the_policy_and_leaves_the_batch() -> None:
+    learner = Learner(seed=0)
+    steps = batch(0, 1.0, 1)
+    kept = steps.clone()
     before = [parameter.clone() for parameter in learner.policy.parameters()]
-    learner.learn(other)
+    learner.learn(steps)
     assert any(not torch.equal(old, new) for old, new in zip(before, learner.policy.parameters(), strict=True))
+    assert (steps == kept).all()
+    assert steps.keys() == kept.keys()

@@ -78,6 +78,10 @@ def test_settings_come_together_or_are_refused() -> None:
     with pytest.raises(ValueError, match=r"share its num_workers, but these have \[2, 3\].*Bus\(num_workers=…\)"):
         join_buses([one, two])
     assert one.bus is not two.bus
+    one, two, three = schemes({}, {"num_workers": 3, "min_workers": 2}, {"min_workers": 3})
+    with pytest.raises(ValueError, match="share its min_workers"):
+        join_buses([one, two, three])
+    assert one.bus.num_workers is None, "nothing was changed"
     one, two = schemes({"endpoint": "tcp://127.0.0.1:5018"}, {"endpoint": "tcp://127.0.0.1:5019"})
     with pytest.raises(ValueError, match=r"several endpoints .*5018, .*5019.*Bus\(endpoint=…\)"):
         join_buses([one, two])

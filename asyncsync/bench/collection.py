@@ -12,6 +12,7 @@ by our collector, and by nothing but a loop.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,7 @@ class Collection:
             import torchrl  # noqa: F401
         except ImportError:
             return None
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torchrl")  # of defaults that will change
         return cls(side)
 
     def open(self, case: str) -> None:

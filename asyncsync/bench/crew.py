@@ -10,6 +10,7 @@ A death ends the block with :exc:`WorkerDied`, wherever it is; so does Ctrl-C. N
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from typing import Any
 
 from asyncsync.bench import worker
 from asyncsync.bench.pipe import Pipe, readable
-from asyncsync.demo.crew import WorkerDied, ending, sigint_blocked
+from asyncsync.signals import sigint_blocked
 
 __all__ = ["Crew", "OrderFailed", "WorkerDied", "start_crew"]
 
@@ -30,6 +31,10 @@ PATIENCE = 5.0  # seconds that processes have to end by themselves
 
 class OrderFailed(Exception):
     """An order has ended with an exception in the process that obeyed it."""
+
+
+class WorkerDied(Exception):
+    """A process has ended before its time."""
 
 
 class Crew:
@@ -86,7 +91,7 @@ class Crew:
         process = self._processes[index]
         await readable(process.sentinel)
         process.join(1.0)
-        raise WorkerDied(f"{process.name} {ending(process.exitcode)}")
+        raise WorkerDied(f"{process.name} {_ending(process.exitcode)}")
 
     def _end(self, *, at_once: bool) -> None:
         for pipe in self._pipes:
@@ -134,3 +139,12 @@ async def start_crew(names: Sequence[str], new_loop: Callable[[], Any] | None) -
         raise failures.exceptions[0] from None  # the first of them; it ended the others
     finally:
         crew._end(at_once=not completed)
+
+
+def _ending(code: int | None) -> str:
+    """What an exit code says, in words."""
+    if code is None:
+        return "has ended"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"has ended with exit code {code}" + ("; its traceback is above" if code else "")

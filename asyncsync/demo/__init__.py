@@ -1,12 +1,12 @@
 """The demonstration: PPO on CartPole-v1, every update sent to the rollout workers through the bus.
 
-Read :mod:`asyncsync.demo.trainer` first, then :mod:`asyncsync.demo.worker`; ``asyncsync demo`` runs them.
+Read :mod:`asyncsync.demo.trainer` first; ``asyncsync demo`` runs it.
 
-    trainer.py   the trainer: learn from a batch, publish the weights
-    worker.py    a rollout worker: one event loop, one policy that is never torn
-    crew.py      starts and ends the worker processes, brings their batches
+    trainer.py   the trainer and its policy: learn from a batch, send the weights
+    workers.py   the collector: worker processes, each with a vector of environments
     record.py    what happened, for the view, the summary and the plot
     view.py      the live terminal view, or plain lines
     plot.py      the picture at the end
-    run.py       the command: options, Ctrl-C, exit codes
+    options.py   what the command line says
+    run.py       the command: Ctrl-C, exit codes
 """

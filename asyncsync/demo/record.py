@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from tensordict import TensorDictBase
 
-from asyncsync import WeightSyncScheme, WorkerStatus
-from asyncsync.demo.worker import Steps
+from asyncsync.sync import WeightSyncScheme, WorkerStatus
 
 EPISODES = 100  # over which the mean return is taken
 WINDOW = 3.0  # seconds over which rates are taken
@@ -63,29 +65,39 @@ class Record:
         self._end: float | None = None
         self._scheme: WeightSyncScheme | None = None
         self._recent: deque[float] = deque(maxlen=EPISODES)
+        self._returns: dict[int, np.ndarray] = {}  # so far, of each worker's environments
         self._samples: deque[Sample] = deque([Sample(0.0, tuple(self.frames), {})])
 
     # -- the trainer's side
 
-    def begin(self, scheme: WeightSyncScheme) -> None:
-        """The workers are connected."""
+    @contextlib.contextmanager
+    def learning(self, scheme: WeightSyncScheme) -> Iterator[None]:
+        """The block in which the workers are connected."""
         self._scheme = scheme
         self._learning = self.seconds
         self.phase = "learning"
+        try:
+            yield
+        finally:
+            self.end("solved" if self.solved else "stopped")
 
-    def batch(self, worker: int, steps: Steps, version: int) -> None:
-        """A batch that is learned from now, when this version is the newest."""
-        now = self.seconds
-        real = ~steps["reset"]
-        self.frames[worker] += int(real.sum())
+    def batch(self, batch: TensorDictBase, version: int) -> None:
+        """A batch, [environments, time], that is learned from now, when this version is the newest."""
+        now, worker = self.seconds, int(batch["worker"][0, 0])
+        self.frames[worker] += batch.numel()
         self.versions = version
-        self.lags.append((now, worker, float((version - steps["version"][real].astype(np.int64)).mean())))
-        for value in steps["episode_return"][~np.isnan(steps["episode_return"])]:
-            self.episodes.append((now, float(value)))
-            self._recent.append(float(value))
+        self.lags.append((now, worker, version - batch["collector", "policy_version"].double().mean().item()))
+        rewards, dones = (batch["next", key].squeeze(-1).T.numpy() for key in ("reward", "done"))
+        returns = self._returns.setdefault(worker, np.zeros_like(rewards[0]))
+        for reward, done in zip(rewards, dones, strict=True):
+            returns += reward
+            for value in returns[done].tolist():
+                self.episodes.append((now, value))
+                self._recent.append(value)
+            returns[done] = 0
 
-    def end(self, phase: str = "solved") -> None:
-        """Nothing more comes; the clock stops."""
+    def end(self, phase: str) -> None:
+        """Nothing more comes; the clock stops. What is said first holds."""
         if self._end is None:
             self.sample()
             self._end = self.seconds

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from asyncsync.demo.crew import Options, WorkerDied
+from asyncsync.demo.options import Options
 from asyncsync.demo.plot import save_plot
 from asyncsync.demo.record import Record
 from asyncsync.demo.trainer import train
@@ -45,7 +45,7 @@ def run(options: Options) -> int:
     except TimeoutError:
         code, record.phase = FAILED, "not solved in time"
         error = f"the target, {options.target:g}, was not reached within {options.max_seconds:g} s"
-    except (WorkerDied, WeightSyncError) as failure:
+    except WeightSyncError as failure:
         code, record.phase = FAILED, "failed"
         error = str(failure)
     print(f"\n{summary(record)}")

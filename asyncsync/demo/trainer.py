@@ -1,23 +1,23 @@
 """An asynchronous PPO trainer on CartPole-v1: the library's first example, to be read from top to bottom.
 
-No worker waits for weights, and the trainer waits for no worker in particular: it learns from whichever batch comes
-first, publishes, and goes on, while each worker switches to the newest weights between two of its steps. So a batch may
-come from a policy that is a few versions old. PPO allows for that, because every action comes with the probability with
-which it was chosen, and the record shows it, because it comes with the version that chose it, too.
+The trainer waits for no worker in particular: it learns from whichever batch comes first, sends its weights, and goes
+on, while each worker switches to the newest ones between two of its steps. So a batch may come from a policy that is a
+few versions old. PPO allows for that, because every action comes with the probability with which it was chosen, and the
+record shows it, because it comes with the version that chose it, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from asyncsync import WeightSyncScheme
-from asyncsync.demo.crew import Options, start_workers
+from asyncsync.demo.options import Options
 from asyncsync.demo.record import Record
-from asyncsync.demo.worker import OBSERVATION, Steps, make_policy
+from asyncsync.demo.workers import start_workers
+from asyncsync.sync import WeightSyncScheme
 
 DISCOUNT, TRACE = 0.99, 0.95
 EPOCHS, MINIBATCH = 4, 512
@@ -28,22 +28,38 @@ async def train(options: Options, record: Record) -> None:
     """Train until the mean return of the last 100 episodes reaches the target.
 
     Raises:
-        WorkerDied: a worker's process has ended.
+        PeerLost, PartialSendError: a worker's process has ended.
     """
     learner = Learner(options.seed)
-    # SharedMemWeightSyncScheme(num_workers=…), unless the command line says otherwise.
-    scheme = WeightSyncScheme.from_backend(options.scheme, num_workers=options.workers)
-    scheme.init_on_sender(model_id="policy", model=learner.policy)
-    async with start_workers(scheme, options) as crew, scheme:
-        await scheme.connect()  # every worker has applied version 1 now
-        record.begin(scheme)
-        while not record.solved:
-            worker, steps = await crew.batch()
-            record.batch(worker, steps, scheme.version)
-            await asyncio.to_thread(learner.learn, steps)  # meanwhile the loop serves workers and the view
-            await scheme.publish()  # a snapshot: from here on learn() may change the policy again
-        await scheme.wait_version(scheme.version)  # the workers have the solution
-        record.end()
+    # SharedMemWeightSyncScheme(), unless the command line says otherwise.
+    scheme = WeightSyncScheme.from_backend(options.scheme)
+    async with start_workers(options, learner.policy, scheme) as collector:  # they have applied version 1 now
+        with record.learning(scheme):
+            async for batch in collector:  # [environments, time]; its worker has begun the next one
+                record.batch(batch, collector.policy_version)
+                await asyncio.to_thread(learner.learn, batch)  # meanwhile the loop serves the view
+                await collector.update_policy_weights_async()  # every worker acts with the new weights now
+                if record.solved:
+                    break
+
+
+class Actor(nn.Module):
+    """CartPole's observation → an action, and the logarithm of the probability with which it was chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = network(outputs=2)
+
+    def log_probs(self, observation: Tensor) -> Tensor:
+        """Of both actions."""
+        result: Tensor = self.logits(observation).log_softmax(-1)
+        return result
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What a worker calls once per step, for all its environments."""
+        log_probs = self.log_probs(tensordict["observation"])
+        action = log_probs.exp().multinomial(1)
+        return tensordict.update({"action": action.squeeze(-1), "log_prob": log_probs.gather(-1, action).squeeze(-1)})
 
 
 class Learner:
@@ -51,27 +67,22 @@ class Learner:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.policy = make_policy()
-        self.value = nn.Sequential(
-            nn.Linear(OBSERVATION, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
-        )
+        self.policy, self.value = Actor(), network(outputs=1)
         self.optimizer = torch.optim.Adam([*self.policy.parameters(), *self.value.parameters()], lr=LEARNING_RATE)
 
-    def learn(self, steps: Steps) -> None:
-        """A few epochs over one batch, [time, environments]."""
-        observation, action = tensor(steps["observation"]), tensor(steps["action"])
-        acted = tensor(steps["log_prob"])  # by the worker, with the weights that it had
-        advantage, target = self.estimate(steps)
-        # In the step after an episode's end the environment only resets, whatever the action: nothing to learn from.
-        real = torch.from_numpy(np.flatnonzero(~steps["reset"]))
-        advantage = (advantage - advantage[real].mean()) / (advantage[real].std() + 1e-8)
+    def learn(self, batch: TensorDictBase) -> None:
+        """A few epochs over one batch."""
+        advantage, target = self.estimate(batch)
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        frames = batch.select("observation", "action", "log_prob").update({"advantage": advantage, "target": target})
+        frames = frames.flatten()
         for _ in range(EPOCHS):
-            for chosen in torch.split(real[torch.randperm(len(real))], MINIBATCH):
-                log_probs = self.policy(observation[chosen]).log_softmax(-1)
-                ratio = (log_probs.gather(-1, action[chosen, None]).squeeze(-1) - acted[chosen]).exp()
-                gain = torch.min(ratio * advantage[chosen], ratio.clamp(1 - CLIP, 1 + CLIP) * advantage[chosen])
+            for part in frames[torch.randperm(len(frames))].split(MINIBATCH):
+                log_probs, advantage = self.policy.log_probs(part["observation"]), part["advantage"]
+                ratio = (log_probs.gather(-1, part["action"][:, None]).squeeze(-1) - part["log_prob"]).exp()
+                gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
                 entropy = -(log_probs.exp() * log_probs).sum(-1)
-                error = self.value(observation[chosen]).squeeze(-1) - target[chosen]
+                error = self.value(part["observation"]).squeeze(-1) - part["target"]
                 loss = -gain.mean() - ENTROPY * entropy.mean() + 0.5 * error.square().mean()
                 self.optimizer.zero_grad()
                 loss.backward()
@@ -79,20 +90,19 @@ class Learner:
                 self.optimizer.step()
 
     @torch.no_grad()
-    def estimate(self, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Generalised advantages and the value's targets, both flat, [time × environments]."""
-        shape = steps.shape
-        value = self.value(tensor(steps["observation"])).view(shape).numpy()
-        following = self.value(tensor(steps["next_observation"])).view(shape).numpy()
+    def estimate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Generalised advantages and the value's targets, both [environments, time]."""
+        after = batch["next"]
+        value, following = (self.value(steps["observation"]).squeeze(-1) for steps in (batch, after))
+        reward, done, terminated = (after[key].squeeze(-1) for key in ("reward", "done", "terminated"))
         # An episode cut off at 500 steps is worth as much as if it went on; one that has failed is worth nothing more.
-        delta = steps["reward"] + DISCOUNT * following * ~steps["terminated"] - value
-        goes_on = ~(steps["terminated"] | steps["truncated"])
-        advantage, trace = np.empty_like(value), np.zeros_like(value[0])
-        for t in reversed(range(len(steps))):
-            advantage[t] = trace = delta[t] + DISCOUNT * TRACE * goes_on[t] * trace
-        return tensor(advantage), tensor(advantage + value)
+        delta = reward + DISCOUNT * following * ~terminated - value
+        advantage, trace = torch.empty_like(value), torch.zeros_like(value[:, 0])
+        for t in reversed(range(value.shape[1])):
+            advantage[:, t] = trace = delta[:, t] + DISCOUNT * TRACE * ~done[:, t] * trace
+        return advantage, advantage + value
 
 
-def tensor(field: np.ndarray) -> Tensor:
-    """[time, environments, …] → [time × environments, …]."""
-    return torch.from_numpy(np.ascontiguousarray(field)).flatten(0, 1)
+def network(outputs: int) -> nn.Module:
+    """From CartPole's observation, four numbers."""
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))

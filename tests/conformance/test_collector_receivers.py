@@ -141,6 +141,17 @@ def test_r163_who_does_not_know_which_worker_it_is_cannot_receive() -> None:
     assert leaf._receiver_schemes == {}
 
 
+def test_r163_all_schemes_are_registered_or_none() -> None:
+    leaf = Readings(worker_idx=0)
+    given = {"policy": sync.ZMQWeightSyncScheme(), "env.nope": sync.ZMQWeightSyncScheme()}
+    with pytest.raises(ValueError, match=r"env\.nope"):
+        leaf.register_scheme_receiver(given, synchronize_weights=False)
+    assert leaf._receiver_schemes == {}
+    assert [scheme._role for scheme in given.values()] == [None, None]
+    leaf.register_scheme_receiver({VALUE: given["policy"]}, synchronize_weights=False)
+    leaf.shutdown()
+
+
 def test_a_scheme_that_moves_nothing_is_received_at_once() -> None:
     leaf = Readings(1, worker_idx=0)
     leaf.register_scheme_receiver({"policy": sync.NoWeightSyncScheme()})

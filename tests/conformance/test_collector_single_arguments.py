@@ -126,5 +126,7 @@ def test_several_collectors_are_another_class() -> None:
         Own(WalkEnv, Actor(), frames_per_batch=4, num_collectors=2)
     with pytest.raises(TypeError, match="positive int"):
         Collector(WalkEnv, Actor(), frames_per_batch=4, num_collectors=0)
+    with pytest.raises(TypeError, match="create_env_fn"):
+        Collector(num_collectors=2, frames_per_batch=4)
     with pytest.raises(ValueError, match="a list of 1"):
         Collector([WalkEnv], Actor(), frames_per_batch=4, num_collectors=2)

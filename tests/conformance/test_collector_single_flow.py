@@ -204,6 +204,41 @@ def test_r093_recurrent_state_goes_on_across_batches_and_ends_with_its_trajector
     assert torch.equal(batch["next", "hidden"], batch["hidden"] + 1)
 
 
+class Agents(WalkEnv):
+    """Two agents, one of which dies with every second step; the episode goes on."""
+
+    done_keys = ("done", ("agents", "done"))
+
+    def _dead(self) -> torch.Tensor:
+        return torch.tensor([[self.steps % 2 == 1], [False]])
+
+    def _root(self, observation: torch.Tensor) -> TensorDict:
+        agents = TensorDict({"done": self._dead(), "observation": torch.zeros(2, 1)}, [2])
+        return super()._root(observation).set("agents", agents)
+
+
+def test_r093_recurrent_state_beside_the_environments_own_is_handed_on_until_the_episode_ends() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        hidden = td.get(("agents", "hidden"), torch.zeros(2, 1))
+        td.set(("agents", "hidden"), hidden).set("action", torch.zeros(1))
+        return td.set(("next", "agents", "hidden"), hidden + 1)
+
+    with collector(Agents(longest=20), policy) as c:
+        batch = c.rollout()
+    assert batch["agents", "hidden"][:, 0, 0].tolist() == list(range(8)), "no death of one ends it"
+    assert batch["collector", "traj_ids"].tolist() == [0, 1, 1, 2, 2, 3, 3, 4], "as TorchRL counts"
+
+
+def test_r093_a_policy_does_not_override_what_the_environment_returns() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        wrong = {key: torch.full((1,), -1.0) for key in ("reward", "observation")}
+        wrong |= {key: torch.ones(1, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+        return td.set("action", torch.zeros(1)).set("next", TensorDict(wrong))
+
+    with collector(WalkEnv(), policy) as c, collector(WalkEnv(), lambda observation: torch.zeros(1)) as other:
+        assert (c.rollout() == other.rollout()).all()
+
+
 def test_r093_policy_and_environment_work_in_the_carrier_itself() -> None:
     events: list[str] = []
     env, policy = Recorder(events), Policy(events)
@@ -332,3 +367,10 @@ def test_r119_profiling_names_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatc
     counts = {e.key: e.count for e in profile.key_averages() if e.key.startswith("Collector.")}
     steps = {"Collector.policy": 3, "Collector.env_step": 3, "Collector.carrier": 3, "Collector.rollout": 1}
     assert counts == (steps if variable else {})
+
+
+def test_r087_r137_direct_additions_end_with_the_total_and_its_last_frame_is_truncated() -> None:
+    buffer = Buffer()
+    with collector(WalkEnv(), total_frames=10, replay_buffer=buffer, extend_buffer=False, set_truncated=True) as c:
+        list(c)
+    assert [bool(frame["next", "truncated"]) for frame in buffer.added] == [False] * 7 + [True, False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -219,6 +220,80 @@ def test_what_ended_a_free_collector_is_raised_by_whoever_asks(caplog: pytest.Lo
     assert "the environment broke" in caplog.text
 
 
+def test_two_that_wait_for_the_end_of_a_pause_do_not_both_roll_out() -> None:
+    env, outcomes = Stopping(at=0), []
+
+    def go() -> None:
+        try:
+            outcomes.append(c.next().shape)
+        except RuntimeError as error:
+            outcomes.append(str(error))
+
+    with collector(env) as c:
+        threads = [threading.Thread(target=go) for _ in range(2)]
+        with c.pause():
+            for thread in threads:
+                thread.start()
+            while len(c._turns._changed._waiters) < 2:
+                time.sleep(0.001)
+        assert env.inside.wait(20)
+        while not outcomes:
+            time.sleep(0.001)
+        env.go.set()
+        for thread in threads:
+            thread.join(20)
+    assert "collecting already" in outcomes[0]
+    assert outcomes[1] == (8,)
+
+
+def test_an_interrupt_while_a_pause_waits_pauses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = Stopping()
+    with collector(env, replay_buffer=Buffer()) as c:
+        c.start()
+        assert env.inside.wait(20)
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(c._turns._changed, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                c.pause().__enter__()
+        env.go.set()
+        steps = env.steps
+        while env.steps < steps + 10:
+            assert c.is_running()
+
+
+async def test_awaiting_a_batch_inside_pause_is_refused() -> None:
+    env = Stopping()
+    with collector(env) as c:
+        with c.pause(), pytest.raises(RuntimeError, match="paused by this thread"):
+            await asyncio.wait_for(anext(c), 10)
+        waiting = asyncio.ensure_future(anext(c))
+        assert await asyncio.to_thread(env.inside.wait, 20)
+        threading.Timer(0.05, env.go.set).start()
+        with c.pause():
+            with pytest.raises(RuntimeError, match="paused by this thread"):
+                await asyncio.wait_for(anext(c), 10)
+            with pytest.raises(RuntimeError, match="paused by this thread"):
+                c.next()
+        assert (await waiting).shape == (8,)
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+async def test_what_would_end_the_iteration_silently_is_an_error(kind: type[Exception]) -> None:
+    def hook() -> None:
+        raise kind("the user's own")
+
+    with collector(pre_collect_hook=hook) as c:
+        for go in (c.next, c.rollout, lambda: list(c)):
+            with pytest.raises(RuntimeError, match=f"{kind.__name__}.*the user's own"):
+                go()
+        with pytest.raises(RuntimeError, match=f"{kind.__name__}.*the user's own"):
+            await anext(c)
+
+
 def test_one_rollout_at_a_time() -> None:
     env = Stopping()
     with collector(env, replay_buffer=Buffer()) as c:
@@ -286,6 +361,24 @@ def test_r208_a_step_that_outlasts_the_timeout_is_not_waited_for(caplog: pytest.
     assert env.closed == 1
 
 
+def test_a_step_that_ends_together_with_the_timeout_of_shutdown_leaves_no_environment_open() -> None:
+    env = Stopping()
+    c = collector(env, replay_buffer=Buffer())
+    c.start()
+    assert env.inside.wait(20)
+    close = c._turns.close
+
+    def late(*args: Any) -> bool:
+        over = close(*args)
+        env.go.set()
+        c._free.join(20)
+        return over
+
+    c._turns.close = late
+    c.shutdown(timeout=0.05)
+    assert env.closed == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_environment_is_closed_when_the_budget_is_reached(kind: str) -> None:
     env = environment(kind)
@@ -300,8 +393,8 @@ def test_seed_reset_and_state(kind: str) -> None:
     policy = Actor(0.3)
     with collector(environment(kind), policy) as c:
         assert isinstance(c.set_seed(4), int)
-        c.reset()
-        assert c._carrier["observation"].tolist() == [0.0, 1.0, 0.0]
+        assert c._carrier["observation"].tolist() == [0.0, 1.0, 0.0], "it resets"
+        assert c._carrier["collector", "traj_ids"] == 1
         list(zip(range(2), c, strict=False))
         state = c.state_dict()
     assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool"}

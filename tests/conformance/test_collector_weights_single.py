@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +101,84 @@ def test_max_lag_waits_for_the_newer_version() -> None:
     finally:
         leaf.shutdown()
         top.shutdown()
+
+
+def receiving(tops: dict[str, Readings], **options: Any) -> Collector:
+    """A collector that receives each of these models from a sender, and so on a bus, of its own."""
+    made: list[Collector] = []
+    passed = {model_id: passed_on(top)[model_id] for model_id, top in tops.items()}
+    thread = threading.Thread(
+        target=lambda: made.append(collector(weight_recv_schemes=passed, worker_idx=0, **options))
+    )
+    thread.start()
+    for top in tops.values():
+        top._connect_senders(20)
+    thread.join(20)
+    return made[0]
+
+
+def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.collectors.rollout.LAG_SECONDS", 5.0)
+    nets = Readings(schemes={NET: sync.ZMQWeightSyncScheme()}, workers=1)
+    policies = Readings(policy=Level(1), schemes={"policy": sync.ZMQWeightSyncScheme()}, workers=1)
+    leaf = receiving({NET: nets, "policy": policies}, max_lag=0)
+    try:
+        update(nets, "blocking", Level(1), model_id=NET)
+        for level in (2, 3, 4):
+            update(policies, "blocking", Level(level))
+        assert levels(leaf.next()) == {(4, 1, 4)}, "the policy's version, though another is received first"
+        thread = threading.Thread(target=update, args=(policies, "blocking", Level(5)))
+        batches: list[Any] = []
+        rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
+        with leaf._holds():
+            thread.start()
+            while leaf._newest_version() < 5:
+                time.sleep(0.001)
+            rolling.start()
+        rolling.join(4)
+        assert levels(batches[0]) == {(5, 1, 5)}
+        thread.join(20)
+    finally:
+        leaf.shutdown()
+        nets.shutdown()
+        policies.shutdown()
+
+
+def test_r166_the_registered_policy_is_sent_not_the_copy_that_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.collectors.single.placed", lambda policy, *_: copy.deepcopy(policy))
+    scheme, registered, below = sync.ZMQWeightSyncScheme(), Level(1), Level(0)
+    receiver = pickle.loads(pickle.dumps(scheme))
+    receiver.init_on_receiver("policy", model=below, worker_idx=0)
+    thread = threading.Thread(target=receiver.connect)
+    thread.start()
+    with Collector(LevelEnv, registered, frames_per_batch=10, weight_sync_schemes={"policy": scheme}) as one:
+        thread.join(20)
+        assert one.policy is not registered
+        with torch.no_grad():
+            registered.level.fill_(7)
+        one.update_policy_weights_()
+        assert below.level.item() == 7
+        receiver.shutdown()
+
+
+def test_r168_weights_of_each_worker_need_workers() -> None:
+    with collector() as one:
+        with pytest.raises(ValueError, match=r"worker_idx: weights.*no workers"):
+            one.update_policy_weights_({0: Level(3)})
+        assert levels(one.next()) == {(0, -1, 0)}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
+def test_r186_frames_that_act_with_pushed_weights_have_their_version_whatever_hooks_take() -> None:
+    policy = Level(0)
+    updater = VanillaWeightUpdater(policy_weights=policy)
+    found: list[Any] = []
+    updater.register_post_hook(lambda: found.append(levels(one.next())))
+    with Collector(LevelEnv, policy, frames_per_batch=10, weight_updater=updater) as one:
+        for value in (1, 2):
+            one.update_policy_weights_(Level(value))
+        assert found == [{(1, -1, 1)}, {(2, -1, 2)}]
+        assert one.policy_version == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")

@@ -208,12 +208,10 @@ def assert_whole(env: GymEnv, steps: int, truncate: bool = False) -> None:
     assert ended >= steps
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["own-memory", "reused-memory"])
 @pytest.mark.parametrize("kind", VECTORS)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_r090_no_frame_of_a_vector_is_lost_or_doubled(make: Callable[..., GymEnv], kind: str, reuse: bool) -> None:
+def test_r090_no_frame_of_a_vector_is_lost_or_doubled(make: Callable[..., GymEnv], kind: str) -> None:
     env = make(VECTORS[kind]())
-    env.reuses_buffers = reuse
     assert env.batch_size == (N,)
     assert_whole(env, 12)
 
@@ -343,17 +341,86 @@ def test_what_a_user_keeps_does_not_change(make: Callable[..., GymEnv], vector: 
             assert_same(live["next"], snapshot["next"])
 
 
-def test_two_sets_of_tensors_take_turns_where_the_caller_copies(make: Callable[..., GymEnv]) -> None:
-    env = make("CartPole-v1", num_envs=N)
-    env.reuses_buffers = True
-    td = env.reset()
-    seen, taken = [], set()
-    for _ in range(6):
-        before = td["observation"].clone()
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_policy_may_keep_what_it_has_seen(vector: bool) -> None:
+    """A stack of frames, without a copy of any."""
+    kept: list[tuple[TensorDictBase, TensorDictBase]] = []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        kept.append((td, td.clone()))
+        for live, snapshot in kept:
+            assert torch.equal(live["observation"], snapshot["observation"])
+            assert torch.equal(live["done"], snapshot["done"])
+        return td.set("action", torch.tensor([1, 0]).expand(*td.batch_size, 2))
+
+    env = GymEnv(sync(AutoresetMode.DISABLED) if vector else Counting())
+    with Collector(env, policy, frames_per_batch=8 * env.batch_size.numel()) as collector:
+        collector.rollout()
+    assert len(kept) == 8
+    stacked = torch.stack([live["observation"] for live, _ in kept], -2)
+    assert torch.equal(stacked, torch.stack([snapshot["observation"] for _, snapshot in kept], -2))
+
+
+def test_a_step_that_raises_leaves_the_observation_to_its_repetition() -> None:
+    with Collector(GymEnv(sync(AutoresetMode.DISABLED)), frames_per_batch=4 * N) as collector:
+        vector = collector.env.env
+        inner, fail = vector.step, iter([False, True, *[False] * 9])
+
+        def step(action: Any) -> Any:
+            if next(fail):
+                raise RuntimeError("once")
+            return inner(action)
+
+        vector.step = step
+        with pytest.raises(RuntimeError, match="once"):
+            collector.rollout()
+        batch = collector.rollout()
+    last, root = batch["next", "observation"], batch["observation"]
+    assert torch.equal(last, root + 1), "the repeated step was recorded with another root"
+
+
+# -- numbers for choices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(5),
+        spaces.Discrete(5, start=2),
+        spaces.MultiDiscrete([2, 3]),
+        spaces.Box(-1, 1, (), np.float32),
+        spaces.Dict(a=spaces.Discrete(4, start=-1), b=spaces.MultiBinary(2), inner=every_space()),
+    ],
+    ids=str,
+)
+def test_r090_last_observations_of_any_space_are_those_of_a_vector_that_waits(
+    make: Callable[..., GymEnv], space: Any, categorical: bool
+) -> None:
+    runs = []
+    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
+        made = [lambda: Spaces(spaces.Discrete(2), copy.deepcopy(space))] * N
+        env = make(SyncVectorEnv(made, autoreset_mode=mode), categorical_action_encoding=categorical)
+        env.set_seed(1)
+        torch.manual_seed(1)
+        td = env.reset()
+        runs.append([])
+        for _ in range(11):
+            step, td = env.step_and_maybe_reset(env.rand_action(td))
+            runs[-1] += [step, td]
+    for a, b in zip(*runs, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_r090_numbers_as_observations_of_environments_in_processes(make: Callable[..., GymEnv]) -> None:
+    kwargs = {"vector_kwargs": {"context": "fork", "shared_memory": False}}  # as above
+    env = make("FrozenLake-v1", num_envs=2, vectorization_mode="async", categorical_action_encoding=True, **kwargs)
+    env.set_seed(0)
+    td, ended = env.reset(), 0
+    for _ in range(30):
         step, td = env.step_and_maybe_reset(env.rand_action(td))
-        assert torch.equal(step["observation"], before), "the step has written over its own root"
-        seen.append(step["next", "observation"].data_ptr())
-        taken |= {td["observation"].data_ptr(), step["next", "reward"].data_ptr()}
-    assert seen[0::2] == [seen[0]] * 3
-    assert seen[1::2] == [seen[1]] * 3
-    assert len({*seen, *taken}) == 6
+        done = step["next", "done"][:, 0]
+        assert torch.equal(td["observation"], torch.where(done, 0, step["next", "observation"]))
+        ended += int(done.sum())
+    assert ended

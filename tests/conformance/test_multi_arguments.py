@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
@@ -226,6 +228,24 @@ def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
             without.start()
 
 
+def test_pauses_may_be_nested(tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path)
+    with MultiAsyncCollector([make(delay=0.001)] * 2, policy(), **options(replay_buffer=buffer)) as collector:
+        collector.start()
+        wait_for(buffer, 12)
+        with collector.pause():
+            with collector.pause():
+                pass
+            before = buffer.count()
+            time.sleep(0.1)
+            assert buffer.count() == before
+        wait_for(buffer, 12)
+        with pytest.raises(RuntimeError, match="runs free"):
+            collector.next()
+        assert not collector.closed  # a caller's mistake ends nothing
+        wait_for(buffer, 12)
+
+
 def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path)
     given = options(replay_buffer=buffer, total_frames=60, init_random_frames=24)
@@ -234,6 +254,16 @@ def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
         collector._free.join(20)  # type: ignore[union-attr]
         assert not collector.is_running()
         assert 60 <= buffer.count() <= 66
+        assert collector.state_dict()["frames"] == buffer.count()
+        assert list(collector) == []
+        collector.total_frames += 30  # all is as before it was started
+        before = buffer.count()
+        assert collector.next() is None
+        assert buffer.count() >= before + 6
+        collector.start()
+        collector._free.join(20)  # type: ignore[union-attr]
+        assert buffer.count() >= 90
+        assert collector.state_dict()["frames"] == buffer.count()
 
 
 def wait_for(buffer: Any, more: int) -> None:
@@ -249,3 +279,44 @@ def test_a_plain_callable_is_a_policy() -> None:
 
     with MultiSyncCollector([make()], callable_policy, **options()) as collector:
         assert collector.next()["action"].unique().tolist() == [0.5]  # type: ignore[index]
+
+
+def test_a_partials_options_are_not_overridden() -> None:
+    inner = functools.partial(Collector, max_frames_per_traj=2, track_traj_ids=False)
+    with MultiSyncCollector([make()], policy(), **options(collector_class=inner)) as collector:
+        batch: Any = collector.next()
+        assert "traj_ids" not in batch["collector"]
+        assert batch["next", "done"][0, 1]
+    for given in ({"max_frames_per_traj": 3}, {"frames_per_batch": 6}):
+        twice = functools.partial(Collector, **dict.fromkeys(given, 2))
+        with pytest.raises(TypeError, match=f"{next(iter(given))} is given twice"):
+            MultiSyncCollector([make()], policy(), **options(collector_class=twice, **given))
+    with pytest.raises(ValueError, match="requires track_traj_ids"):
+        MultiSyncCollector([make()], policy(), **options(collector_class=inner, split_trajs=True))
+
+
+def test_a_policy_that_has_buffers_only_gets_a_scheme() -> None:
+    class Normal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(2))
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return self.mean.expand(*observation.shape[:-1], 2).clone()
+
+    source = TensorDictModule(Normal(), in_keys=["observation"], out_keys=["action"])
+    with MultiSyncCollector([make()], source, **options()) as collector:
+        source.module.mean.fill_(3.0)
+        collector.update_policy_weights_()
+        assert collector.next()["action"].eq(3).all()  # type: ignore[index]
+
+
+def test_the_first_device_is_a_device() -> None:
+    given = options(storing_device=0, device="cpu", policy_device="cpu", env_device="cpu", total_frames=6)
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr("asyncsync.collectors.multi.exact_device", lambda device: seen.append(device))
+        patch.setattr(MultiSyncCollector, "_begin", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            MultiSyncCollector([make()], policy(), **given)
+    assert seen == ["cpu", 0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from asyncsync.errors import ClosedError
+from asyncsync.errors import AckTimeout, ClosedError
 from helpers.collecting_multi import Counting, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -63,7 +65,6 @@ def follows(before: Any, after: Any, length: int) -> bool:
 def test_r088_workers_roll_out_as_a_collector_does(waiting: Any) -> None:
     with Collector(FACTORIES[0], policy(), frames_per_batch=3) as single:
         single.set_seed(3)
-        single.reset()
         waiting.set_seed(3)
         for _ in range(4):
             mine, alone = next(iter(waiting)), next(iter(single))
@@ -144,20 +145,116 @@ async def test_cancelling_anext_loses_nothing(kind: Any) -> None:
         assert_continuous(own, (7, 7))
 
 
-async def test_two_coroutines_cannot_await_the_same_batch(waiting: Any) -> None:
-    first = asyncio.ensure_future(anext(waiting))
+@pytest.mark.both_loops
+async def test_who_asks_while_another_awaits_waits_in_line(waiting: Any) -> None:
+    waiting.set_seed(0)
+    cancelled = asyncio.ensure_future(anext(waiting))
     await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="another coroutine awaits"):
-        async with asyncio.timeout(5):
-            await waiting._crew.until_async(lambda: False)
-    await first
+    cancelled.cancel()
+    with pytest.raises(RuntimeError, match="already: await it there"):  # it would wait for this very thread
+        waiting.next()
+    batches = [await anext(waiting)]
+    batches += await asyncio.gather(anext(waiting), asyncio.to_thread(waiting.next), anext(waiting))
+    assert cancelled.cancelled()
+    assert sorted(steps(batch)[0][0] for batch in batches) == [0, 1, 3, 4]  # of 5 steps: each batch has three
+
+
+def test_threads_take_turns(waiting: Any) -> None:
+    waiting.set_seed(0)
+    with ThreadPoolExecutor(4) as threads:
+        batches = [each.result(20) for each in [threads.submit(waiting.next) for _ in range(8)]]
+    assert sorted(steps(batch)[0][0] for batch in batches) == sorted(3.0 * i % 5 for i in range(8))
+
+
+@pytest.mark.parametrize("sent", [True, False])
+@BOTH
+def test_an_interrupt_loses_no_rollout_and_mixes_none(
+    kind: Any, sent: bool, waiting: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while workers are asked, before or after the message was sent; and while a batch is assembled."""
+    is_sync = kind is MultiSyncCollector
+    collector = waiting if is_sync else running
+    collector.set_seed(0)
+    batches = [collector.next() for _ in range(6)][0 if is_sync else 2 :]
+    post, left = collector._crew.post, 0
+
+    def interrupted(worker: int, message: Any) -> None:
+        nonlocal left
+        left -= 1
+        if sent or left:
+            post(worker, message)
+        if not left:
+            raise KeyboardInterrupt
+
+    def at_once(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    def until_interrupted() -> None:
+        while len(batches) < 100:
+            batches.append(collector.next())
+
+    for number in [1, 2, 1, 3, 2] if is_sync else [1, 1, 1]:
+        left = number
+        with monkeypatch.context() as patch:
+            patch.setattr(collector._crew, "post", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                until_interrupted()
+    with monkeypatch.context() as patch:
+        patch.setattr(collector, "_in_slot" if is_sync else "_batch", at_once)
+        with pytest.raises(KeyboardInterrupt):
+            until_interrupted()
+    before = collector._frames
+    batches += [collector.next() for _ in range(6)]
+    assert collector._frames == before + sum(batch.numel() for batch in batches[-6:])
+    for worker in range(2):
+        own = [b[worker] for b in batches] if is_sync else [b for b in batches if b["observation"][0, 0] == 10 * worker]
+        for earlier, later in pairwise(own):
+            assert follows(earlier, later, 5 if worker == 0 else 3), (steps(earlier), steps(later))
+
+
+def test_rollouts_that_are_shorter_than_asked_do_not_count_in_full() -> None:
+    inner = partial(MultiSyncCollector, preemptive_threshold=0.5, cat_results=-1, start_method="forkserver")
+    factories: Any = [[make(length=99), make(length=99, delay=0.02)]]
+    given = options(frames_per_batch=20, total_frames=40, collector_class=inner)
+    with MultiAsyncCollector(factories, policy(), **given) as collector:
+        sizes = [batch.numel() for batch in collector]  # type: ignore[union-attr]
+    assert max(sizes) < 20
+    assert sum(sizes) >= 40
+
+
+def test_what_a_hook_keeps_is_not_written_again() -> None:
+    kept: list[tuple[Any, Any]] = []
+
+    def hook(batch: Any) -> None:
+        kept.append((batch["observation"], batch["observation"].clone()))
+        changed = any(not torch.equal(tensor, copy) for tensor, copy in kept)
+        batch["next", "reward"].fill_(float(changed))
+
+    with MultiAsyncCollector([make()], policy(), **options(post_collect_hook=hook)) as collector:
+        for _ in range(10):
+            batch: Any = collector.next()
+            assert batch["next", "reward"].eq(0).all()
+            batch.zero_()
+
+
+@BOTH
+def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
+    with kind([make(delay=0.1)], policy(), **options(frames_per_batch=4)) as collector:
+        if kind is MultiAsyncCollector:
+            collector.next()
+            with pytest.raises(AckTimeout, match=r"worker 0 has not answered \(state\).* timeout= gives it longer"):
+                collector.state_dict(timeout=0.05)
+        assert collector.set_seed(3, timeout=20.0) == 13
+        collector.reset(timeout=20.0)
+        collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)
+        assert not collector._crew._replies
 
 
 def test_the_next_rollout_is_under_way_when_a_batch_is_handed_out() -> None:
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
         for _ in range(3):
             next(iter(collector))
-            assert collector._busy == {0}
+            assert set(collector._busy) == {0}
 
 
 def test_calls_come_between_two_rollouts_and_none_is_thrown_away(running: Any) -> None:
@@ -205,6 +302,16 @@ def test_collection_ends_with_the_total(kind: Any) -> None:
         assert not collector._busy  # nobody was asked for more than was wanted
     with pytest.raises(ClosedError, match="has been shut down"):
         collector.set_seed(0)
+
+
+async def test_a_stop_iteration_of_the_users_code_is_an_error() -> None:
+    def postproc(batch: Any) -> Any:
+        raise StopAsyncIteration
+
+    async with MultiAsyncCollector([make()], policy(), **options(postproc=postproc)) as collector:
+        with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
+            await anext(collector)
+        assert collector.closed
 
 
 async def test_async_iteration_ends_with_the_total() -> None:

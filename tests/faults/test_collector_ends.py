@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import pytest
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
-from helpers.collecting_multi import alive, gone_within, make, options, policy, trainer
+from helpers.collecting_multi import alive, gone_within, make, note_random_state, options, policy, trainer
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -53,6 +54,24 @@ def test_r208_workers_end_when_their_trainer_is_killed(kind: str, delay: float) 
         process.join()
         assert gone_within(pids, 5.0), "workers outlive their trainer"
         assert not directories()
+
+
+def test_r208_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> None:
+    with program("async", "during shutdown", 60.0) as (process, _pipe, pids):
+        time.sleep(0.5)
+        process.kill()
+        process.join()
+        assert gone_within(pids, 5.0), "workers outlive their trainer"
+
+
+def test_r208_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None:
+    with program("async", "with a fork", 60.0) as (process, _pipe, [*pids, child]):
+        try:
+            process.kill()
+            process.join()
+            assert gone_within(pids, 5.0), "workers outlive their trainer"
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_ctrl_c_leaves_nothing_behind() -> None:
@@ -117,6 +136,73 @@ async def test_r208_shutdown_is_idempotent_and_comes_with_the_block() -> None:
     collector.shutdown(timeout=0.1)
     with pytest.raises(ClosedError, match="has been shut down"):
         collector.next()
+
+
+def test_ctrl_c_during_shutdown_kills_the_workers() -> None:
+    collector: Any = MultiAsyncCollector([make(delay=60.0)], policy(), **options())
+    pids = collector._crew.pids
+    collector._wanted()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        collector.shutdown(timeout=30.0)
+    timer.join()
+    assert collector._crew.is_over
+    assert not alive(pids)
+    collector.shutdown()
+
+
+def test_a_forked_copy_ends_nothing() -> None:
+    with MultiAsyncCollector([make()], policy(), **options()) as collector:
+        collector.next()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                for use in (collector.next, collector.state_dict, collector.pause().__enter__):
+                    with pytest.raises(ClosedError, match="was forked from it"):
+                        use()
+                collector.shutdown()
+                assert collector.closed
+                del use, collector
+                gc.collect()
+                time.sleep(0.3)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for _ in range(3):
+            assert collector.next() is not None
+
+
+def test_messages_to_a_worker_that_does_not_read_keep_nobody() -> None:
+    with MultiAsyncCollector([make()], policy(), **options()) as collector:
+        crew: Any = collector._crew
+        [pid] = crew.pids
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for size in [1 << 20] * 3 + [30_000] * 50:
+            crew.post(0, ("nothing", bytes(size)))
+        assert time.monotonic() - began < 2.0
+        os.kill(pid, signal.SIGCONT)
+        assert collector.next() is not None
+        crew.post(0, ("nothing", bytes(1 << 20)))
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for _ in range(50):
+            crew.post(0, ("nothing", bytes(30_000)))
+        collector.shutdown(timeout=1.0)
+        assert time.monotonic() - began < 2.5
+
+
+def test_workers_draw_different_numbers_and_end_quickly(tmp_path: Path) -> None:
+    given = options(init_fn=functools.partial(note_random_state, tmp_path))
+    MultiSyncCollector([make()] * 2, policy(), **given).shutdown()
+    drawn = [path.read_text().split() for path in tmp_path.iterdir() if not path.suffix]
+    assert all(a != b for a, b in zip(*drawn, strict=True))
+    frozen = [int(path.read_text()) for path in tmp_path.glob("*.frozen")]
+    assert len(frozen) == 2
+    assert min(frozen) > 10_000  # what the interpreter's end would search for garbage, half a second long
 
 
 def test_a_stopped_worker_does_not_keep_shutdown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
-from asyncsync.errors import PeerLost, RemoteError
+from asyncsync.errors import PartialSendError, PeerLost, RemoteError
 from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, gone_within, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -178,3 +179,16 @@ def test_r165_what_ends_a_free_running_collector_surfaces(way: str, caplog: pyte
         assert "collection in the background has ended with an error" in caplog.text
     finally:
         collector.shutdown()
+
+
+@pytest.mark.parametrize("style", ["blocking", "async"])
+def test_an_update_that_does_not_reach_a_killed_worker_says_how_it_ended(style: str) -> None:
+    with MultiAsyncCollector([make()], policy(), **options()) as collector:
+        collector.next()
+        os.kill(collector._crew.pids[0], signal.SIGKILL)
+        with pytest.raises(PeerLost, match="SIGKILL") as caught:
+            if style == "blocking":
+                collector.update_policy_weights_(timeout=20)
+            else:
+                asyncio.run(collector.update_policy_weights_async(timeout=20))
+        assert isinstance(caught.value.__context__, PartialSendError)

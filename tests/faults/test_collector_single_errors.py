@@ -95,6 +95,44 @@ def test_what_hooks_postproc_and_buffers_raise_is_unchanged_and_collection_can_g
     assert env.closed == 1
 
 
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("what", ["add", "append"])
+def test_a_frame_that_could_not_be_stored_does_not_spoil_the_next(what: str, error: type[BaseException]) -> None:
+    class Breaking(Buffer):
+        def add(self, frame: TensorDictBase) -> None:
+            if len(self.added) == 1 and fail:
+                raise fail.pop()
+            super().add(frame)
+
+    fail = [error()]
+    buffer = Breaking()
+    kwargs = {"replay_buffer": buffer, "extend_buffer": False} if what == "add" else {}
+    with collector(WalkEnv(), **kwargs) as c, collector(WalkEnv()) as other:
+        expected = torch.cat([other.rollout(), other.rollout()])
+        if what == "append":
+            append = c._store.append
+
+            def breaking(*args: Any) -> None:
+                if c._store.count == 1 and fail:
+                    raise fail.pop()
+                append(*args)
+
+            c._store.append = breaking
+        with pytest.raises(error):
+            c.rollout()
+        assert "next" not in c._carrier.keys()  # noqa: SIM118
+        batch = c.rollout()
+    if what == "add":
+        batch = torch.stack(buffer.added[1:])
+    assert (batch == expected[2:6]).all()
+
+
+def test_what_an_interrupted_step_left_under_next_is_not_the_policys() -> None:
+    with collector(WalkEnv()) as c, collector(WalkEnv()) as other:
+        c._carrier.set("next", TensorDict({"stale": torch.ones(1)}))
+        assert (c.rollout() == other.rollout()).all()
+
+
 def test_an_environment_that_fails_to_close_says_so_once() -> None:
     class Sticky(WalkEnv):
         def close(self) -> None:

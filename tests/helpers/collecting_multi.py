@@ -5,15 +5,19 @@ An observation tells where it comes from: ``[seed, trajectory of this environmen
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
+import random
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -32,6 +36,7 @@ __all__ = [
     "draw_one_and_die",
     "gone_within",
     "make",
+    "note_random_state",
     "options",
     "policy",
     "trainer",
@@ -221,6 +226,14 @@ def draw_one_and_die(pool: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def note_random_state(directory: Path) -> None:
+    """An init_fn: tells the first random numbers, and at the process's end, how many objects no collection looks at."""
+    path = directory / str(os.getpid())
+    path.write_text(f"{torch.rand(1).item()} {np.random.rand()} {random.random()}")
+    ended = path.with_suffix(".frozen")
+    multiprocessing.util.Finalize(None, lambda: ended.write_text(str(gc.get_freeze_count())), exitpriority=1)
+
+
 def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, Any]) -> None:
     """A program with a collector: tells its workers' pids, iterates, and ends in some way."""
     from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -232,6 +245,14 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
         collector.next()
         pipe.send(collector._crew.pids)
         return
+    if end == "during shutdown":
+        collector._wanted()
+        pipe.send(collector._crew.pids)
+        collector.shutdown(30.0)
+    if end == "with a fork":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        pipe.send([*collector._crew.pids, child.pid])
     pipe.send(collector._crew.pids)
     try:
         for _ in collector:

@@ -76,12 +76,17 @@ def _names(directory: str) -> list[str]:
 
 def _strangers(name: str) -> bool:
     """Whether a segment is some other program's on this machine: mapped there, and neither here nor in a child."""
-    path = f"/dev/shm/{name}"
+    try:
+        found = os.stat(f"/dev/shm/{name}")
+    except FileNotFoundError:
+        return True  # gone meanwhile
+    # By number: libc makes a semaphore under another name, which is the one that is shown.
+    place = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     elsewhere = False
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            if path in maps.read_text(errors="replace"):
+            if place in maps.read_text(errors="replace"):
                 if int(maps.parent.name) in family:
                     return False
                 elsewhere = True

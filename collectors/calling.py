@@ -1,0 +1,185 @@
+"""Calling: what a collector has its workers do between two rollouts, and waits for."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
+from asyncsync.collectors.counts import check_count
+from asyncsync.collectors.crew import Crew
+from asyncsync.collectors.failures import Failure
+from asyncsync.collectors.messages import dumps
+from asyncsync.collectors.page import ControlPage
+from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
+from asyncsync.threads import WorkThread, finish
+
+__all__ = ["CALL_SECONDS", "Calling"]
+
+CALL_SECONDS = 60.0
+"""How long a call waits for its answer, which a worker gives between two rollouts."""
+LAST_WORDS_SECONDS = 1.0
+"""How long a worker's own words are waited for when the bus says that it is lost."""
+
+
+class Calling(BaseCollector):
+    """Part of :class:`asyncsync.collectors.MultiCollector`."""
+
+    num_workers: int
+    _crew: Crew
+    _page: ControlPage
+    _frames: int
+    _iter: int
+
+    @abstractmethod
+    def _count_free(self) -> None:
+        """Have ``_frames`` right, whoever counts them at the moment."""
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().update_policy_weights_(*args, **kwargs)
+        except PartialSendError as error:
+            if (failure := self._failure_behind(error)) is not None:
+                raise failure  # noqa: B904 - it has its cause
+            raise
+
+    async def update_policy_weights_async(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super().update_policy_weights_async(*args, **kwargs)
+        except PartialSendError as error:
+            thread = WorkThread("asyncsync-collector-failure")
+            try:
+                failure = await finish(thread.submit(lambda: self._failure_behind(error)))
+            finally:
+                thread.abandon()
+            if failure is not None:
+                raise failure  # noqa: B904 - it has its cause
+            raise
+
+    update_policy_weights_.__doc__ = BaseCollector.update_policy_weights_.__doc__
+    update_policy_weights_async.__doc__ = BaseCollector.update_policy_weights_async.__doc__
+
+    def _failure_behind(self, error: PartialSendError) -> BaseException | None:
+        """What has ended a worker that the update has not reached: its own exception, or how its process ended."""
+        if not any(isinstance(one, PeerLost) for one in error.failed.values()):
+            return None
+        try:
+            self._crew.until(lambda: None, LAST_WORDS_SECONDS)
+        except AckTimeout:
+            return None
+        except BaseException as failure:
+            if failure is not self._crew.failure:  # Ctrl-C, or the collector's end
+                raise
+            return failure
+        return None
+
+    def _call(
+        self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Have workers do something between two rollouts; returns their answers."""
+        message = dumps((name, *arguments)) if arguments else (name,)
+        chosen = range(self.num_workers) if workers is None else workers
+        deadline = time.monotonic() + (CALL_SECONDS if timeout is None else timeout)
+        replies = [self._crew.call(worker, message) for worker in chosen]
+        results = []
+        try:
+            for worker, reply in zip(chosen, replies, strict=True):
+                try:
+                    failure, result = self._crew.until(reply, max(0.0, deadline - time.monotonic()))
+                except AckTimeout:
+                    raise AckTimeout(
+                        f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
+                        "was asked for all the same; timeout= gives it longer"
+                    ) from None
+                if failure is not None:
+                    assert isinstance(failure, Failure)
+                    raise failure.error(f"worker {worker}")
+                results.append(result)
+        finally:
+            for reply in replies:
+                reply.forget()
+        return results
+
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = CALL_SECONDS) -> int:
+        """Seed the environments one after another, each with what the one before has returned, and torch's, NumPy's and
+        Python's generators in the workers; each resets then. Returns the last one's seed for the next.
+
+        Args:
+            seed: of the first.
+            static_seed: all have the same.
+            timeout: seconds for each worker; it answers between two rollouts.
+
+        Raises:
+            AckTimeout: not within the timeout; workers do what they were asked for all the same.
+        """
+        for worker in range(self.num_workers):
+            [seed] = self._call("seed", seed, static_seed, workers=[worker], timeout=timeout)
+        return seed
+
+    def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = CALL_SECONDS) -> None:
+        """Reset the environments of all workers, or of those whose entry is true.
+
+        Args:
+            reset_idx: one entry per worker.
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            ValueError: another number of entries than there are workers.
+            AckTimeout: not within the timeout; workers do it all the same.
+        """
+        if reset_idx is not None:
+            check_count("reset_idx", reset_idx, self.num_workers)
+        chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
+        self._call("reset", workers=chosen, timeout=timeout)
+
+    def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
+        """``worker0``, ``worker1``, …: each worker's collector's; ``frames`` and ``iter``.
+
+        Args:
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            AckTimeout: not within the timeout.
+        """
+        states = self._call("state", timeout=timeout)
+        self._count_free()
+        return {f"worker{w}": s for w, s in enumerate(states)} | {"frames": self._frames, "iter": self._iter}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, timeout: float = CALL_SECONDS) -> None:
+        """Go on from what :meth:`state_dict` returned, with new trajectories.
+
+        Args:
+            state_dict: of a collector with as many workers.
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            KeyError: a worker's state is missing. Nothing was changed.
+            AckTimeout: not within the timeout; workers do it all the same.
+        """
+        names = [f"worker{w}" for w in range(self.num_workers)]
+        if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
+            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
+        for worker, name in enumerate(names):
+            self._call("load", state_dict[name], workers=[worker], timeout=timeout)
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self._page.frames = self._frames
+
+    @property
+    def pre_collect_hook(self) -> PreHook | None:
+        return self._pre_collect_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: PreHook | None) -> None:
+        self._call("pre_hook", hook)
+        self._pre_collect_hook = hook
+
+    @property
+    def post_collect_hook(self) -> PostHook | None:
+        return self._post_collect_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: PostHook | None) -> None:
+        self._call("post_hook", hook)
+        self._post_collect_hook = hook
