@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
@@ -51,7 +52,7 @@ class Calling(BaseCollector):
         except PartialSendError as error:
             thread = WorkThread("asyncsync-collector-failure")
             try:
-                failure = await finish(thread.submit(lambda: self._failure_behind(error)))
+                failure = await finish(thread.submit(partial(self._failure_behind, error)))
             finally:
                 thread.abandon()
             if failure is not None:

@@ -186,9 +186,13 @@ def test_an_update_that_does_not_reach_a_killed_worker_says_how_it_ended(style: 
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
         collector.next()
         os.kill(collector._crew.pids[0], signal.SIGKILL)
-        with pytest.raises(PeerLost, match="SIGKILL") as caught:
+
+        def update() -> None:
             if style == "blocking":
                 collector.update_policy_weights_(timeout=20)
             else:
                 asyncio.run(collector.update_policy_weights_async(timeout=20))
+
+        with pytest.raises(PeerLost, match="SIGKILL") as caught:
+            update()
         assert isinstance(caught.value.__context__, PartialSendError)
