@@ -41,6 +41,7 @@ Make = Callable[[], Coroutine[Any, Any, T]]
 # How long an interrupted caller waits until its coroutine has cleaned up, and an ending process for its open buses.
 CLEANUP_SECONDS = 5.0
 EXIT_SECONDS = 1.0
+ENDING = ("asyncsync-loop", "asyncsync-unmapping", "asyncsync-collector-end")  # threads that end by themselves
 
 
 class Open(Protocol):
@@ -412,6 +413,17 @@ def _exit() -> None:
         if not call.wait(2 * EXIT_SECONDS):
             call.cancel()
         thread.stop()
+
+
+def _let_end() -> None:
+    """What is about to end is let end: a thread that the interpreter stops inside torch aborts the process."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name in ENDING and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+Finalize(None, _let_end, exitpriority=0)  # after _exit
 
 
 def _after_fork() -> None:

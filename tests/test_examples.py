@@ -83,11 +83,15 @@ def test_r035_r037_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path,
     assert {worker for worker, _ in ends} == {"0", "1"}
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["asyncio", "blocking"])
+@pytest.mark.parametrize("number", range(3), ids=["asyncio", "blocking", "collectors"])
 def test_the_readmes_programs_run(tmp_path: Path, number: int) -> None:
     source = Path(os.environ.get("ASYNCSYNC_SOURCE", EXAMPLES.parent))  # `make test` runs a copy of the tests
     programs = re.findall(r"^```python\n(.*?)^```", (source / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(programs) == 2
+    assert len(programs) == 3
     path = tmp_path / "readme.py"
     path.write_text(programs[number])
-    assert example(path, tmp_path) == ""
+    out = example(path, tmp_path)
+    if number < 2:
+        assert out == ""
+    else:
+        assert len(re.findall(r"tensor\(\[[\d, ]+\]\)", out)) == 10

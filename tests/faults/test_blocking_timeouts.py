@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncsync.sync import AckTimeout, NotConnected, PartialSendError
@@ -109,6 +110,8 @@ def test_r195_send_to_a_stopped_process_ends_within_its_timeout() -> None:
         sender.connect()
         sender.send(sender.model.fill(2))
         os.kill(worker.pid, signal.SIGSTOP)
+        while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:  # it may be in the middle of something
+            time.sleep(0.001)
         with in_time(), pytest.raises(PartialSendError):
             sender.send(sender.model.fill(3), timeout=LIMIT)
         os.kill(worker.pid, signal.SIGCONT)
