@@ -250,13 +250,14 @@ class Rollouts(DeviceSetup, BaseCollector):
                 try:
                     with self._holds():
                         stepped = self._step(random)
-                    carrier = stepped[0]
-                    if adds:
-                        self._add(carrier, last=t + 1 == self.frames_per_batch)
-                    else:
-                        store.append(carrier, non_blocking)
-                        if storing_device is not None and not self.no_cuda_sync:
-                            self._sync_storage()
+                        carrier = stepped[0]
+                        # Copied inside: what a model returns may be a view of its weights.
+                        if adds:
+                            self._add(carrier, last=t + 1 == self.frames_per_batch)
+                        else:
+                            store.append(carrier, non_blocking)
+                            if storing_device is not None and not self.no_cuda_sync:
+                                self._sync_storage()
                 finally:
                     if stepped is not None:  # the environment has moved on, whatever became of the frame
                         self._advance(*stepped)
