@@ -134,7 +134,7 @@ def _ignore(error: BaseException | None) -> None:
 
 
 class Holds:
-    """Several gates held at once, as one context manager for one use: entered at each step, so it is small."""
+    """Several gates held at once, as one context manager for one use."""
 
     __slots__ = ("_gates", "_open")
 
@@ -142,7 +142,12 @@ class Holds:
         self._gates = gates
         self._open: list[Hold] = []
 
-    def __enter__(self) -> None:
+    @property
+    def awaited(self) -> bool:
+        """Whether an update waits for the end of this block."""
+        return any(gate.pending for gate in self._gates)
+
+    def __enter__(self) -> Holds:
         try:
             for gate in self._gates:
                 hold = gate.hold()
@@ -151,6 +156,7 @@ class Holds:
         except BaseException:
             self.__exit__()
             raise
+        return self
 
     def __exit__(self, *exc: object) -> None:
         while self._open:

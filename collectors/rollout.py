@@ -13,7 +13,7 @@ carrier.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -31,6 +31,17 @@ __all__ = ["LAG_SECONDS", "Rollouts"]
 
 LAG_SECONDS = 60.0
 """How long a step waits for a version that max_lag demands."""
+
+
+class Above(Protocol):
+    """Who may want something of a rollout between two of its steps."""
+
+    @property
+    def calls(self) -> bool:
+        """Whether :meth:`interrupts` is to be asked. Looked at after each step, inside its hold: it never waits."""
+
+    def interrupts(self) -> bool:
+        """Whether the rollout ends early. Asked before a step, outside any hold; it may wait."""
 
 
 class Rollouts(DeviceSetup, BaseCollector):
@@ -58,13 +69,13 @@ class Rollouts(DeviceSetup, BaseCollector):
     _traj_pool_value: TrajectoryPool | None
     _frames: int
     _random: bool | None
-    _interrupted: Callable[[], bool] | None
+    _above: Above | None
 
     def _setup_rollouts(self, traj_pool: TrajectoryPool | None, profiling: bool) -> None:
         """The first reset, and what follows from its result."""
         self._traj_pool_value = traj_pool
         self._random = None
-        self._interrupted = None
+        self._above = None
         self._make_carrier()
         if profiling:
             self._act = _recorded("Collector.policy", self._act)  # type: ignore[method-assign]
@@ -232,42 +243,50 @@ class Rollouts(DeviceSetup, BaseCollector):
         """One rollout, by the thread whose turn it is."""
         if self.reset_at_each_iter:
             self._begin_trajectories(self.env.reset())
-        adds = self._adds
-        random = self._acts_randomly()
-        turns, store, interrupted = self._turns, self._store, self._interrupted
-        storing_device = self.storing_device
-        non_blocking = storing_device is not None and self._non_blocking(storing_device, self._sync_storage)
+        turns, above, store = self._turns, self._above, self._store
+        random, left = self._acts_randomly(), self.frames_per_batch
+        device = self.storing_device
+        non_blocking = device is not None and self._non_blocking(device, self._sync_storage)
         store.begin()
         with set_interaction_type(self.exploration_type):
-            for t in range(self.frames_per_batch):
+            while left:
                 if turns.wanted:
                     turns.give_way()
-                if t and interrupted is not None and interrupted():
+                if left < self.frames_per_batch and above is not None and above.interrupts():
                     break
                 if self.max_lag is not None:
                     self._keep_up(self.max_lag, LAG_SECONDS)
-                stepped = None
-                try:
-                    with self._holds():
-                        stepped = self._step(random)
-                        carrier = stepped[0]
-                        # Copied inside: what a model returns may be a view of its weights.
-                        if adds:
-                            self._add(carrier, last=t + 1 == self.frames_per_batch)
-                        else:
-                            store.append(carrier, non_blocking)
-                            if storing_device is not None and not self.no_cuda_sync:
-                                self._sync_storage()
-                finally:
-                    if stepped is not None:  # the environment has moved on, whatever became of the frame
-                        self._advance(*stepped)
-                if adds and self._frames >= self.total_frames:
-                    break
-        if adds:
+                # Steps share a hold until somebody waits for its end: to enter one takes as long as a small policy.
+                with self._holds() as holds:
+                    while True:
+                        left -= 1
+                        self._frame(random, not left, non_blocking)
+                        if self._adds and self._frames >= self.total_frames:
+                            left = 0
+                        if not left or holds.awaited or turns.wanted or self.max_lag is not None:
+                            break
+                        if above is not None and above.calls:
+                            break
+        if self._adds:
             return None
         batch = store.finish()
         self._truncate(batch, -1)
         return batch
+
+    def _frame(self, random: bool, last: bool, non_blocking: bool) -> None:
+        """One step, and its copy, inside a hold: what a model returns may be a view of its weights."""
+        stepped = None
+        try:
+            stepped = self._step(random)
+            if self._adds:
+                self._add(stepped[0], last)
+            else:
+                self._store.append(stepped[0], non_blocking)
+                if self.storing_device is not None and not self.no_cuda_sync:
+                    self._sync_storage()
+        finally:
+            if stepped is not None:  # the environment has moved on, whatever became of the frame
+                self._advance(*stepped)
 
     @property
     def _adds(self) -> bool:

@@ -10,7 +10,6 @@ Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -384,10 +383,9 @@ class WeightsAPI:
 
     # -- around a step ------------------------------------------------------------------------------------------------
 
-    def _holds(self) -> AbstractContextManager[Any]:
-        """For one step, policy and environment: no weights of this collector change within."""
-        gates = self._receivers.gates
-        return Holds([self._local.gate, *gates]) if gates else self._local.gate.hold()
+    def _holds(self) -> Holds:
+        """For steps, policy and environment: no weights of this collector change within."""
+        return Holds([self._local.gate, *self._receivers.gates])
 
     def _version_now(self) -> int:
         """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the

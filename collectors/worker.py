@@ -168,7 +168,7 @@ class _Worker:
         self._nested = hasattr(collector, "_crew")
         if not self._nested:
             collector._allocate = self._allocate
-            collector._interrupted = self._interrupted
+            collector._above = self
         if self._writes:
             collector.post_collect_hook = self._hook
         if spec.follows:
@@ -345,12 +345,18 @@ class _Worker:
         batch = self._window.allocate(layout)
         return type(self._collector)._allocate(self._collector, layout) if batch is None else batch
 
-    def _interrupted(self) -> bool:
-        """Asked before each step but a rollout's first."""
-        page = self.page
-        if page.paused and self._free:
+    @property
+    def calls(self) -> bool:
+        return self._is_cut or (self._free and self.page.paused)
+
+    def interrupts(self) -> bool:
+        if self._free and self.page.paused:
             self._stand_still()
-        return page.stopped or self._orphaned or page.is_cut(self._serial)
+        return self._is_cut
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.is_over or self.page.is_cut(self._serial)
 
     # -- running free -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ import asyncsync.collectors
 from asyncsync import sync
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.errors import AckTimeout
-from asyncsync.gate import Gate
 from helpers.collecting_weights import Readings, update
 from helpers.pairs import Model, fill
 
@@ -193,11 +192,6 @@ def test_r188_importing_the_package_imports_neither_torchrl_nor_gymnasium() -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_step_enters_and_leaves_its_hold_in_microseconds() -> None:
-    gate = Gate()
-    assert isinstance(Readings()._holds(), type(gate.hold()))
 
 
 # -- updates of a collector's own models ------------------------------------------------------------------------------

@@ -44,6 +44,49 @@ def test_r003_r009_r011_a_model_in_the_environment_by_its_id(style: str) -> None
         assert levels(one.next()) == {(6, 7, 2)}, "all of them, or none"
 
 
+class Showing(Level):
+    """A policy that returns its weights themselves, not a copy."""
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict.set("action", self.level.detach())
+
+
+class Frames:
+    """A replay buffer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+
+    def add(self, frame: Any) -> None:
+        self.frames.append(frame)
+
+
+@pytest.mark.parametrize("destination", ["batch", "replay buffer"])
+def test_r009_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: str) -> None:
+    env, policy, buffer = LevelEnv(), Showing(0), Frames()
+    count = 0
+    step_and_maybe_reset = env.step_and_maybe_reset
+
+    def stepped(td: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            thread.start()
+            while not one._local.gate.pending:
+                time.sleep(0.001)
+        return step_and_maybe_reset(td)
+
+    env.step_and_maybe_reset = stepped  # type: ignore[method-assign]
+    options = {"replay_buffer": buffer, "extend_buffer": False} if destination == "replay buffer" else {}
+    with Collector(env, policy, frames_per_batch=6, **options) as one:
+        thread = threading.Thread(target=update, args=(one, "blocking", Level(5)))
+        batch = one.next()
+        thread.join(20)
+    frames = buffer.frames if batch is None else batch.unbind(-1)
+    found = [(f["action"].item(), f["collector", "policy_version"].item()) for f in frames]
+    assert found == [(0, 0)] * 3 + [(5, 1)] * 3
+
+
 @pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
 def test_r005_r011_r199_every_frame_tells_the_version_of_the_weights_that_acted(kind: str) -> None:
     schemes = {model_id: getattr(sync, kind)() for model_id in ("policy", NET)}
