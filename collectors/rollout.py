@@ -134,12 +134,18 @@ class Rollouts(DeviceSetup, BaseCollector):
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
         """Fresh ids for the environments whose trajectory has ended with this step."""
-        ended = _aggregate_end_of_traj(env_output.get("next"), self._done_keys)
-        if count := int(ended.count_nonzero()):
-            ids = self._metadata.get("traj_ids")
-            fresh = self._traj_pool().get_traj_and_increment(count, device=ids.device)
-            # a new tensor: the old one may belong to somebody's snapshot
-            self._metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
+        after = env_output.get("next")
+        for key in self._done_keys:  # most steps end here, so without a tensor that is not needed
+            done = after.get(key, None)
+            if done is None or (done if done.numel() == 1 else done.any()):
+                break
+        else:
+            return
+        ended = _aggregate_end_of_traj(after, self._done_keys)
+        ids = self._metadata.get("traj_ids")
+        fresh = self._traj_pool().get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
+        # a new tensor: the old one may belong to somebody's snapshot
+        self._metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
