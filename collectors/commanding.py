@@ -22,6 +22,7 @@ from asyncsync.collectors.batches import Arrangement, Grant, Slots
 from asyncsync.collectors.calling import CALL_SECONDS, Calling
 from asyncsync.collectors.crew import Crew
 from asyncsync.collectors.finish import processed
+from asyncsync.collectors.free import RunsFree
 from asyncsync.collectors.needs import Need
 from asyncsync.collectors.page import ControlPage
 from asyncsync.collectors.senders import shut_down_all
@@ -55,7 +56,7 @@ class Rollout:
     is_posted: bool = False
 
 
-class Commanding(Calling):
+class Commanding(Calling, RunsFree):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     num_workers: int
@@ -86,8 +87,7 @@ class Commanding(Calling):
         self._result: TensorDictBase | None = None
         self._pauses = 0
         self._pausing = threading.Lock()
-        self._free: threading.Thread | None = None
-        self._free_error: BaseException | None = None
+        self._begin_captive()
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
@@ -229,23 +229,7 @@ class Commanding(Calling):
 
     # -- running free -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Have all workers collect into the replay buffer, until ``total_frames``, :meth:`async_shutdown` or
-        :meth:`shutdown`.
-
-        What a worker raises is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
-        :meth:`shutdown`.
-
-        Raises:
-            NotImplementedError: there is no replay buffer.
-            ClosedError: after :meth:`shutdown`.
-        """
-        if self.replay_buffer is None:
-            raise NotImplementedError(
-                f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
-            )
-        if self.closed:
-            raise ClosedError(f"this {type(self).__name__} has been shut down")
+    def _set_free(self) -> None:
         crew = self._crew
         crew.check()
         self._count_free()
@@ -258,10 +242,6 @@ class Commanding(Calling):
             target=_watch, args=(weakref.ref(self), crew), name="asyncsync-collector-watch", daemon=True
         )
         self._free.start()
-
-    def is_running(self) -> bool:
-        """Whether workers run free."""
-        return self._free is not None and self._free.is_alive()
 
     def _count_free(self) -> None:
         """The frames of workers that run free, or have until they had enough: then all is as before."""
@@ -315,11 +295,6 @@ class Commanding(Calling):
                         if state == "paused":
                             crew.states[worker] = "running"
                             crew.post(worker, ("resume",))
-
-    def _raise_free_error(self) -> None:
-        error, self._free_error = self._free_error, None
-        if error is not None:
-            raise error
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

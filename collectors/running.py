@@ -1,7 +1,7 @@
 """Running: a collector's rollouts, one after another, for whoever asks: a loop, a coroutine, or a thread of its own.
 
 A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
-(:meth:`Running.start`), but never two at a time: see :mod:`asyncsync.collectors.turns`.
+(:meth:`~asyncsync.collectors.free.RunsFree.start`), but never two at a time: see :mod:`asyncsync.collectors.turns`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors import environments
 from asyncsync.collectors.finish import processed
+from asyncsync.collectors.free import RunsFree
 from asyncsync.collectors.rollout import Rollouts
 from asyncsync.collectors.turns import Turns
 from asyncsync.errors import ClosedError
@@ -34,7 +35,7 @@ PAUSE_SECONDS = 60.0
 """How long whoever wants a collector to stand still waits for the step under way."""
 
 
-class Running(Rollouts):
+class Running(Rollouts, RunsFree):
     """The part of a collector that says when a rollout happens, and what becomes of its batch."""
 
     split_trajs: bool
@@ -46,8 +47,7 @@ class Running(Rollouts):
         self._worker = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._worker.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
-        self._free: threading.Thread | None = None
-        self._free_error: BaseException | None = None
+        self._begin_captive()
         self._env_closed = False
         self._frames = 0
         self._iter = -1
@@ -157,24 +157,8 @@ class Running(Rollouts):
 
     # -- running free -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Collect into the replay buffer, on a thread of its own, until ``total_frames``, :meth:`async_shutdown` or
-        :meth:`shutdown`.
-
-        What that thread raises is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
-        :meth:`shutdown`.
-
-        Raises:
-            NotImplementedError: there is no replay buffer.
-            ClosedError: after :meth:`shutdown`.
-        """
-        if self.replay_buffer is None:
-            raise NotImplementedError(
-                f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
-            )
-        if self.closed:
-            raise ClosedError(f"this {type(self).__name__} has been shut down")
-        if self._free is None or not self._free.is_alive():
+    def _set_free(self) -> None:
+        if not self.is_running():
             self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
             self._free.start()
 
@@ -188,10 +172,6 @@ class Running(Rollouts):
             _log.exception("collection in the background has ended with an error")
             self._free_error = error
 
-    def is_running(self) -> bool:
-        """Whether the thread of :meth:`start` runs."""
-        return self._free is not None and self._free.is_alive()
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """A block in which no step is under way and the replay buffer is left alone, if this collector runs free.
@@ -203,11 +183,6 @@ class Running(Rollouts):
         self._raise_free_error()
         with self._turns.standing(PAUSE_SECONDS):
             yield
-
-    def _raise_free_error(self) -> None:
-        error, self._free_error = self._free_error, None
-        if error is not None:
-            raise error
 
     def _close_environment(self) -> None:
         if not self._env_closed:

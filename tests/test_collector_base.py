@@ -7,6 +7,8 @@ import importlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,26 @@ from asyncsync.collectors.base import BaseCollector
 from asyncsync.errors import AckTimeout
 from helpers.collecting_weights import Readings, update
 from helpers.pairs import Model, fill
+
+
+@contextmanager
+def step_under_way(leaf: Readings) -> Iterator[None]:
+    """A block during which another thread is inside a step."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with leaf._holds():
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        assert inside.wait(10)
+        yield
+    finally:
+        leave.set()
+        thread.join()
 
 
 def values(batches: Any) -> list[float]:
@@ -200,20 +222,11 @@ def test_r188_importing_the_package_imports_neither_torchrl_nor_gymnasium() -> N
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_an_update_that_finds_no_end_of_a_step_changes_nothing(style: str) -> None:
     leaf = Readings(0)
-    inside, leave = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        with leaf._holds():
-            inside.set()
-            leave.wait(20)
-
-    thread = threading.Thread(target=stuck)
-    thread.start()
-    inside.wait(10)
-    with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s; no weights were changed"):
+    with (
+        step_under_way(leaf),
+        pytest.raises(AckTimeout, match=r"did not end within 0\.05 s; no weights were changed"),
+    ):
         update(leaf, style, Model(1), timeout=0.05)
-    leave.set()
-    thread.join()
     assert leaf.step() == ({0, -1} if leaf.env.transform[0].module.scale[0] == -1 else {0}, 0)
     leaf.update_policy_weights_(Model(1))
     assert leaf.policy_version == 1
@@ -221,22 +234,11 @@ def test_an_update_that_finds_no_end_of_a_step_changes_nothing(style: str) -> No
 
 async def test_an_update_from_a_coroutine_does_not_block_its_loop_while_a_step_is_under_way() -> None:
     leaf = Readings(0)
-    inside, leave = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        with leaf._holds():
-            inside.set()
-            leave.wait(20)
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    inside.wait(10)
-    update = asyncio.create_task(leaf.update_policy_weights_async(fill(Model(), 3)))
-    await asyncio.sleep(0.02)
-    assert not update.done()
-    leave.set()
+    with step_under_way(leaf):
+        update = asyncio.create_task(leaf.update_policy_weights_async(fill(Model(), 3)))
+        await asyncio.sleep(0.02)
+        assert not update.done()
     await update
-    thread.join()
     assert leaf.step()[0] >= {3.0}
     cancelled = asyncio.create_task(leaf.update_policy_weights_async(Model(4)))
     cancelled.cancel()
@@ -246,27 +248,17 @@ async def test_an_update_from_a_coroutine_does_not_block_its_loop_while_a_step_i
 
 async def test_concurrent_updates_are_applied_one_after_another() -> None:
     leaf = Readings(0)
-    inside, leave = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        with leaf._holds():
-            inside.set()
-            leave.wait(20)
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    inside.wait(10)
-    updates = [asyncio.create_task(leaf.update_policy_weights_async(Model(value))) for value in (1, 2, 3)]
     others = [threading.Thread(target=leaf.update_policy_weights_, args=(Model(4),)) for _ in range(3)]
-    for other in others:
-        other.start()
-    await asyncio.sleep(0.02)
-    updates[1].cancel()
-    await asyncio.sleep(0)
-    leave.set()
+    with step_under_way(leaf):
+        updates = [asyncio.create_task(leaf.update_policy_weights_async(Model(value))) for value in (1, 2, 3)]
+        for other in others:
+            other.start()
+        await asyncio.sleep(0.02)
+        updates[1].cancel()
+        await asyncio.sleep(0)
     done = await asyncio.gather(*updates, return_exceptions=True)
-    for each in [thread, *others]:
-        each.join(10)
+    for other in others:
+        other.join(10)
     assert [type(result) for result in done] == [type(None), asyncio.CancelledError, type(None)]
     assert leaf.policy_version == 5
 
