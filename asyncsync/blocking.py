@@ -74,6 +74,11 @@ class Bus(BusCore):
         sources = self._take(weights, worker_ids)
         return self._run(lambda: self._publish_sources(sources, weights, worker_ids))
 
+    async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
+        """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
+        sources = self._take(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: self._publish_sources(sources, weights, worker_ids))
+
     def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Wait until the targeted workers (on a receiver: this one) have applied a version, or a newer one. Raises as
         :meth:`asyncsync.Bus.wait_version`."""

@@ -13,6 +13,7 @@ The weights' side is :class:`asyncsync.collectors.weights.WeightsAPI`. Names and
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
@@ -58,6 +59,26 @@ class BaseCollector(WeightsAPI, ABC):
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
         self._batches: Iterator[TensorDictBase | None] | None = None
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """The constructor, for a coroutine: the loop goes on while workers start and environments are made, which
+        takes seconds. ``async with await MultiAsyncCollector.create(…) as collector:``
+
+        Cancelled, it raises at once; what is being made is shut down, in the background, when it is there.
+        """
+        made: list[Self] = []
+        thread = WorkThread("asyncsync-collector-start")
+        making = thread.submit(lambda: made.append(cls(*args, **kwargs)))
+        try:
+            await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda future: future.exception())  # nobody is left to be told
+            thread.submit(lambda: [one.shutdown() for one in made])
+            raise
+        finally:
+            thread.abandon()
+        return made[0]
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 

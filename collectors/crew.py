@@ -29,6 +29,7 @@ from asyncsync.collectors.failures import died
 from asyncsync.collectors.member import Member
 from asyncsync.collectors.messages import Channel, encode
 from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.signals import sigint_blocked
 
 __all__ = ["Crew", "check_start_method"]
 
@@ -128,7 +129,8 @@ class Crew:
                 name=f"asyncsync-{self._owner}-{index}",
                 daemon=False,
             )
-            process.start()
+            with sigint_blocked():
+                process.start()
         except BaseException:
             here.close()
             bell.close()

@@ -89,20 +89,25 @@ class Senders:
             )
         return next(iter(buses.values()), None)
 
-    def send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float) -> None:
-        """One update; returns when the workers have applied it. Raises as the schemes' ``send``."""
+    def send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
+        """One update; returns when the workers have applied it, or, without a timeout, when it is announced. Raises as
+        the schemes' ``send`` or ``publish``."""
         bus = self.check(update)
         moved = {m: weights for m, weights in update.items() if not _is_dummy(self.schemes[m])}
-        if bus is not None:
+        if bus is not None and timeout is None:
+            bus.publish(moved, workers)
+        elif bus is not None and timeout is not None:
             bus.send(moved, workers, timeout)
         for model_id in update.keys() - moved.keys():
             self.schemes[model_id].send()
 
-    async def send_async(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float) -> None:
+    async def send_async(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
         """:meth:`send` for a coroutine of any event loop."""
         bus = self.check(update)
         moved = {m: weights for m, weights in update.items() if not _is_dummy(self.schemes[m])}
-        if bus is not None:
+        if bus is not None and timeout is None:
+            await bus.publish_async(moved, workers)
+        elif bus is not None and timeout is not None:
             await bus.send_async(moved, workers, timeout)
         for model_id in update.keys() - moved.keys():
             await self.schemes[model_id].send_async()

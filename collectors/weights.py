@@ -178,6 +178,7 @@ class WeightsAPI:
         worker_ids: WorkerIds = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
+        wait: bool = True,
         **kwargs: Any,
     ) -> None:
         """Bring the policy up to date wherever it acts; returns when every worker concerned acts with the new weights.
@@ -190,6 +191,9 @@ class WeightsAPI:
             worker_ids: whom it is for: indices, or the devices that their policies are on; None: everybody.
             model_id: which model; ``"policy"`` if not given.
             weights_dict: ``{model_id: weights}``: each worker switches all of them between two steps, or none.
+            wait: for the workers. False: returns when the weights are copied and announced as version
+                :attr:`policy_version`; each worker acts with them, or with newer ones, after its step under way, and
+                ``max_lag`` bounds how far behind one may be. What is in this process is waited for all the same.
             kwargs: ``timeout=`` in seconds (60); what else the updater's ``push_weights`` takes, the others are
                 ignored.
 
@@ -206,7 +210,7 @@ class WeightsAPI:
         elif (applied := update.applied) is not None:
             self._local.apply(lambda: self._apply_locally(dict(applied)), update.timeout)
         elif update.sent is not None:
-            self._send(update.sent, update.workers, update.timeout)
+            self._send(update.sent, update.workers, update.timeout if wait else None)
 
     async def update_policy_weights_async(
         self,
@@ -217,6 +221,7 @@ class WeightsAPI:
         worker_ids: WorkerIds = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
+        wait: bool = True,
         **kwargs: Any,
     ) -> None:
         """:meth:`update_policy_weights_` for a coroutine of any event loop. The source must not change until it
@@ -233,7 +238,7 @@ class WeightsAPI:
         elif update.sent is not None:
             before = self._senders.version
             try:
-                await self._senders.send_async(update.sent, update.workers, update.timeout)
+                await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
             finally:
                 self._tell(before, update.workers)
 
@@ -306,7 +311,7 @@ class WeightsAPI:
             indices += self._workers_of(worker) if isinstance(worker, torch.device) else [worker]
         return as_workers(indices)
 
-    def _send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float) -> None:
+    def _send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
         before = self._senders.version
         try:
             self._senders.send(update, workers, timeout)

@@ -88,6 +88,7 @@ def run_worker(
 ) -> None:
     """The process's target."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now; an environment's processes are not
     sys.setswitchinterval(SWITCH_INTERVAL)
     _seed_apart()
     watched = [bell, *_trainer(place.pid)]  # before the page: that it opens shows that this is the trainer's pid

@@ -14,9 +14,7 @@ from torch import nn
 
 from asyncsync.collectors import GymEnv, MultiAsyncCollector
 from asyncsync.demo.options import Options
-from asyncsync.signals import sigint_blocked
 from asyncsync.sync import WeightSyncScheme
-from asyncsync.threads import finish
 
 ENVIRONMENTS, TIME = 16, 128  # of one worker; steps of one batch
 
@@ -38,22 +36,11 @@ async def start_workers(
     options: Options, policy: nn.Module, scheme: WeightSyncScheme
 ) -> AsyncIterator[MultiAsyncCollector]:
     """Start the workers, and end them with the block; they have the policy's weights when it begins."""
-
-    def start() -> MultiAsyncCollector:
-        with sigint_blocked():
-            collector = MultiAsyncCollector(
-                [partial(Environments, worker) for worker in range(options.workers)],
-                policy,
-                frames_per_batch=ENVIRONMENTS * TIME,
-                weight_sync_schemes={"policy": scheme},
-            )
-        collector.set_seed(options.seed)
-        return collector
-
-    # In a thread, for it takes seconds in which the view goes on. It cannot be stopped in their midst.
-    starting = asyncio.create_task(asyncio.to_thread(start))
-    try:
-        yield await asyncio.shield(starting)
-    finally:
-        collector = await finish(starting)
-        await asyncio.to_thread(collector.shutdown)
+    async with await MultiAsyncCollector.create(
+        [partial(Environments, worker) for worker in range(options.workers)],
+        policy,
+        frames_per_batch=ENVIRONMENTS * TIME,
+        weight_sync_schemes={"policy": scheme},
+    ) as collector:
+        await asyncio.to_thread(collector.set_seed, options.seed)
+        yield collector

@@ -16,6 +16,7 @@ from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import PartialSendError, SchemaMismatch
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.collecting_multi import WithModel, make, options, policy
+from helpers.collecting_weights import update
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 FACTORIES = [make(length=5), make(length=3)]
@@ -209,6 +210,24 @@ def test_a_worker_does_not_act_on_weights_that_are_too_old() -> None:
             assert versions(batch)[-1] >= known
             known = collector.policy_version - 1
         assert collector._page.newest(0) == collector.policy_version
+
+
+@pytest.mark.parametrize("style", ["blocking", "async"])
+def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str) -> None:
+    source = policy()
+    with MultiAsyncCollector([make(delay=1.5)], source, **options(frames_per_batch=1)) as collector:
+        collector.next()  # the next step has begun
+        began = time.monotonic()
+        for value in (2.0, 3.0):
+            source.module.fill(value)
+            update(collector, style, wait=False)
+        assert time.monotonic() - began < 1.0
+        assert collector.policy_version == 3
+        source.module.fill(9.0)
+        assert acted(collector.next()) == [1.0]
+        assert (acted(batch := collector.next()), versions(batch)) == ([3.0], [3])
+        with pytest.raises(ValueError, match="nobody"):
+            update(collector, style, weights_dict={"policy": source, "nobody": source}, wait=False)
 
 
 def test_r026_r074_r164_updates_cascade_through_nested_collectors() -> None:
