@@ -239,6 +239,22 @@ def test_r093_a_policy_does_not_override_what_the_environment_returns() -> None:
         assert (c.rollout() == other.rollout()).all()
 
 
+def test_r093_nor_any_of_its_rewards() -> None:
+    class Rewarding(WalkEnv):
+        reward_keys = ("reward", "bonus")
+
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            output, root = super().step_and_maybe_reset(td)
+            output.get("next").set("bonus", torch.ones(1))
+            return output, root
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", torch.zeros(1)).set("next", TensorDict({"bonus": torch.zeros(1)}))
+
+    with collector(Rewarding(), policy) as c:
+        assert (c.rollout()["next", "bonus"] == 1).all()
+
+
 def test_r093_policy_and_environment_work_in_the_carrier_itself() -> None:
     events: list[str] = []
     env, policy = Recorder(events), Policy(events)
