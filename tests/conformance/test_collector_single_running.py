@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -463,3 +464,16 @@ def test_max_lag_waits_outside_the_hold_for_a_newer_version() -> None:
         batch = c.rollout()
         assert waited == [(1, False)] * 3
         assert batch["collector", "policy_version"].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+async def test_a_collector_that_is_forgotten_ends_its_thread() -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "asyncsync-collector"]
+
+    c = collector()
+    await anext(c)
+    [thread] = threads()
+    del c
+    gc.collect()
+    await asyncio.to_thread(thread.join, 10)
+    assert not threads()
