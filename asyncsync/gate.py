@@ -325,7 +325,8 @@ class Gate:
         """Whether this thread and task has a hold() of this gate open: no update can come before it leaves that."""
         token = _current.get()
         while token is not None:
-            if token.gate is self and token.frame is None and token.thread == threading.get_ident():
+            mine = token.gate is self and token.frame is None and token.thread == threading.get_ident()
+            if mine and not token.abandoned:
                 return token.task is _task()
             token = token.parent
         return False
@@ -455,7 +456,11 @@ class Hold:
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self._entry is not None:
-            self._gate._leave(self._entry)
+            try:
+                self._gate._leave(self._entry)
+            except BaseException:  # Ctrl-C, before it had left perhaps: the next sweep does it
+                self._entry.abandoned = True
+                raise
 
     async def __aenter__(self) -> None:
         entry = self._start()

@@ -13,13 +13,18 @@ from asyncsync.gate import Gate, Hold
 __all__ = ["Holds", "LocalUpdates"]
 
 
+POLL_SECONDS = 0.05
+
+
 class _Change:
-    __slots__ = ("apply", "begun", "done")
+    __slots__ = ("apply", "begun", "done", "error", "over")
 
     def __init__(self, apply: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         self.apply = apply
         self.done = done
         self.begun = False
+        self.over = False
+        self.error: Exception | None = None
 
 
 class LocalUpdates:
@@ -52,7 +57,8 @@ class LocalUpdates:
         try:
             if not ended.wait(timeout) and self._withdraw(change):
                 raise self._late(timeout)
-            ended.wait()  # it is being applied right now
+            while not ended.wait(POLL_SECONDS):  # it is being applied right now
+                self.gate.poll()  # unless Ctrl-C has ended that half way: then nobody else need come by
         except BaseException:
             self._withdraw(change)  # an interrupted caller changes nothing afterwards
             raise
@@ -82,7 +88,9 @@ class LocalUpdates:
             await asyncio.wait([ended], timeout=timeout)
             if not ended.done() and self._withdraw(change):
                 raise self._late(timeout)
-            await ended
+            while not (await asyncio.wait([ended], timeout=POLL_SECONDS))[0]:
+                self.gate.poll()
+            ended.result()
         except asyncio.CancelledError:
             self._withdraw(change)
             raise
@@ -107,14 +115,16 @@ class LocalUpdates:
                     return
                 change = self._changes[0]
                 change.begun = True
-            error: Exception | None = None
-            try:
-                change.apply()
-            except Exception as raised:
-                error = raised
-            # Not earlier: what a KeyboardInterrupt has left half done is done again before anybody reads it.
+            # What a KeyboardInterrupt has left half done is done again before anybody reads it; what it has left done
+            # is only told again: the source may be another one by then.
+            if not change.over:
+                try:
+                    change.apply()
+                except Exception as raised:
+                    change.error = raised
+                change.over = True
+            change.done(change.error)
             self._changes.popleft()
-            change.done(error)
 
     def _withdraw(self, change: _Change) -> bool:
         """Whether it has not been begun, and never will be."""
@@ -150,14 +160,17 @@ class Holds:
     def __enter__(self) -> Holds:
         try:
             for gate in self._gates:
-                hold = gate.hold()
+                self._open.append(hold := gate.hold())
                 hold.__enter__()
-                self._open.append(hold)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        while self._open:
-            self._open.pop().__exit__(None, None, None)
+        if self._open:
+            try:
+                self._open[-1].__exit__(None, None, None)
+            finally:  # the others, too, whatever this one raises
+                self._open.pop()
+                self.__exit__()

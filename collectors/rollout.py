@@ -87,8 +87,7 @@ class Rollouts(DeviceSetup, BaseCollector):
 
     def _make_carrier(self) -> None:
         """Reset the environment; its result is the carrier, with trajectory ids and the policy's version."""
-        with torch.no_grad():
-            root = self.env.reset()
+        root = self._reset()
         self._batch_size = environments.batch_size_of(self.env)
         self._n_env = self._batch_size.numel()
         if root.batch_size != self._batch_size:
@@ -111,6 +110,16 @@ class Rollouts(DeviceSetup, BaseCollector):
         self._metadata = TensorDict({}, self._batch_size, device=self.env_device)
         self._acting_version = -1
         self._begin_trajectories(root)
+
+    @torch.no_grad()
+    def _reset(self) -> TensorDictBase:
+        """Reset all environments; a model in them does not change meanwhile."""
+        with self._holds():
+            root: TensorDictBase = self.env.reset()
+        return root
+
+    def _reset_all(self) -> None:
+        self._begin_trajectories(self._reset())
 
     def _begin_trajectories(self, root: TensorDictBase) -> None:
         """The carrier after a reset of all environments."""
@@ -248,9 +257,9 @@ class Rollouts(DeviceSetup, BaseCollector):
     def _roll(self) -> TensorDictBase | None:
         """One rollout, by the thread whose turn it is."""
         if self.reset_at_each_iter:
-            self._begin_trajectories(self.env.reset())
+            self._reset_all()
         turns, above, store = self._turns, self._above, self._store
-        random, left = self._acts_randomly(), self.frames_per_batch
+        random, adds, left = self._acts_randomly(), self._adds, self.frames_per_batch
         device = self.storing_device
         non_blocking = device is not None and self._non_blocking(device, self._sync_storage)
         store.begin()
@@ -266,30 +275,37 @@ class Rollouts(DeviceSetup, BaseCollector):
                 with self._holds() as holds:
                     while True:
                         left -= 1
-                        self._frame(random, not left, non_blocking)
-                        if self._adds and self._frames >= self.total_frames:
-                            left = 0
-                        if not left or holds.awaited or turns.wanted or self.max_lag is not None:
+                        frame = self._frame(random, adds, non_blocking)
+                        if adds or not left or holds.awaited or turns.wanted or self.max_lag is not None:
                             break
                         if above is not None and above.calls:
                             break
-        if self._adds:
+                if frame is not None:  # outside: a buffer may wait, or change weights
+                    self._add(frame, last=not left)
+                    if self._frames >= self.total_frames:
+                        break
+        if adds:
             return None
         batch = store.finish()
         self._truncate(batch, -1)
         return batch
 
-    def _frame(self, random: bool, last: bool, non_blocking: bool) -> None:
-        """One step, and its copy, inside a hold: what a model returns may be a view of its weights."""
+    def _frame(self, random: bool, adds: bool, non_blocking: bool) -> TensorDictBase | None:
+        """One step, and its copy, inside a hold: what a model returns may be a view of its weights.
+
+        Returns:
+            A clone for the replay buffer, if frames are added one by one.
+        """
         stepped = None
         try:
             stepped = self._step(random)
-            if self._adds:
-                self._add(stepped[0], last)
-            else:
-                self._store.append(stepped[0], non_blocking)
-                if self.storing_device is not None and not self.no_cuda_sync:
-                    self._sync_storage()
+            if adds:
+                clone: TensorDictBase = stepped[0].clone()
+                return clone
+            self._store.append(stepped[0], non_blocking)
+            if self.storing_device is not None and not self.no_cuda_sync:
+                self._sync_storage()
+            return None
         finally:
             if stepped is not None:  # the environment has moved on, whatever became of the frame
                 self._advance(*stepped)
@@ -299,9 +315,8 @@ class Rollouts(DeviceSetup, BaseCollector):
         """Whether frames go to the replay buffer one by one."""
         return self.replay_buffer is not None and not self.extend_buffer
 
-    def _add(self, carrier: TensorDictBase, last: bool) -> None:
+    def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
-        frame = carrier.clone()
         if last or self._frames + frame.numel() >= self.total_frames:
             self._truncate(frame, None)
         self.replay_buffer.add(frame)

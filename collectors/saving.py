@@ -22,15 +22,16 @@ class Saving(Rollouts):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
-        with self._turns.standing(PAUSE_SECONDS), torch.no_grad():
-            following = environments.set_seed(self.env, seed, static_seed)
-            self._begin_trajectories(self.env.reset())
+        with self._turns.standing(PAUSE_SECONDS):
+            with self._holds(), torch.no_grad():
+                following = environments.set_seed(self.env, seed, static_seed)
+            self._reset_all()
             return following
 
     def reset(self) -> None:
         """Reset the environments; they begin new trajectories."""
-        with self._turns.standing(PAUSE_SECONDS), torch.no_grad():
-            self._begin_trajectories(self.env.reset())
+        with self._turns.standing(PAUSE_SECONDS):
+            self._reset_all()
 
     def state_dict(self) -> dict[str, Any]:
         """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, and ``traj_pool`` if trajectories are

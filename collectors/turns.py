@@ -54,23 +54,40 @@ class Turns:
             RuntimeError: another thread does, or this one does already or wants it to stand still.
             ClosedError: after :meth:`close`.
         """
-        with self._changed:
-            self.check_not_paused_here()
-            self._check_nobody_rolls()
-            self._wait_in_line()
-            self._check_nobody_rolls()  # of several that have waited, the first to wake does
-            self._roller = threading.current_thread()
-            self._inside = True
-        try:
+        mine = False
+        try:  # around the beginning, too: Ctrl-C may strike before the block
+            with self._changed:
+                self.check_not_paused_here()
+                self._check_nobody_rolls()
+                self._wait_in_line()
+                self._check_nobody_rolls()  # of several that have waited, the first to wake does
+                mine = True
+                self._roller = threading.current_thread()
+                self._inside = True
             yield
         finally:
-            with self._changed:
-                self._roller = None
-                self._inside = False
-                self._changed.notify_all()
-                afterwards, self._afterwards = self._afterwards, None
-            if afterwards is not None:
-                afterwards()
+            if mine:
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Whatever interrupts it, it is done; that is raised afterwards."""
+        interrupt: BaseException | None = None
+        afterwards: Callable[[], None] | None = None
+        ended = False
+        while not ended:
+            try:
+                with self._changed:
+                    self._roller = None
+                    self._inside = False
+                    afterwards, self._afterwards = self._afterwards or afterwards, None
+                    self._changed.notify_all()
+                    ended = True
+            except BaseException as error:
+                interrupt = error
+        if afterwards is not None:
+            afterwards()
+        if interrupt is not None:
+            raise interrupt
 
     def check_not_paused_here(self) -> None:
         """Whoever is about to wait for a rollout must not be who keeps it from going on.

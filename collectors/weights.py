@@ -158,7 +158,8 @@ class WeightsAPI:
             TypeError, ValueError: what cannot be a receiver's scheme, or is registered already.
             NotConnected, SchemaMismatch: as the schemes' ``connect``.
         """
-        self._receivers.register(weight_recv_schemes, self)
+        # Between two steps: those under way do not hold the new gates, those that follow do.
+        self._local.apply(lambda: self._receivers.register(weight_recv_schemes, self), timeout)
         if synchronize_weights:
             self._receivers.connect(weight_recv_schemes, timeout)
 
@@ -366,7 +367,7 @@ class WeightsAPI:
                 "call receive_weights() without arguments, or send from above"
             )
         else:
-            self._receivers.take_in()
+            self._take_in()
 
     def _receive_weights_scheme(self) -> None:
         """What a remote parent calls (RPC, Ray): every receiver scheme takes in what has come.
@@ -379,7 +380,10 @@ class WeightsAPI:
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
                 "register_scheme_receiver()"
             )
-        self._receivers.take_in()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        self._local.apply(self._receivers.take_in, DEFAULT_TIMEOUT)
 
     @property
     def cascades(self) -> bool:

@@ -12,6 +12,7 @@ sent back, and ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -376,8 +377,13 @@ class _Worker:
         self._send("finished")
 
     def _stand_still(self) -> None:
-        """Between two steps, until the trainer goes on. Calls that need the end of a rollout are answered later."""
-        self._send("paused")
+        """Between two steps, until the trainer goes on; with workers of its own, between two of their batches."""
+        with self._collector.pause() if self._nested else contextlib.nullcontext():
+            self._send("paused")
+            self._until_resumed()
+
+    def _until_resumed(self) -> None:
+        """Calls that need the end of a rollout are refused."""
         while (message := self._receive())[0] != "resume":
             if message[0] == "call" and isinstance(message[2], tuple) and message[2][0] == "state":
                 self._handle(message)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import queue
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from asyncsync import sync
@@ -237,3 +239,140 @@ def test_r152_r175_with_a_vanilla_updater_made_from_its_policy() -> None:
             source.level.fill_(4)
         one.update_policy_weights_()
         assert levels(one.next()) == {(4, -1, 1)}
+
+
+class Reading(Level):
+    """Reads its weights at both ends of a while."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.torn = 0
+
+    def forward(self, tensordict: Any) -> Any:
+        before = self.level.detach().clone()
+        time.sleep(0.002)
+        self.torn += int((self.level.detach() != before).any())
+        return tensordict.set("action", before)
+
+
+def rolling(policy: Any, **options: Any) -> Collector:
+    """A collector that is in the midst of a long rollout, in the background."""
+    one = Collector(
+        LevelEnv,
+        policy,
+        frames_per_batch=100_000,
+        replay_buffer=Frames(),
+        worker_idx=0,
+        **{"extend_buffer": True} | options,
+    )
+    one.start()
+    while not one.env.steps:
+        time.sleep(0.001)
+    return one
+
+
+def test_a_scheme_that_is_registered_in_the_midst_of_a_rollout_tears_no_step() -> None:
+    source, policy = Level(1), Reading(0)
+    scheme = sync.ZMQWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    given = pickle.loads(pickle.dumps(scheme))
+    with rolling(policy) as one:
+        thread = threading.Thread(target=one.register_scheme_receiver, args=({"policy": given},))
+        thread.start()
+        scheme.connect(timeout=20)
+        thread.join(20)
+        for value in range(2, 30):
+            scheme.send(Level(value), timeout=20)
+        assert policy.torn == 0
+    scheme.shutdown()
+
+
+def test_weights_that_wait_to_be_received_are_taken_in_in_the_midst_of_a_rollout() -> None:
+    source, policy = Level(1), Reading(0)
+    scheme = sync.ZMQWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    given = pickle.loads(pickle.dumps(scheme))
+    with rolling(policy) as one:
+        given.init_on_receiver("policy", one, apply="on_receive", gate="hold")
+        thread = threading.Thread(target=one.register_scheme_receiver, args=({"policy": given},))
+        thread.start()
+        scheme.connect(timeout=20)
+        thread.join(20)
+        version = scheme.publish(Level(2))
+        while max(given._bus._link.subscriber.targets.values()) < version:
+            time.sleep(0.001)
+        time.sleep(0.1)  # until it has come, too
+        assert policy.level.item() == 1.0
+        one.receive_weights()
+        assert policy.level.item() == 2.0
+        assert policy.torn == 0
+    scheme.shutdown()
+
+
+def test_a_buffer_that_waits_for_its_consumer_keeps_no_update_waiting() -> None:
+    class Bounded(queue.Queue[Any]):
+        add = queue.Queue.put
+
+    buffer = Bounded(4)
+    with Collector(
+        LevelEnv, Level(0), frames_per_batch=8, replay_buffer=buffer, extend_buffer=False, total_frames=16
+    ) as one:
+        one.start()
+        while not buffer.full():
+            time.sleep(0.001)
+        update(one, "blocking", Level(5), timeout=5)
+        frames = [buffer.get(timeout=10) for _ in range(16)]
+    found = [(f["action"].item(), f["collector", "policy_version"].item()) for f in frames]
+    assert set(found) == {(0, 0), (5, 1)}
+
+
+def test_a_buffer_may_change_weights() -> None:
+    class Changing(Frames):
+        def add(self, frame: Any) -> None:
+            super().add(frame)
+            one.update_policy_weights_(Level(len(self.frames)))
+
+    buffer = Changing()
+    with Collector(LevelEnv, Level(0), frames_per_batch=4, replay_buffer=buffer, extend_buffer=False) as one:
+        one.next()
+    assert [frame["action"].item() for frame in buffer.frames] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["reset_at_each_iter", "reset", "set_seed"])
+def test_no_model_of_the_environment_changes_during_a_reset(how: str) -> None:
+    class Env(LevelEnv):
+        torn = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Reading(0)
+
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            self.net(TensorDict())
+            return super().reset(*args, **kwargs)
+
+        def set_seed(self, seed: int, static_seed: bool = False) -> int:
+            self.reset()
+            return seed
+
+    env, stop = Env(), threading.Event()
+    with Collector(env, Level(0), frames_per_batch=1, reset_at_each_iter=how == "reset_at_each_iter") as one:
+
+        def change() -> None:
+            while not stop.is_set():
+                one.update_policy_weights_(policy=Level(float(one.policy_version)), model_id=NET)
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        try:
+            for i in range(20):
+                if how == "reset_at_each_iter":
+                    one.next()
+                elif how == "reset":
+                    one.reset()
+                else:
+                    one.set_seed(i)
+        finally:
+            stop.set()
+            thread.join()
+    assert env.net.torn == 0

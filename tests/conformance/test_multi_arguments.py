@@ -246,6 +246,20 @@ def test_pauses_may_be_nested(tmp_path: Path) -> None:
         wait_for(buffer, 12)
 
 
+def test_a_tree_that_is_paused_adds_nothing(tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path)
+    nested = functools.partial(MultiAsyncCollector, start_method="forkserver")
+    given = options(replay_buffer=buffer, collector_class=nested)
+    with MultiAsyncCollector([[make(delay=0.001)] * 2], policy(), **given) as collector:
+        collector.start()
+        for _ in range(3):
+            wait_for(buffer, 12)
+            with collector.pause():
+                before = buffer.count()
+                time.sleep(0.1)
+                assert buffer.count() == before
+
+
 def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path)
     given = options(replay_buffer=buffer, total_frames=60, init_random_frames=24)

@@ -1,0 +1,142 @@
+"""Ctrl-C strikes the thread that rolls out, at the worst of moments: all goes on, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncsync.collectors import Collector
+from asyncsync.gate import Gate
+from helpers.collecting_weights import Level, LevelEnv, update
+
+
+class Strike:
+    """Raises SIGINT when it is first called in the main thread."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self) -> None:
+        if not self.done and threading.current_thread() is threading.main_thread():
+            self.done = True
+            signal.raise_signal(signal.SIGINT)
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def struck(*args: Any) -> Any:
+            self()
+            return function(*args)
+
+        return struck
+
+    def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def struck(*args: Any) -> Any:
+            result = function(*args)
+            self()
+            return result
+
+        return struck
+
+
+class Changes(collections.deque[Any]):
+    """An update is taken off the list, and then it strikes."""
+
+    def __init__(self, strike: Strike) -> None:
+        super().__init__()
+        self.strike = strike
+
+    def popleft(self) -> Any:
+        change = super().popleft()
+        self.strike()
+        return change
+
+
+@pytest.fixture
+def strike() -> Strike:
+    return Strike()
+
+
+@pytest.mark.parametrize("style", ["blocking", "async"])
+@pytest.mark.parametrize("when", ["while it is applied", "when it has been"])
+def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str) -> None:
+    begin = threading.Event()
+
+    class Telling(LevelEnv):
+        def step_and_maybe_reset(self, td: Any) -> Any:
+            if self.steps == 5:
+                begin.set()
+                while not one._local.gate.pending:
+                    pass
+            return super().step_and_maybe_reset(td)
+
+    with Collector(Telling(), Level(0), frames_per_batch=100) as one:
+        if when == "while it is applied":
+            one._apply_locally = strike.before(one._apply_locally)  # type: ignore[method-assign]
+        else:
+            one._local._changes = Changes(strike)
+        ended = threading.Event()
+
+        def other() -> None:
+            assert begin.wait(20)
+            update(one, style, Level(5), timeout=0.5)
+            ended.set()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            one.next()
+        assert ended.wait(10), "without another rollout"
+        thread.join()
+        assert strike.done
+        assert one.policy_version == 1
+        assert one.next()["action"].unique().tolist() == [5.0]
+
+
+def test_a_rollout_can_begin_again_after_its_turn_was_interrupted(strike: Strike) -> None:
+    class Condition(threading.Condition):
+        def __exit__(self, *exc: Any) -> None:
+            super().__exit__(*exc)
+            if one._turns._inside:
+                strike()
+
+    with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
+        one._turns._changed = Condition()
+        with pytest.raises(KeyboardInterrupt):
+            one.next()
+        assert one.next() is not None
+
+
+def test_the_end_of_a_turn_is_reached_whatever_interrupts_it(strike: Strike) -> None:
+    class Condition(threading.Condition):
+        def notify_all(self) -> None:
+            strike()
+            super().notify_all()
+
+    with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
+        one._turns._changed = Condition()
+        with pytest.raises(KeyboardInterrupt):
+            one.next()
+        assert one.next() is not None
+
+
+def test_a_hold_that_is_interrupted_while_it_is_left_keeps_nobody_waiting(
+    strike: Strike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
+        one.next()
+        monkeypatch.setattr(Gate, "_leave", strike.before(Gate._leave))
+        with pytest.raises(KeyboardInterrupt) as kept:
+            one.next()
+        other = threading.Thread(target=update, args=(one, "blocking", Level(5)), kwargs={"timeout": 10})
+        other.start()
+        other.join(5)
+        assert not other.is_alive()
+        update(one, "blocking", Level(6))
+        assert one.next()["action"].unique().tolist() == [6.0]
+        del kept
+        gc.collect()
