@@ -389,7 +389,7 @@ class Binding:
         if own.shape != shape:
             return [f"{name}: sent with shape {list(shape)}, the model's is {list(own.shape)}"]
         if own.dtype != dtype and not self.cast:
-            return [f"{name}: sent as {dtype}, the model's is {own.dtype} (cast=True converts)"]
+            return [f"{name}: sent as {dtype}, the model's is {own.dtype} (send that, or init_on_receiver(cast=True))"]
         if own.dtype != dtype and not _castable(dtype, own.dtype):
             return [f"{name}: sent as {dtype}, which cannot be cast to the model's {own.dtype}; write a WeightStrategy"]
         if self.inplace and any(n > 1 and stride == 0 for n, stride in zip(own.shape, own.stride(), strict=True)):

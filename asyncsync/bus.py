@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncsync.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
-from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
+from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.gate import Gate, Hold
 from asyncsync.link import check_timeout
 from asyncsync.publisher import Settings
@@ -379,6 +379,11 @@ class BusCore:
         if not isinstance(self._link, ReceiverLink):
             return 0
         return max([self._link.acting, *list(self._link.subscriber.targets.values())])
+
+    def _check_fenced(self) -> None:
+        """Receiver: raise Fenced if another incarnation of this worker has taken its place, or its sender's."""
+        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.ended, Fenced):
+            raise Fenced(*ended.args)
 
     @property
     def closed(self) -> bool:

@@ -149,6 +149,8 @@ class Overview:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
             if model_id in peer.failed:
                 return f"worker {worker} failed to apply {model_id!r}: {peer.failed[model_id][1]}"
+        if any(self._gathering(publication) for publication in self.targets.pending.values()):
+            return f"worker {worker} is there, and waits for the others"
         return f"worker {worker} has not applied its weights yet"
 
     def timeout_of(self, worker: int, version: int, seconds: float) -> AckTimeout:

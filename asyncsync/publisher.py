@@ -61,6 +61,7 @@ class Publisher(Overview):
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.fenced: Fenced | None = None
         self.closed = False
+        self.turned_away = ""
         self._routes: dict[bytes, Peer] = {}
         self._superseded: dict[bytes, None] = {}
         self._serial = 0
@@ -197,7 +198,7 @@ class Publisher(Overview):
             return
         worker = hello.worker
         if self.num_workers is not None and worker >= self.num_workers:
-            text = f"worker_idx {worker} is not below num_workers={self.num_workers}"
+            self.turned_away = text = f"worker_idx {worker} is not below num_workers={self.num_workers}"
             self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", text))
             return
         if hello.nonce in self._superseded:

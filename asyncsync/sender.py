@@ -440,7 +440,10 @@ class SenderLink(Link):
 
         if not await self.wait(done, max(0.0, deadline - self.loop.time())):
             missing = [w for w in publisher.expected() if not publisher.connected(w, models)]
+            missing.sort(key=lambda w: w in publisher.peers)  # first those that the others may be waiting for
             reasons = "; ".join(publisher.why_absent(w, models) for w in missing)
+            if publisher.turned_away:
+                reasons += f"; one that came was turned away: {publisher.turned_away}"
             if publisher.num_workers is None:
                 there = sum(publisher.connected(w, models) for w in publisher.expected())
                 reasons = f"{there} of at least {self.min_workers} workers are there" + (

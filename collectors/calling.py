@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.counts import check_count
 from asyncsync.collectors.crew import Crew
@@ -151,6 +154,8 @@ class Calling(BaseCollector):
     def load_state_dict(self, state_dict: Mapping[str, Any], *, timeout: float = CALL_SECONDS) -> None:
         """Go on from what :meth:`state_dict` returned, with new trajectories.
 
+        Where all workers had the same policy, the registered one is loaded, too, and sent: a version of its own.
+
         Args:
             state_dict: of a collector with as many workers.
             timeout: seconds; workers answer between two rollouts.
@@ -166,6 +171,12 @@ class Calling(BaseCollector):
             self._call("load", state_dict[name], workers=[worker], timeout=timeout)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self._page.frames = self._frames
+        policies = [policy for name in names for policy in _policies(state_dict[name])]
+        own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
+        if "policy" in self._sender_schemes and policies and all(_equal(policies[0], p) for p in policies):
+            if own.keys() == policies[0].keys():
+                self.policy.load_state_dict(policies[0])
+                self.update_policy_weights_(timeout=timeout)
 
     @property
     def pre_collect_hook(self) -> PreHook | None:
@@ -184,3 +195,20 @@ class Calling(BaseCollector):
     def post_collect_hook(self, hook: PostHook | None) -> None:
         self._call("post_hook", hook)
         self._post_collect_hook = hook
+
+
+def _policies(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a worker's state says of policies: of its own, or of its workers'."""
+    if "policy_state_dict" in state:
+        return [state["policy_state_dict"]]
+    return [policy for name, below in state.items() if name.startswith("worker") for policy in _policies(below)]
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        try:
+            return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+        except Exception:  # extra state that cannot be compared
+            return False
+
+    return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncsync.collectors.failures import died
+from asyncsync.collectors.failures import Failure, died
 from asyncsync.collectors.member import Member
 from asyncsync.collectors.messages import Channel, encode
 from asyncsync.errors import AckTimeout, ClosedError
@@ -301,10 +301,14 @@ class Crew:
             if message[1] in self._replies:
                 self._replies[message[1]] = message[2:]
         elif kind == "failed":
+            failure: Failure = message[1]
             if self.failure is None:
-                self.failure = message[1].error(member.name)
-            if self.ending:
-                logger.error("%s failed while it was ending: %s", member.name, message[1].remote_traceback)
+                self.failure = failure.error(member.name)
+                if self.ending:
+                    logger.error("%s failed while it was ending: %s", member.name, failure.remote_traceback)
+            else:  # most often the same mistake, which the first one's error shows in full
+                logger.warning("%s has failed as well: %s: %.200s", member.name, failure.type_name, failure.message)
+                logger.info("its traceback: %s", failure.remote_traceback)
         elif kind == "built":
             self.built[member.index] = message[1:]
         elif kind == "batch":

@@ -72,6 +72,11 @@ class Receivers:
         """The rendezvous with the sender: when this returns, its initial weights have been applied."""
         connect_all([self.schemes[model_id] for model_id in schemes], timeout)
 
+    def check(self) -> None:
+        """Raises Fenced: another has this worker's place, and nothing newer will ever come here."""
+        for bus in self.buses:
+            bus._check_fenced()
+
     def take_in(self) -> None:
         """Apply what has come but waits to be received (``apply="on_receive"``). Never waits for more.
 

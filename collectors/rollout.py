@@ -256,6 +256,7 @@ class Rollouts(DeviceSetup, BaseCollector):
     @torch.no_grad()
     def _roll(self) -> TensorDictBase | None:
         """One rollout, by the thread whose turn it is."""
+        self._receivers.check()
         if self.reset_at_each_iter:
             self._reset_all()
         turns, above, store = self._turns, self._above, self._store

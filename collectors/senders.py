@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +60,8 @@ class Senders:
 
     def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
         self.schemes = as_blocking("weight_sync_schemes", schemes)
+        for model_id, scheme in self.schemes.items():
+            _check_free(model_id, scheme)
         fresh = {m: s for m, s in self.schemes.items() if s._role is None or s._pid != os.getpid()}
         join_buses([s for s in fresh.values() if not isinstance(s, BlockingNoSync)])
         for model_id, scheme in self.schemes.items():
@@ -69,6 +72,7 @@ class Senders:
                 scheme._check_fresh("sender") if not scheme._registered else scheme._bus._check_role("sender")
                 _check_initialised(model_id, scheme, num_workers)
         self.bus = next((s._bus for s in self.schemes.values() if not isinstance(s, BlockingNoSync)), None)
+        _owners.update({s._bus: weakref.ref(self) for s in self.schemes.values() if not _is_dummy(s)})
 
     def connect(self, timeout: float) -> None:
         """The rendezvous with the workers; delivers the initial weights where there are some. Raises as the schemes'
@@ -124,6 +128,26 @@ def _has_weights(context: Any, model_id: str) -> bool:
     except ValueError:
         return False
     return isinstance(model, nn.Module | TensorDictBase | Mapping)
+
+
+# A bus has one set of workers, and so one collector.
+_owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyDictionary()
+
+
+def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
+    """Raises ValueError: the scheme is somebody else's, or was."""
+    if _is_dummy(scheme) or (bus := scheme._bus) is None:
+        return
+    if bus.closed:
+        raise ValueError(
+            f"weight_sync_schemes[{model_id!r}] was shut down, with its collector perhaps: construct another scheme"
+        )
+    owner = _owners.get(bus)
+    if owner is not None and owner() is not None:
+        raise ValueError(
+            f"weight_sync_schemes[{model_id!r}] serves the workers of another collector: construct a scheme (or a Bus) "
+            "for each"
+        )
 
 
 def _is_dummy(scheme: WeightSyncScheme) -> bool:

@@ -9,6 +9,7 @@ Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,10 @@ class WeightsAPI:
         """
         if model_id == "policy":
             if self.policy is None:
-                raise LookupError(f"this {type(self).__name__} has no policy in this process")
+                raise LookupError(
+                    f"this {type(self).__name__} has no policy in this process: pass the weights to send, or give the "
+                    "constructor a policy"
+                )
             return self.policy
         try:
             return follow(self, model_id)
@@ -88,7 +92,10 @@ class WeightsAPI:
             SchemaMismatch: they do not fit; nothing was changed.
         """
         served = sorted(self._senders.schemes) or "none"
-        raise ValueError(f"unknown model_id {sorted(weights)}: this {type(self).__name__} has schemes for {served}")
+        raise ValueError(
+            f"unknown model_id {sorted(weights)}: this {type(self).__name__} has schemes for {served}; pass "
+            "weight_sync_schemes={model_id: scheme} for what its workers are to receive"
+        )
 
     def _workers_of(self, device: torch.device) -> list[int]:
         """The workers whose policy is on this device. Raises ValueError: there are none."""
@@ -195,12 +202,12 @@ class WeightsAPI:
             wait: for the workers. False: returns when the weights are copied and announced as version
                 :attr:`policy_version`; each worker acts with them, or with newer ones, after its step under way, and
                 ``max_lag`` bounds how far behind one may be. What is in this process is waited for all the same.
-            kwargs: ``timeout=`` in seconds (60); what else the updater's ``push_weights`` takes, the others are
-                ignored.
+            kwargs: ``timeout=`` in seconds (60); what else the updater's ``push_weights`` takes. Without an updater,
+                others are ignored, unless they look like a misspelt argument.
 
         Raises:
             ValueError: arguments that exclude each other, an unknown model or worker. Nothing was changed.
-            TypeError: ``worker_ids`` without schemes or updater.
+            TypeError: ``worker_ids`` without schemes or updater; what looks like a misspelt argument.
             SchemaMismatch: weights that do not fit this collector's own model; nothing was changed.
             PartialSendError: which workers have not applied it, and why. Not final: they still converge.
             NotConnected, ClosedError: there are no workers to send to.
@@ -260,6 +267,8 @@ class WeightsAPI:
         timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
         check_timeout(timeout)
         updater = self.weight_updater
+        if updater is None:
+            _check_spelling(kwargs)
         if worker_ids is not None and updater is None and not self._senders.schemes:
             raise TypeError(
                 f"worker_ids={worker_ids!r}, but this {type(self).__name__} has neither weight_sync_schemes nor a "
@@ -444,3 +453,13 @@ class WeightsAPI:
     def _end_weights(self, timeout: float) -> None:
         """Shut every scheme down, within the timeout (seconds) for all of them. Idempotent."""
         shut_down_all([*self._senders.schemes.values(), *self._receivers.schemes.values()], timeout)
+
+
+_ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
+
+
+def _check_spelling(kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError: to ignore it would do something else than what was asked for."""
+    for name in kwargs:
+        if near := difflib.get_close_matches(name, _ARGUMENTS, 1):
+            raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")

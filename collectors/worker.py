@@ -177,6 +177,8 @@ class _Worker:
             collector._newest = lambda: self.page.newest(self._index)
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
         self._connecting = True
+        if self.page.stopped:  # before there was anything to interrupt
+            raise _Stop
         self._send("built", collector.requested_frames_per_batch, _dims(collector))
         if self._schemes:
             collector._receivers.connect(self._schemes, spec.timeout)

@@ -321,6 +321,21 @@ async def test_connect_and_init_must_agree_on_the_worker(api: Api) -> None:
             await receiver.connect(worker_idx=1)
 
 
+async def test_the_sender_tells_of_a_worker_that_it_has_turned_away(api: Api) -> None:
+    sender = api.scheme(endpoint=(endpoint := api.scheme().bus.endpoint))
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    stranger = api.scheme(endpoint=endpoint)
+    stranger.init_on_receiver("policy", model=Model(), worker_idx=5)
+    async with sender, stranger:
+        waiting = asyncio.create_task(sender.connect(timeout=1.0))
+        with pytest.raises(NotConnected, match="refused worker 5"):
+            await stranger.connect(timeout=20)
+        with pytest.raises(NotConnected):
+            await waiting
+        with pytest.raises(NotConnected, match="turned away: worker_idx 5 is not below num_workers=1"):
+            await sender.connect(timeout=0.1)
+
+
 async def test_a_worker_that_the_sender_does_not_have_is_turned_away(api: Api) -> None:
     endpoint = api.scheme().bus.endpoint
     stranger = api.scheme(endpoint=endpoint)
@@ -375,7 +390,7 @@ async def test_another_model_id_is_named_on_both_sides(api: Api) -> None:
     ("other", "message"),
     [
         (lambda: Model(width=3), r"first: sent with shape \[64\], the model's is \[3\]"),
-        (lambda: Model().double(), r"sent as torch.float32, the model's is torch.float64 \(cast=True converts\)"),
+        (lambda: Model().double(), r"sent as torch.float32, the model's is torch.float64 \(send that, or init_on_receiver\(cast=True\)\)"),
         (lambda: nn.Sequential(Model()), r"prefix '0.'"),
         (lambda: nn.Linear(2, 2), "missing.*unexpected.*common prefix"),
     ],

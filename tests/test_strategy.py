@@ -299,7 +299,8 @@ def test_r207_cast_converts_dtypes_and_nothing_else() -> None:
     source = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).half()
     with pytest.raises(
-        SchemaMismatch, match=r"0\.weight: sent as torch\.float32.*torch\.float16 \(cast=True converts\)"
+        SchemaMismatch,
+        match=r"0\.weight: sent as torch\.float32.*torch\.float16 \(send that, or init_on_receiver\(cast=True\)\)",
     ):
         deliver(WeightStrategy(), source, model)
     deliver(WeightStrategy(), source, model, cast=True)

@@ -192,6 +192,22 @@ async def test_r017_senders_connect_expires_with_a_reason_and_may_be_called_agai
         assert read(first.model) == read(second.model) == {2}, "the second attempt brings the values of its own time"
 
 
+async def test_r017_senders_connect_tells_who_is_missing_before_who_waits(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=2)
+    async with sender, receiver_of(sender, 0, Model()) as first:
+        waiting = asyncio.create_task(first.connect(timeout=20))
+        for _ in range(20):
+            with pytest.raises(NotConnected) as caught:
+                await sender.connect(timeout=0.2)
+            if "worker 1 has not said hello; worker 0 is there, and waits for the others" in str(caught.value):
+                break
+        else:
+            pytest.fail(str(caught.value))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_again(api: Api) -> None:
     sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
-from asyncsync.errors import PartialSendError, SchemaMismatch
+from asyncsync.errors import Fenced, PartialSendError, SchemaMismatch
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.collecting_multi import WithModel, make, options, policy
 from helpers.collecting_weights import update
@@ -224,7 +226,8 @@ def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str)
         assert time.monotonic() - began < 1.0
         assert collector.policy_version == 3
         source.module.fill(9.0)
-        assert acted(collector.next()) == [1.0]
+        batch = collector.next()  # may have begun before
+        assert acted(batch) == [float(version) for version in versions(batch)]
         assert (acted(batch := collector.next()), versions(batch)) == ([3.0], [3])
         with pytest.raises(ValueError, match="nobody"):
             update(collector, style, weights_dict={"policy": source, "nobody": source}, wait=False)
@@ -272,3 +275,73 @@ def test_policies_without_weights_need_no_schemes() -> None:
     with MultiSyncCollector(FACTORIES[:1], None, **options()) as collector:
         assert collector._sender_schemes == {}
         assert acted(collector.next()) == [-1.0]
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, ZMQWeightSyncScheme])
+def test_a_scheme_serves_one_collector(kind: Any) -> None:
+    scheme = kind()
+    with MultiSyncCollector(FACTORIES[:1], policy(), weight_sync_schemes={"policy": scheme}, **options()) as collector:
+        began = time.monotonic()
+        with pytest.raises(
+            ValueError, match=r"weight_sync_schemes\['policy'\] serves the workers of another collector"
+        ):
+            MultiSyncCollector(FACTORIES[:1], policy(), weight_sync_schemes={"policy": scheme}, **options())
+        assert time.monotonic() - began < 1.0, "no process was started"
+        collector.policy.module.fill(5.0)
+        collector.update_policy_weights_()
+        collector.next()
+        assert acted(collector.next()) == [5.0]
+    with pytest.raises(ValueError, match=r"weight_sync_schemes\['policy'\] was shut down, with its collector perhaps"):
+        MultiSyncCollector(FACTORIES[:1], policy(), weight_sync_schemes={"policy": scheme}, **options())
+
+
+def test_a_worker_whose_place_is_taken_stops_collecting() -> None:
+    scheme = ZMQWeightSyncScheme()
+    given = {"weight_sync_schemes": {"policy": scheme}, **options()}
+    with MultiSyncCollector(FACTORIES[:1], policy(), **given) as collector:
+        collector.next()
+        intruder = pickle.loads(pickle.dumps(scheme))
+        intruder.init_on_receiver("policy", model=policy(), worker_idx=0)
+        intruder.connect(timeout=20)
+
+        def go_on() -> None:  # until the worker has heard of it
+            for _ in range(100):
+                collector.next()
+
+        with pytest.raises(Fenced, match="worker 0"):
+            go_on()
+        intruder.shutdown()
+
+
+def test_misspelt_arguments_are_no_others(crew: Any) -> None:
+    for name, meant in (("worker_id", "worker_ids"), ("weight_dict", "weights_dict"), ("modelid", "model_id")):
+        with pytest.raises(TypeError, match=f"no argument '{name}': did you mean '{meant}'"):
+            crew[0].update_policy_weights_(**{name: 0})
+
+
+def test_r166_other_keywords_are_accepted(crew: Any) -> None:
+    crew[0].update_policy_weights_(anything=1)
+
+
+@BOTH
+def test_what_is_loaded_is_what_the_trainer_has_and_has_a_version(kind: Any) -> None:
+    source = policy(4.0)
+    with kind(FACTORIES, source, **options()) as collector:
+        saved = copy.deepcopy(collector.state_dict())
+        source.module.fill(5.0)
+        collector.update_policy_weights_()
+        before = collector.policy_version
+        collector.load_state_dict(saved)
+        assert source.module.weight.unique().tolist() == [4.0]
+        assert collector.policy_version == before + 1
+        for _ in range(3):
+            batch = collector.next()
+        assert (acted(batch), versions(batch)) == ([4.0], [before + 1])
+        collector.update_policy_weights_(policy(7.0), worker_ids=[1])
+        apart = copy.deepcopy(collector.state_dict())
+        collector.update_policy_weights_()
+        collector.load_state_dict(apart)  # weights of each worker's own are left to the workers
+        assert source.module.weight.unique().tolist() == [4.0]
+        now = collector.state_dict()
+        found = [now[f"worker{w}"]["policy_state_dict"]["module.weight"][0].item() for w in range(2)]
+        assert found == [4.0, 7.0]

@@ -196,3 +196,29 @@ def test_an_update_that_does_not_reach_a_killed_worker_says_how_it_ended(style: 
         with pytest.raises(PeerLost, match="SIGKILL") as caught:
             update()
         assert isinstance(caught.value.__context__, PartialSendError)
+
+
+def slow_to_make(log: str) -> Any:
+    time.sleep(1.5)
+    return make(log=log)()
+
+
+def bad_environment() -> Any:
+    raise ArithmeticError("there is no such environment")
+
+
+@BOTH
+def test_a_worker_that_is_still_being_built_when_another_fails_ends_by_itself(
+    kind: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(ArithmeticError, match="no such environment"):
+        kind([functools.partial(slow_to_make, str(log)), bad_environment], policy(), **options())
+    assert log.read_text().split()[1:] == ["closed"]
+    assert "is terminated" not in caplog.text
+
+
+def test_the_same_mistake_of_several_workers_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ArithmeticError, match="no such environment"):
+        MultiSyncCollector([bad_environment] * 3, policy(), **options())
+    assert "Traceback" not in caplog.text
