@@ -48,3 +48,18 @@ def test_r011_r199_multi_model_never_acts_with_two_versions(tmp_path: Path) -> N
     assert [int(update) for update, _, _ in shown] == list(range(1, updates + 1))
     assert {mixed for _, _, mixed in shown} == {"0"}
     assert float(shown[-1][1]) < float(shown[0][1]) / 5, "the environments do not use the trained predictor"
+
+
+def test_replay_buffer_learns_from_what_workers_add(tmp_path: Path) -> None:
+    updates = 2400
+    with start(EXAMPLES / "collectors" / "replay_buffer.py", "--updates", str(updates), cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=100)
+    assert code == 0, err
+    assert "Warning" not in err  # TorchRL's log is there
+    shown = re.findall(r"update (\d+): (\d+) frames, mean step (\d+), version (\d+)", out)
+    count, frames, steps, versions = (list(map(int, column)) for column in zip(*shown, strict=True))
+    assert count == [240 * k for k in range(1, 11)]
+    assert frames == sorted(frames)
+    assert versions == [1 + 12 * k for k in range(1, 11)]
+    assert steps[-1] > 1.5 * min(steps), "has not learnt"
+    assert private_directories() == []
