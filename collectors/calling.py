@@ -173,10 +173,10 @@ class Calling(BaseCollector):
         self._page.frames = self._frames
         policies = [policy for name in names for policy in _policies(state_dict[name])]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
-        if "policy" in self._sender_schemes and policies and all(_equal(policies[0], p) for p in policies):
-            if own.keys() == policies[0].keys():
-                self.policy.load_state_dict(policies[0])
-                self.update_policy_weights_(timeout=timeout)
+        all_have = bool(policies) and own.keys() == policies[0].keys() and all(_equal(policies[0], p) for p in policies)
+        if all_have and "policy" in self._sender_schemes:
+            self.policy.load_state_dict(policies[0])
+            self.update_policy_weights_(timeout=timeout)
 
     @property
     def pre_collect_hook(self) -> PreHook | None:

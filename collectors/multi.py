@@ -23,6 +23,7 @@ import time
 import weakref
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.managers import BaseProxy
 from typing import Any
 
 import torch
@@ -31,9 +32,24 @@ from torch import nn
 
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.commanding import Commanding, make_finalizers
-from asyncsync.collectors.counts import Devices, check_count, check_factories, each, own_arguments, spread, with_partial
+from asyncsync.collectors.counts import (
+    Devices,
+    check_count,
+    check_factories,
+    check_policy,
+    check_policy_factory,
+    check_schemes,
+    each,
+    flattened,
+    frames_or_none,
+    is_list,
+    own_arguments,
+    spread,
+    whole,
+    with_partial,
+)
 from asyncsync.collectors.crew import Crew, check_start_method
-from asyncsync.collectors.devices import exact_device
+from asyncsync.collectors.devices import check_devices, exact_device
 from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.messages import dumps
 from asyncsync.collectors.page import ControlPage, SharedPool
@@ -94,7 +110,9 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         num_threads: torch's threads in this process; None: as they are.
         num_sub_threads: torch's threads in each worker.
         cat_results: MultiSync: "stack" (or None): ``[workers, *batch, time]``; an int: along that dimension.
-        replay_buffer: where the workers' frames go instead: a shared one, such as TorchRL's with ``shared=True``.
+        replay_buffer: where the workers' frames go instead; one that processes share. TorchRL's are, or are made so
+            (``share()``); a LazyTensorStorage needs ``shared_init=True``. A proxy of a ``multiprocessing`` manager is.
+            Another, which pickles as a handle on what is elsewhere, says so by a true attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
         weight_updater: an updater, or what makes one (deprecated).
         weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy that has parameters or
@@ -170,12 +188,23 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if weight_updater is not None and weight_sync_schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
-        if max_lag is not None and max_lag < 0:
-            raise ValueError(f"max_lag must be at least 0, not {max_lag}")
+        max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
+        max_weight_update_interval = whole("max_weight_update_interval", max_weight_update_interval)
+        if max_lag is not None:
+            max_lag = whole("max_lag", max_lag, 0)
+        check_schemes("weight_sync_schemes", weight_sync_schemes)
+        check_schemes("weight_recv_schemes", weight_recv_schemes)
+        _check_shared(replay_buffer)
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
         self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
         policies = each("policy_factory", policy_factory, count)
+        for index, factory in enumerate(policies):
+            check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
+        if policy_factory is None:  # else policy is the source of weights only
+            check_policy(policy)
+            if policy is not None and not callable(policy):
+                raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
         has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
         if weight_sync_schemes is None:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if has_weights else {}
@@ -192,6 +221,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
         }  # fmt: skip
+        own_devices = {name: value for name, value in own_arguments(collector_class).items() if name in devices}
+        check_devices(dict(flattened(devices | own_devices)))
         placed = [dict(zip(devices, values, strict=True)) for values in spread(devices, count)]
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
         chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
@@ -303,13 +334,14 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
     def _set_up_frames(
         self, frames_per_batch: int | Sequence[int], total_frames: int | None, init_random_frames: int | None
     ) -> None:
-        if isinstance(frames_per_batch, Sequence):
+        total_frames = frames_or_none("total_frames", total_frames)
+        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
+        if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
             check_count("frames_per_batch", frames_per_batch, self.num_workers)
-            self._requested = list(frames_per_batch)
+            self._requested = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
         else:
+            frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
             self._requested = self._split(frames_per_batch)
-        if min(self._requested) < 1:
-            raise ValueError(f"frames_per_batch must be at least 1, not {frames_per_batch}")
         self.requested_frames_per_batch = self._frames_of_a_batch()
         endless = total_frames is None or total_frames < 0
         self.total_frames = math.inf if endless else int(total_frames or 0)
@@ -412,6 +444,18 @@ class _Models:
     def get_model(self, model_id: str) -> Any:
         collector = self._collector()
         return None if collector is None else collector.get_model(model_id)
+
+
+def _check_shared(replay_buffer: Any) -> None:
+    """Raises TypeError: each worker would fill a copy of its own, which nobody sees."""
+    if replay_buffer is None or isinstance(replay_buffer, BaseProxy):
+        return
+    if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
+        raise TypeError(
+            f"replay_buffer is a {type(replay_buffer).__name__}, of which each worker would fill a copy of its own: "
+            "pass one that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a "
+            "multiprocessing manager. If it pickles as a handle on what they share, say so: replay_buffer.shared = True"
+        )
 
 
 def _pickled(spec: Spec) -> bytes:

@@ -25,7 +25,7 @@ from asyncsync.collectors.turns import Turns
 from asyncsync.errors import ClosedError
 from asyncsync.threads import WorkThread
 
-__all__ = ["PAUSE_SECONDS", "Running"]
+__all__ = ["PAUSE_SECONDS", "Running", "check_open"]
 
 T = TypeVar("T")
 
@@ -33,6 +33,12 @@ _log = logging.getLogger("asyncsync")
 
 PAUSE_SECONDS = 60.0
 """How long whoever wants a collector to stand still waits for the step under way."""
+
+
+def check_open(collector: Rollouts) -> None:
+    """Raises ClosedError: after ``shutdown()``."""
+    if collector.closed:
+        raise ClosedError(f"this {type(collector).__name__} has been shut down")
 
 
 class Running(Rollouts, RunsFree):
@@ -127,8 +133,7 @@ class Running(Rollouts, RunsFree):
         while not self._exhausted:
             self._check_can_wait()
             if self._pending is None:
-                if self.closed:  # the thread that has ended with shutdown() must not begin anew
-                    raise ClosedError(f"this {type(self).__name__} has been shut down")
+                check_open(self)  # the thread that has ended with shutdown() must not begin anew
                 self._pending = self._begin()
             pending = self._pending
             await _end_of(pending)
@@ -177,11 +182,14 @@ class Running(Rollouts, RunsFree):
         """A block in which no step is under way and the replay buffer is left alone, if this collector runs free.
 
         Raises:
+            ClosedError: after :meth:`shutdown`.
             AckTimeout: the step under way did not end within 60 s.
             BaseException: what ended collection in the background.
         """
         self._raise_free_error()
+        check_open(self)
         with self._turns.standing(PAUSE_SECONDS):
+            check_open(self)  # meanwhile
             yield
 
     def _close_environment(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,19 +11,28 @@ from torch import nn
 
 from asyncsync.collectors import environments
 from asyncsync.collectors.rollout import Rollouts
-from asyncsync.collectors.running import PAUSE_SECONDS
+from asyncsync.collectors.running import PAUSE_SECONDS, check_open
 
 __all__ = ["Saving"]
 
 
 class Saving(Rollouts):
-    """The part of a collector that sets and tells its state. Each of these waits for the step under way."""
+    """The part of a collector that sets and tells its state. Each of these waits for the step under way, and raises
+    AckTimeout if that takes more than 60 s; and ClosedError after ``shutdown()``, except :meth:`state_dict`.
+    """
 
     _iter: int
 
+    @contextmanager
+    def _open_and_standing(self) -> Iterator[None]:
+        check_open(self)
+        with self._turns.standing(PAUSE_SECONDS):
+            check_open(self)  # meanwhile
+            yield
+
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
-        with self._turns.standing(PAUSE_SECONDS):
+        with self._open_and_standing():
             with self._holds(), torch.no_grad():
                 following = environments.set_seed(self.env, seed, static_seed)
             self._reset_all()
@@ -30,14 +40,14 @@ class Saving(Rollouts):
 
     def reset(self) -> None:
         """Reset the environments; they begin new trajectories."""
-        with self._turns.standing(PAUSE_SECONDS):
+        with self._open_and_standing():
             self._reset_all()
 
     def state_dict(self) -> dict[str, Any]:
         """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, and ``traj_pool`` if trajectories are
         tracked.
 
-        Trajectories that are under way are not part of it.
+        Trajectories that are under way are not part of it. It may also be asked for after ``shutdown()``.
         """
         with self._turns.standing(PAUSE_SECONDS):
             state: dict[str, Any] = {
@@ -61,11 +71,11 @@ class Saving(Rollouts):
             raise KeyError(
                 f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
             )
-        with self._turns.standing(PAUSE_SECONDS):
+        with self._open_and_standing():
             if (env_state := state_dict.get("env_state_dict")) and hasattr(self.env, "load_state_dict"):
                 self.env.load_state_dict(env_state)
             if "policy_state_dict" in state_dict:
-                self._between_steps(lambda: self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict))
+                self._between_steps(lambda: self._load_policy(state_dict["policy_state_dict"], strict))
             self._frames = state_dict.get("frames", self._frames)
             self._iter = state_dict.get("iter", self._iter)
             if self.track_traj_ids:
@@ -73,6 +83,10 @@ class Saving(Rollouts):
                     self._traj_pool().load_state_dict(state_dict["traj_pool"])
                 root = self._carrier
                 self._begin_trajectories(root)
+
+    def _load_policy(self, state: Mapping[str, Any], strict: bool) -> None:
+        self.policy.load_state_dict(state, strict=strict)
+        self.increment_version()  # where no scheme counts: the frames that follow are not the earlier ones' version
 
 
 def _state_of(environment: Any) -> Any:

@@ -28,7 +28,8 @@ from tensordict.nn import InteractionType
 from asyncsync.binding import Binding
 from asyncsync.collectors import environments
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
-from asyncsync.collectors.devices import Device
+from asyncsync.collectors.counts import check_policy, check_policy_factory, check_schemes, frames_or_none, whole
+from asyncsync.collectors.devices import Device, check_devices
 from asyncsync.collectors.dispatch import Dispatch
 from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.limits import limited
@@ -142,10 +143,24 @@ class Collector(Running, Saving, metaclass=Dispatch):
                 "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
                 "extend_buffer out"
             )
-        if max_lag is not None and max_lag < 0:
-            raise ValueError(f"max_lag must be at least 0, not {max_lag}")
-        if frames_per_batch < 1:
-            raise ValueError(f"frames_per_batch must be at least 1, not {frames_per_batch}")
+        frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
+        total_frames = frames_or_none("total_frames", total_frames)
+        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
+        max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
+        if max_lag is not None:
+            max_lag = whole("max_lag", max_lag, 0)
+        check_policy(policy)
+        check_policy_factory("policy_factory", policy_factory)
+        check_schemes("weight_sync_schemes", weight_sync_schemes)
+        check_schemes("weight_recv_schemes", weight_recv_schemes)
+        check_devices(
+            {
+                "device": device,
+                "storing_device": storing_device,
+                "policy_device": policy_device,
+                "env_device": env_device,
+            }
+        )
         self._setup_running()
 
         self.reset_at_each_iter = reset_at_each_iter

@@ -390,7 +390,10 @@ async def test_another_model_id_is_named_on_both_sides(api: Api) -> None:
     ("other", "message"),
     [
         (lambda: Model(width=3), r"first: sent with shape \[64\], the model's is \[3\]"),
-        (lambda: Model().double(), r"sent as torch.float32, the model's is torch.float64 \(send that, or init_on_receiver\(cast=True\)\)"),
+        (
+            lambda: Model().double(),
+            r"float32, the model's is torch.float64 \(send that, or init_on_receiver\(cast=True\)",
+        ),
         (lambda: nn.Sequential(Model()), r"prefix '0.'"),
         (lambda: nn.Linear(2, 2), "missing.*unexpected.*common prefix"),
     ],

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tensordict.nn import InteractionType
 
 from asyncsync.collectors import Collector, ExplorationType
+from asyncsync.sync import SharedMemWeightSyncScheme
 from helpers.collecting_single import Actor, Buffer, WalkEnv
 
 
@@ -116,6 +119,73 @@ def test_what_cannot_serve_is_said_at_once_and_leaves_nothing_open() -> None:
         Collector(make, Actor(), frames_per_batch=4, max_lag=-1)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"frames_per_batch": None}, "frames_per_batch must be an int of at least 1, not None"),
+        ({"frames_per_batch": "64"}, "frames_per_batch must be an int of at least 1, not '64'"),
+        ({"frames_per_batch": 64.0}, "frames_per_batch must be an int of at least 1, not 64.0"),
+        ({"frames_per_batch": torch.tensor(6.5)}, r"must be an int of at least 1, not tensor\(6.5000\)"),
+        ({"total_frames": "60"}, "total_frames must be an int, not '60'"),
+        ({"total_frames": float("inf")}, "total_frames must be a whole number, or -1 for none, not inf"),
+        ({"init_random_frames": "60"}, "init_random_frames must be an int, not '60'"),
+        ({"max_frames_per_traj": "60"}, "max_frames_per_traj must be an int, not '60'"),
+        ({"max_lag": "1"}, "max_lag must be an int of at least 0, not '1'"),
+        (
+            {"weight_sync_schemes": SharedMemWeightSyncScheme()},
+            r'not SharedMemWeightSyncScheme: pass {"policy": scheme}',
+        ),
+        ({"weight_recv_schemes": [SharedMemWeightSyncScheme()]}, "weight_recv_schemes must be a dict"),
+        ({"policy": [Actor()]}, "policy is a list of 1: pass one policy"),
+        ({"policy": Actor}, r"policy is the class Actor: .* did you mean policy_factory=Actor\?"),
+        ({"policy": lambda: Actor()}, "takes no observations.* Did you mean policy_factory="),
+        ({"policy": None, "policy_factory": Actor()}, "policy_factory is a policy itself, a Actor"),
+        (
+            {"policy": None, "policy_factory": [Actor]},
+            "policy_factory must be a callable that returns a policy, not list",
+        ),
+        ({"storing_device": 1.5}, "storing_device=1.5 is no device here"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named_before_anything_is_made(given: dict[str, Any], message: str) -> None:
+    arguments = {"create_env_fn": lambda: 1 / 0, "policy": Actor(), "frames_per_batch": 4, **given}
+    with pytest.raises(TypeError, match=message):
+        Collector(**arguments)
+
+
+@pytest.mark.parametrize("name", ["device", "storing_device", "policy_device", "env_device"])
+def test_a_device_that_is_not_there_is_named_before_anything_is_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def message(device: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            Collector(lambda: 1 / 0, Actor(), frames_per_batch=4, **{name: device})
+        return str(caught.value)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for device in ("cuda", torch.device("cuda"), "mps"):
+        kind = torch.device(device).type
+        expected = f"{name}='{kind}', but torch finds 0 {kind} devices here: leave {name} out, or pass 'cpu'"
+        assert message(device) == expected
+    assert message("cudaa").startswith(f"{name}='cudaa' is no device here: ")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert message("cuda:2") == (
+        f"{name}='cuda:2', but torch finds 2 cuda devices here: leave {name} out, or pass 'cpu' or 'cuda:0' or 'cuda:1'"
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device in ("cuda", "cuda:1", "meta"):
+        with pytest.raises(ZeroDivisionError):
+            Collector(lambda: 1 / 0, Actor(), frames_per_batch=4, **{name: device})
+
+
+def test_numbers_of_frames_may_be_of_numpys_types_and_whole_floats() -> None:
+    given: dict[str, Any] = {"frames_per_batch": np.int64(4), "total_frames": 1.2e1, "max_lag": np.int32(0)}
+    with Collector(WalkEnv(), Actor(), **given) as c:
+        assert sum(batch.numel() for batch in c if batch is not None) == 12
+
+
 def test_several_collectors_are_another_class() -> None:
     class Own(Collector):
         pass
@@ -130,3 +200,5 @@ def test_several_collectors_are_another_class() -> None:
         Collector(num_collectors=2, frames_per_batch=4)
     with pytest.raises(ValueError, match="a list of 1"):
         Collector([WalkEnv], Actor(), frames_per_batch=4, num_collectors=2)
+    with pytest.raises(TypeError, match="create_env_fn is a dict"):
+        Collector({"a": WalkEnv}, Actor(), frames_per_batch=4, num_collectors=2)

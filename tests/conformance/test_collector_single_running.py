@@ -321,6 +321,44 @@ def test_r208_shutdown_is_idempotent_and_closes_the_environment_once(kind: str) 
         c.rollout()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_r208_a_closed_collector_only_tells_its_state(kind: str) -> None:
+    c = collector(environment(kind), replay_buffer=Buffer())
+    c.next()
+    before = c.state_dict()
+    c.shutdown()
+    for use in (c.rollout, c.reset, lambda: c.set_seed(3), c.pause().__enter__, lambda: c.load_state_dict(before)):
+        with pytest.raises(ClosedError, match="this Collector has been shut down"):
+            use()
+    assert c.state_dict()["frames"] == before["frames"] == 8
+
+
+def test_r208_who_waits_for_a_step_finds_the_collector_closed() -> None:
+    env, outcomes = Stopping(), []
+    c = collector(env, replay_buffer=Buffer())
+    c.start()
+    assert env.inside.wait(20)
+
+    def use(wanted: Any) -> None:
+        try:
+            wanted()
+        except ClosedError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=use, args=(wanted,)) for wanted in (c.reset, c.pause().__enter__)]
+    for thread in threads:
+        thread.start()
+    while len(c._turns._asking) < 2:
+        time.sleep(0.001)
+    c.shutdown(timeout=0.05)
+    env.go.set()
+    for thread in threads:
+        thread.join(20)
+    assert outcomes == ["this Collector has been shut down"] * 2
+    c._free.join(20)
+    assert env.closed == 1
+
+
 async def test_r208_shutdown_from_async_with_and_after_errors() -> None:
     env = WalkEnv()
     with pytest.raises(LookupError):  # noqa: PT012
@@ -404,7 +442,8 @@ def test_seed_reset_and_state(kind: str) -> None:
         c.load_state_dict(state)
         assert c.policy.gain == policy.gain
         assert c._carrier["collector", "traj_ids"] == state["traj_pool"]["traj_id"]
-        assert len(list(c)) == 1
+        [batch] = list(c)
+        assert batch["collector", "policy_version"].unique().tolist() == [1], "not that of the weights before"
         with pytest.raises(KeyError, match="'frames', 'iter'"):
             c.load_state_dict({"policy_state_dict": {}, "env_state_dict": {}})
 

@@ -5,18 +5,51 @@ from __future__ import annotations
 import functools
 import inspect
 import multiprocessing
+import multiprocessing.managers
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
+from asyncsync.sync import SharedMemWeightSyncScheme
+from helpers.collecting_multi import Counting, Marked, SharedBuffer, make, options, policy
+
+
+class Unshared:
+    """A replay buffer of one process."""
+
+    shared = False
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    def extend(self, batch: TensorDictBase) -> None:
+        self.frames += batch.numel()
+
+    def __len__(self) -> int:
+        return self.frames
+
+
+class Manager(multiprocessing.managers.BaseManager):
+    """Has one in a process of its own."""
+
+
+Manager.register("Buffer", Unshared, exposed=("extend", "__len__"))
+
+
+class Sharing(Unshared):
+    """A replay buffer of one process that can be told to be one of several: notes whether it was."""
+
+    def share(self) -> None:
+        self.shared = True
+
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -85,6 +118,35 @@ def test_collector_with_num_collectors_is_a_multi_collector(sync: bool) -> None:
         ({"max_lag": -1}, "at least 0"),
         ({"policy": None, "update_at_each_batch": True}, "nothing brings them to the workers"),
         ({"weight_updater": print, "weight_sync_schemes": {}}, "exclude each other"),
+        ({"frames_per_batch": None}, "frames_per_batch must be an int of at least 1, not None"),
+        ({"frames_per_batch": "64"}, "frames_per_batch must be an int of at least 1, not '64'"),
+        ({"frames_per_batch": 64.0}, "frames_per_batch must be an int of at least 1, not 64.0"),
+        ({"frames_per_batch": True}, "frames_per_batch must be an int of at least 1, not True"),
+        ({"frames_per_batch": [6, "6"]}, r"frames_per_batch\[1\] must be an int of at least 1, not '6'"),
+        ({"total_frames": "60"}, "total_frames must be an int, not '60'"),
+        ({"total_frames": 60.5}, "total_frames must be a whole number, or -1 for none, not 60.5"),
+        ({"max_lag": "1"}, "max_lag must be an int of at least 0, not '1'"),
+        ({"num_workers": "2"}, "num_workers must be an int of at least 1, not '2'"),
+        ({"create_env_fn": {"a": make()}}, r"create_env_fn is a dict: pass .* list\(create_env_fn.values\(\)\)"),
+        ({"create_env_fn": [{"a": make()}]}, "create_env_fn is a dict"),
+        (
+            {"weight_sync_schemes": SharedMemWeightSyncScheme()},
+            r'not SharedMemWeightSyncScheme: pass {"policy": scheme}',
+        ),
+        ({"weight_recv_schemes": SharedMemWeightSyncScheme}, "weight_recv_schemes must be a dict"),
+        ({"policy": [policy(), policy()]}, "policy is a list of 2: .* policy_factory="),
+        ({"policy": Marked}, r"policy is the class Marked: .* did you mean policy_factory=Marked\?"),
+        ({"policy": lambda: policy()}, "takes no observations.* Did you mean policy_factory="),
+        ({"policy": "policy"}, "policy must be callable, not str"),
+        ({"policy": None, "policy_factory": policy()}, "policy_factory is a policy itself, a TensorDictModule"),
+        ({"policy": None, "policy_factory": [policy, Marked()]}, r"policy_factory\[1\] is a policy itself, a Marked"),
+        ({"policy": None, "policy_factory": "policy"}, "policy_factory must be a callable"),
+        ({"device": "cuda:99"}, r"device='cuda:99', but torch finds \d+ cuda devices? here: leave device out"),
+        ({"env_device": ["cpu", "cuda:99"]}, r"env_device\[1\]='cuda:99', but"),
+        ({"storing_device": "cudaa"}, "storing_device='cudaa' is no device here"),
+        ({"collector_class": functools.partial(Collector, policy_device="cuda:99")}, "policy_device='cuda:99', but"),
+        ({"replay_buffer": []}, r"replay_buffer is a list, .* a copy of its own: .*ReplayBuffer\(…, shared=True\)"),
+        ({"replay_buffer": Unshared()}, "replay_buffer is a Unshared, .* say so: replay_buffer.shared = True"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
@@ -197,6 +259,38 @@ def test_r087_r165_workers_write_to_a_shared_replay_buffer(kind: Any, extend: bo
         assert collector._frames == 36
     assert sum(buffer.sizes()) == 36
     assert set(buffer.sizes()) == ({6} if kind is MultiAsyncCollector else {3}) if extend else {1}
+
+
+def test_a_managers_proxy_is_a_shared_replay_buffer() -> None:
+    with Manager(ctx=multiprocessing.get_context("spawn")) as manager:
+        buffer = manager.Buffer()  # type: ignore[attr-defined]
+        given = options(replay_buffer=buffer, total_frames=24)
+        with MultiAsyncCollector([make()] * 2, policy(), **given) as collector:
+            assert list(collector) == [None] * 4
+        assert len(buffer) == 24
+
+
+def test_a_replay_buffer_that_can_be_shared_is() -> None:
+    buffer = Sharing()
+    with MultiAsyncCollector([make()], policy(), **options(replay_buffer=buffer)):
+        assert buffer.shared
+
+
+def test_a_policy_factory_may_be_a_module_that_needs_no_arguments() -> None:
+    class Makes(torch.nn.Module):
+        def forward(self, value: float = 4.0) -> TensorDictModule:
+            return policy(value)
+
+    with MultiSyncCollector([make()], policy_factory=Makes(), **options()) as collector:
+        assert collector.next()["action"].unique().tolist() == [4.0]  # type: ignore[index]
+
+
+def test_numbers_of_frames_may_be_of_numpys_types_and_whole_floats() -> None:
+    given = options(frames_per_batch=np.int64(6), total_frames=1.2e1, max_frames_per_traj=2.0, max_lag=np.int32(1))
+    with MultiSyncCollector([make()], policy(), **given) as collector:
+        assert sum(batch.numel() for batch in collector if batch is not None) == 12
+    with MultiSyncCollector([make()] * 2, policy(), **options(frames_per_batch=[3, np.int64(6)])) as collector:
+        assert collector.requested_frames_per_batch == 9
 
 
 def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
@@ -329,6 +423,7 @@ def test_the_first_device_is_a_device() -> None:
     given = options(storing_device=0, device="cpu", policy_device="cpu", env_device="cpu", total_frames=6)
     with pytest.MonkeyPatch.context() as patch:
         seen: list[Any] = []
+        patch.setattr("asyncsync.collectors.multi.check_devices", lambda devices: None)  # whether there is a GPU here
         patch.setattr("asyncsync.collectors.multi.exact_device", lambda device: seen.append(device))
         patch.setattr(MultiSyncCollector, "_begin", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -31,6 +31,8 @@ def crews() -> Iterator[Any]:
     ):
         for collector in (waiting, running):
             settle(collector)
+            for _ in range(3):
+                collector.update_policy_weights_()
         yield waiting, running
 
 

@@ -150,6 +150,8 @@ def test_a_worker_that_dies_before_it_is_ready() -> None:
 class Buffer:
     """Stands for a shared replay buffer."""
 
+    shared = True
+
     def extend(self, batch: Any) -> None:
         del batch
 

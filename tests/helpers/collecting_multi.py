@@ -284,6 +284,8 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 class SharedBuffer:
     """A replay buffer of several processes: notes in a file what comes."""
 
+    shared = True
+
     def __init__(self, path: Path) -> None:
         self._path = path / "buffer"
         self._path.touch()
