@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from asyncsync.collectors.gym_spaces import BoxSpec, CategoricalSpec, CompositeSpec, Spec, leaves_of
+from asyncsync.collectors.gym_spaces import BoxSpec, CategoricalSpec, CompositeSpec, Leaf, Spec, leaves_of
+from asyncsync.collectors.gym_vector import Resets, class_of, make_vector, reset, resets_of, step
 
 __all__ = ["GymEnv"]
 
 Array = np.ndarray[Any, Any]
 DONE_KEYS = ("done", "terminated", "truncated")
+NUMBERS = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.bool_))
+FLAGS = frozenset((bool, np.bool_))
 
 
 class GymEnv:
@@ -54,6 +57,7 @@ class GymEnv:
 
     Raises:
         ImportError: gymnasium is not installed.
+        TypeError: env is none of these.
         ValueError: a space that has no tensor form; a vector environment that cannot be used; arguments that need an
             id.
     """
@@ -72,10 +76,9 @@ class GymEnv:
             import gymnasium
         except ImportError as error:
             raise ImportError('GymEnv needs gymnasium; install it with: pip install "asyncsync[gym]"') from error
-        from asyncsync.collectors.gym_vector import Resets, make_vector, resets_of
-
         made = isinstance(env, str | gymnasium.envs.registration.EnvSpec)
         if not made:
+            _check_environment(env)
             named = {"num_envs": num_envs, "vectorization_mode": vectorization_mode}
             if given := [*(name for name, value in named.items() if value), *make_kwargs]:
                 raise ValueError(f"{', '.join(given)}: only with an id, but an environment was given: {env}")
@@ -89,12 +92,14 @@ class GymEnv:
         self.is_closed = False
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
+        self._shape: tuple[int, ...] = ()
         self._resets: Resets | None = None
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
                 self._resets = resets_of(env)
-                self.batch_size = torch.Size((env.num_envs,))
+                self._shape = (env.num_envs,)
+                self.batch_size = torch.Size(self._shape)
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (
                 leaves_of(space, name, categorical=categorical_action_encoding, device=None)
@@ -172,8 +177,7 @@ class GymEnv:
         if mask is not None and not bool(mask.all()):
             assert tensordict is not None
             return self._reset_some(tensordict, mask.reshape(self.batch_size)) if bool(mask.any()) else tensordict
-        observation, _ = self.env.reset(seed=seed, options=options)
-        first = self._first(observation)
+        first = self._first(reset(self.env, seed=seed, options=options))
         return first if tensordict is None else tensordict.update(first)
 
     def _reset_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
@@ -196,20 +200,31 @@ class GymEnv:
 
         Raises:
             KeyError: no action.
-            ValueError: an action of another shape.
+            TypeError, ValueError: an action of another shape, or that is no choice; or the environment has returned
+                what Gymnasium's do not.
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        observation, reward, terminated, truncated, info = self.env.step(self._action(tensordict, given))
+        action = self._action(tensordict, given)
+        try:
+            observation, reward, terminated, truncated, info = step(self.env, action)
+        except Exception as error:
+            self._check_actions(tensordict, error)
+            raise
         buffers = _Buffers(self.batch_size, self._forms)
+        if not self._are_plain(reward, terminated, truncated):
+            named = {"reward": reward, "terminated": terminated, "truncated": truncated}
+            reward, terminated, truncated = (self._number(name, value) for name, value in named.items())
         buffers.reward[...] = reward
         buffers.terminated[...] = terminated
         buffers.truncated[...] = truncated
-        finished = np.logical_or(terminated, truncated, out=buffers.finished)
+        finished = np.logical_or(buffers.terminated, buffers.truncated, out=buffers.finished)
         self._write(buffers.next_views, observation)  # before a reset, which may write over it
         if np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            observation = self._begin(buffers, observation, finished, info)
-        self._write(buffers.first_views, observation)
+            self._write(buffers.first_views, self._begin(buffers, observation, finished, info))
+        else:
+            for view, written in zip(buffers.first_views, buffers.next_views, strict=True):
+                np.copyto(view, written)
         after, root = buffers.next, given | buffers.first
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
@@ -230,7 +245,7 @@ class GymEnv:
     def _begin(self, buffers: _Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
         """Begin anew what has finished: the observations for the next step."""
         if self._resets is None:
-            return self.env.reset()[0]
+            return reset(self.env)
         for index, last in self._resets.last(finished, info):
             # "...": a row of a number each is a view, too, not a copy of the number
             self._write([view[index, ...] for view in buffers.next_views], last)
@@ -254,7 +269,7 @@ class GymEnv:
         Returns:
             The seed for the next environment: drawn from the given one, as TorchRL does, unless static_seed.
         """
-        self.env.reset(seed=seed)
+        reset(self.env, seed=seed)
         if seed is None or static_seed:
             return seed
         return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % (2**32 - 1)
@@ -283,7 +298,45 @@ class GymEnv:
 
     def _write(self, views: Sequence[Array], observation: Any) -> None:
         for leaf, view in zip(self._observations, views, strict=True):
-            leaf.spec.write(view, _follow(observation, leaf.path))
+            try:
+                leaf.spec.write(view, _follow(observation, leaf.path))
+            except (LookupError, TypeError, ValueError) as error:
+                raise self._unfit(leaf, observation, error) from error
+
+    def _unfit(self, leaf: Leaf, observation: Any, error: Exception) -> Exception:
+        """The error for an observation, or an entry of it, that is not as its space says."""
+        name, told = class_of(self.env), f"{leaf.key!r} does not fit its space: {error}"
+        for index, part in enumerate(leaf.path):
+            if not isinstance(observation, Mapping):
+                where = ".".join(leaf.path[:index]) or "the observation"
+                return TypeError(f"{name}: {where} is a {type(observation).__name__}, but its space is a Dict")
+            if part not in observation:
+                has = list(observation)
+                return ValueError(f"{name}: the observation has no {'.'.join(leaf.path[: index + 1])!r}, only {has}")
+            observation = observation[part]
+        return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: the observation's entry {told}")
+
+    def _are_plain(self, reward: Any, terminated: Any, truncated: Any) -> bool:
+        """Whether they are as most environments return them; others take :meth:`_number`'s time."""
+        if not self._shape:
+            return type(reward) in NUMBERS and type(terminated) in FLAGS and type(truncated) in FLAGS
+        return (
+            type(reward) is type(terminated) is type(truncated) is np.ndarray
+            and reward.shape == terminated.shape == truncated.shape == self._shape
+            and not (reward.dtype.hasobject or terminated.dtype.hasobject or truncated.dtype.hasobject)
+        )
+
+    def _number(self, name: str, value: Any) -> Any:
+        """One of a step's results that may yet be a number, or as many as there are environments."""
+        shape = self._shape
+        array = np.asarray(value)
+        of = f" of shape {array.shape}" if array.shape else ""
+        if array.dtype.kind not in "biuf" and (array.dtype.kind != "O" or None in array.ravel().tolist()):
+            what = "None" if value is None else f"a {type(value).__name__}{of} with entries of other types"
+            raise TypeError(f"{class_of(self.env)}: step() must return {_wanted(name, shape)}, but it is {what}")
+        if array.size != 1 if not shape else array.shape not in ((), shape):
+            raise ValueError(f"{class_of(self.env)}: step() must return {_wanted(name, shape)}, but it is an array{of}")
+        return array.reshape(()) if not shape else array
 
     def _container(self, items: dict[str, Any]) -> TensorDict:
         # TensorDict's constructor checks and converts each entry, which takes as long as a step of a small environment;
@@ -305,7 +358,10 @@ class GymEnv:
                     f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {shape}: {leaf.spec}"
                     " (choices are one-hot unless categorical_action_encoding=True)"
                 )
-            value: Any = leaf.spec.read(action.detach().cpu().numpy())
+            try:
+                value: Any = leaf.spec.read(action.detach().cpu().numpy())
+            except ValueError as error:
+                raise self._no_choice(leaf, error) from None
             values.append(int(value) if leaf.whole and not self.batch_size else value)
         if not self._actions[0].path:
             return values[0]
@@ -316,6 +372,17 @@ class GymEnv:
                 group = group.setdefault(name, {})
             group[leaf.path[-1]] = value
         return nested
+
+    def _check_actions(self, tensordict: TensorDictBase, error: Exception) -> None:
+        """After a step that raised: raise what its actions may be to blame for."""
+        for leaf in self._actions:
+            try:
+                leaf.spec.check(tensordict.get(leaf.key).detach().cpu().numpy())
+            except ValueError as wrong:
+                raise self._no_choice(leaf, wrong) from error
+
+    def _no_choice(self, leaf: Leaf, error: ValueError) -> ValueError:
+        return ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {class_of(self.env)}")
 
 
 class _Buffers:
@@ -350,6 +417,22 @@ class _Buffers:
             self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
         self.reward: Array = reward.reshape(shape)
         self.finished, self.terminated, self.truncated = (flag.reshape(shape) for flag in flags)
+
+
+def _check_environment(env: Any) -> None:
+    """Raises TypeError: not an environment."""
+    wanted = "GymEnv takes a Gymnasium id, an environment, or a vector environment"
+    if isinstance(env, type) or not hasattr(env, "unwrapped"):
+        what = f"the class {env.__name__}: call it to make one" if isinstance(env, type) else repr(env)
+        raise TypeError(f"{wanted}, not {what}")
+    for name in ("observation_space", "action_space"):
+        if not hasattr(env, name):
+            raise TypeError(f"{type(env).__name__} has no {name}: an environment has to set it, in __init__ say")
+
+
+def _wanted(name: str, shape: tuple[int, ...]) -> str:
+    what = "a number" if name == "reward" else "a bool"
+    return f"{what} as {name}" if not shape else f"{what} for each of {shape[0]} environments as {name}"
 
 
 def _beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from tensordict import NestedKey, TensorDict
 __all__ = ["BoxSpec", "CategoricalSpec", "CompositeSpec", "Leaf", "MultiOneHotSpec", "OneHotSpec", "Spec", "leaves_of"]
 
 Array = np.ndarray[Any, Any]
+INT64 = np.dtype(np.int64)
 
 
 class Spec(ABC):
@@ -38,11 +39,27 @@ class Spec(ABC):
 
     @abstractmethod
     def write(self, out: Array, value: Any) -> None:
-        """Write what the environment returned into ``out``, the NumPy view of a tensor (or of a row of it)."""
+        """Write what the environment returned into ``out``, the NumPy view of a tensor (or of a row of it).
+
+        Raises:
+            ValueError: it has another shape.
+            TypeError: it is no array of numbers, or of a dtype that does not fit.
+        """
 
     @abstractmethod
     def read(self, action: Array) -> Array:
-        """What the environment takes for the NumPy view of an action."""
+        """What the environment takes for the NumPy view of an action.
+
+        Raises:
+            ValueError: it is no choice; the message goes on after the action's key.
+        """
+
+    def check(self, action: Array) -> None:  # noqa: B027
+        """What :meth:`read` leaves to the environment, whose error may not say much: for when there is one.
+
+        Raises:
+            ValueError: as there.
+        """
 
     def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """A value of zeros; ``shape`` comes before the spec's own."""
@@ -98,19 +115,36 @@ class BoxSpec(Spec):
         return torch.minimum(torch.maximum(drawn, low), high)
 
     def write(self, out: Array, value: Any) -> None:
-        np.copyto(out[..., 0] if self._scalar else out, value, casting="same_kind")
+        out = out[..., 0] if self._scalar else out
+        if getattr(value, "shape", None) != out.shape:
+            value = _array(value, out.shape)
+        np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
 
     def read(self, action: Array) -> Array:
         return action[..., 0] if self._scalar else action
 
 
 class CategoricalSpec(Spec):
-    """Whole numbers below ``nvec`` (of the shape of one environment's entry), from 0 wherever the space starts."""
+    """Whole numbers below ``nvec`` (of the shape of one environment's entry), from 0 wherever the space starts.
 
-    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    With ``binary``, they are 0 and 1 rather than choices: actions of any dtype are taken, a Bernoulli distribution's
+    floats, say.
+    """
+
+    def __init__(
+        self,
+        nvec: Array,
+        start: Array,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        binary: bool = False,
+    ) -> None:
         super().__init__(nvec.shape, dtype, device)
         self.nvec = nvec
         self._start = start if start.any() else None
+        self._binary = binary
+        self._n = int(nvec.max(initial=0))
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         size = (*shape, *self.shape)
@@ -120,10 +154,34 @@ class CategoricalSpec(Spec):
         return torch.stack(drawn, -1)
 
     def write(self, out: Array, value: Any) -> None:
+        value = _array(value, out.shape)
         np.copyto(out, value if self._start is None else value - self._start, casting="same_kind")
 
     def read(self, action: Array) -> Array:
-        return action if self._start is None else action + self._start
+        if self._binary:
+            return action
+        index = action if action.dtype is INT64 else self._index(action)
+        if index.ndim == self.nvec.ndim:  # of a batch, it would take longer than many an environment takes for a step
+            self.check(index)
+        if self._start is not None:
+            return index + self._start
+        return index if action.dtype.kind == "b" else action  # Gymnasium's spaces do not contain bool
+
+    def check(self, action: Array) -> None:
+        if self._binary or (not action.ndim and 0 <= action.item() < self._n):
+            return
+        wrong = (action < 0) | (action >= self.nvec)
+        if wrong.any():
+            index, n = action[wrong].flat[0], np.broadcast_to(self.nvec, action.shape)[wrong].flat[0]
+            raise ValueError(f"has the index {index}, but the choice is among {n}, from 0 to {n - 1}")
+
+    def _index(self, action: Array) -> Array:
+        if action.dtype.kind not in "biu":
+            raise ValueError(
+                f"has dtype {action.dtype}, but a choice is an index of an integer dtype or bool: take the argmax, or "
+                "sample, where these are scores (or use one-hot actions: categorical_action_encoding=False)"
+            )
+        return action.astype(INT64)
 
 
 class OneHotSpec(Spec):
@@ -140,7 +198,7 @@ class OneHotSpec(Spec):
         return torch.nn.functional.one_hot(chosen, self.n)
 
     def write(self, out: Array, value: Any) -> None:
-        np.equal(np.asarray(value)[..., None], self._values, out=out)
+        np.equal(_array(value, out.shape[:-1])[..., None], self._values, out=out)
 
     def read(self, action: Array) -> Array:
         chosen: Array = action.argmax(-1)
@@ -162,7 +220,7 @@ class MultiOneHotSpec(Spec):
         return torch.cat([choice.to(self.device).rand(batch) for choice in self._choices], -1)
 
     def write(self, out: Array, value: Any) -> None:
-        value = np.asarray(value)
+        value = _array(value, (*out.shape[:-1], len(self._parts)))
         for index, (part, choice) in enumerate(zip(self._parts, self._choices, strict=True)):
             choice.write(out[..., part], value[..., index])
 
@@ -253,7 +311,7 @@ def _spec(space: Any, name: str, categorical: bool, device: torch.device | None)
         return BoxSpec(space.low, space.high, _torch_dtype(space.dtype, name), device)
     if isinstance(space, spaces.MultiBinary):
         nvec = np.full(space.shape, 2)
-        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), device)
+        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), device, binary=True)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         nvec = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
         start = np.broadcast_to(np.asarray(space.start), nvec.shape)
@@ -270,6 +328,23 @@ def _spec(space: Any, name: str, categorical: bool, device: torch.device | None)
         f"{name!r}: a {type(space).__name__} space has no tensor form here; use gymnasium.wrappers.FlattenObservation "
         "or TransformObservation, or torchrl.envs.GymEnv, which knows more kinds of spaces"
     )
+
+
+def _array(value: Any, shape: tuple[int, ...]) -> Array:
+    """What the environment returned, as an array of that shape. Broadcasting it would make up what was not there."""
+    array = np.asarray(value)
+    if array.shape == shape and not array.dtype.hasobject:
+        return array
+    if array.dtype.hasobject:
+        raise TypeError("it is None" if value is None else f"it is a {type(value).__name__} of other than numbers")
+    if _without_ones(array.shape) != _without_ones(shape):
+        raise ValueError(f"it has shape {array.shape}, not {shape}")
+    return array.reshape(shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the dimensions of one that come first: they say nothing."""
+    return next((shape[index:] for index, size in enumerate(shape) if size != 1), ())
 
 
 def _torch_dtype(dtype: Any, name: str) -> torch.dtype:

@@ -83,6 +83,11 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
                 f"{self.out_keys}; wrap it in a TensorDictModule with out_keys of its own"
             )
         for key, value in zip(self.out_keys, values, strict=True):
+            if value is None:
+                raise TypeError(
+                    f"{_name(self.module)} returned None for {key!r}: a policy that takes {self.in_keys} returns the "
+                    f"action, a tensor for each of {self.out_keys} (is a return statement missing?)"
+                )
             tensordict.set(key, value)
         return tensordict
 

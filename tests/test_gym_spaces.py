@@ -53,6 +53,74 @@ def test_a_value_survives_being_written_and_read(space: Any, categorical: bool) 
 
 @pytest.mark.parametrize("categorical", [False, True])
 @pytest.mark.parametrize(
+    ("space", "value", "error", "message"),
+    [
+        (spaces.Box(-1, 1, (4,)), np.zeros(1, np.float32), ValueError, r"it has shape \(1,\), not \(4,\)"),
+        (spaces.Box(-1, 1, (2, 3)), [0.0, 0.0, 0.0], ValueError, r"it has shape \(3,\), not \(2, 3\)"),
+        (spaces.Box(-1, 1, (2, 3)), np.zeros((3, 2)), ValueError, r"it has shape \(3, 2\), not \(2, 3\)"),
+        (spaces.Box(-1, 1, (4,)), 0.0, ValueError, r"it has shape \(\), not \(4,\)"),
+        (spaces.MultiBinary(3), np.ones(1, np.int8), ValueError, r"it has shape \(1,\), not \(3,\)"),
+        (spaces.MultiDiscrete([2, 2]), np.zeros(1, np.int64), ValueError, r"it has shape \(1,\), not \(2,\)"),
+        (spaces.MultiDiscrete([2, 3]), 1, ValueError, r"it has shape \(\), not \(2,\)"),
+        (spaces.Discrete(3), np.zeros(2, np.int64), ValueError, r"it has shape \(2,\), not \(\)"),
+        (spaces.Box(-1, 1, (4,)), None, TypeError, "it is None"),
+        (spaces.Discrete(3), None, TypeError, "it is None"),
+        (spaces.MultiDiscrete([2, 3]), {}, TypeError, "it is a dict of other than numbers"),
+        (spaces.Box(0, 9, (1,), np.uint8), np.zeros(1), TypeError, "Cannot cast"),
+    ],
+    ids=str,
+)
+def test_a_value_that_does_not_fit_is_refused_not_broadcast(
+    space: Any, value: Any, error: type[Exception], message: str, categorical: bool
+) -> None:
+    with pytest.raises(error, match=message):
+        written(spec_of(space, categorical), value)
+
+
+def test_dimensions_of_one_before_the_others_are_let_pass() -> None:
+    value = np.arange(4, dtype=np.float32)
+    assert written(spec_of(spaces.Box(-9, 9, (4,))), value[None]).tolist() == value.tolist()
+    assert written(spec_of(spaces.Box(-9, 9, (1, 4))), list(value)).tolist() == [value.tolist()]
+    assert written(spec_of(spaces.Box(-9, 9, ())), value[3:]).tolist() == [3.0]
+    assert written(spec_of(spaces.Discrete(3)), np.array([2])).tolist() == [0, 0, 1]
+
+
+NUMBERS = [spaces.Discrete(2, start=3), spaces.MultiDiscrete([2, 3]), spaces.MultiDiscrete([[2, 2], [2, 2]])]
+
+
+@pytest.mark.parametrize("batch", [(), (5,)])
+@pytest.mark.parametrize("space", NUMBERS, ids=str)
+def test_a_choice_is_an_index_in_range(space: Any, batch: tuple[int, ...]) -> None:
+    spec = spec_of(space, categorical=True).batched(batch)
+    low = spec.read(np.zeros(spec.shape, np.int64))
+    for dtype in (np.int8, np.uint8, np.int32, np.uint64, np.bool_):
+        np.testing.assert_array_equal(spec.read(np.zeros(spec.shape, dtype)), low)
+        np.testing.assert_array_equal(spec.read(np.ones(spec.shape, dtype)), low + 1)
+        assert spec.read(np.ones(spec.shape, dtype)).dtype.kind in "iu"  # all that Gymnasium's spaces contain
+    for dtype in (np.float32, np.float64, np.complex64):
+        with pytest.raises(ValueError, match=f"has dtype {np.dtype(dtype)}, but a choice is an index of an integer"):
+            spec.read(np.zeros(spec.shape, dtype))
+    for wrong in (-1, 3, 7):
+        action = np.zeros(spec.shape, np.int64)
+        action[(-1,) * action.ndim] = wrong
+        message = f"has the index {wrong}, but the choice is among [23], from 0 to [12]"
+        for dtype in (np.int64, np.int16):
+            with pytest.raises(ValueError, match=message):
+                spec.check(action.astype(dtype))
+            if not batch:
+                with pytest.raises(ValueError, match=message):
+                    spec.read(action.astype(dtype))
+    spec.check(np.ones(spec.shape, np.int64))
+
+
+def test_bits_may_be_of_any_dtype() -> None:
+    spec = spec_of(spaces.MultiBinary(3), categorical=True)
+    for dtype in (np.bool_, np.int8, np.float32):
+        assert spec.read(np.array([0, 1, 1], dtype)).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize(
     "space",
     [
         spaces.Discrete(4, start=-2),

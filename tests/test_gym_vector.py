@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,217 @@ def test_actions_that_do_not_fit(num_envs: int) -> None:
     td["action"].requires_grad_()
     assert env.step_and_maybe_reset(td)[0]["next", "reward"].eq(1).all()
     env.close()
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_actions_that_are_no_choice(num_envs: int | None) -> None:
+    env = GymEnv("CartPole-v1", num_envs=num_envs, categorical_action_encoding=True)
+    td = env.reset()
+    td["action"] = torch.full(env.batch_size, 0.7)
+    with pytest.raises(ValueError, match=r"'action' has dtype float32, but a choice is an index .*CartPole"):
+        env.step_and_maybe_reset(td)
+    for index in (7, 2, -1):
+        td["action"] = torch.full(env.batch_size, index)
+        with pytest.raises(
+            ValueError, match=rf"'action' has the index {index}, but the choice is among 2, from 0 to 1: .*CartPole"
+        ):
+            env.step_and_maybe_reset(td)
+    for dtype in (torch.bool, torch.int32, torch.uint8):
+        td["action"] = torch.ones(env.batch_size, dtype=dtype)
+        td = env.step_and_maybe_reset(td)[1]
+    env.close()
+
+
+def test_actions_of_a_box_may_be_of_another_dtype() -> None:
+    env = GymEnv("Pendulum-v1", num_envs=2)
+    for dtype in (torch.float64, torch.float16, torch.int64):
+        env.step_and_maybe_reset(env.reset().set("action", torch.zeros(2, 1, dtype=dtype)))
+    env.close()
+
+
+# -- environments that are not as Gymnasium's -------------------------------------------------------------------------
+
+
+class Wrong(Spaces):
+    """Returns what it is given instead of what it should."""
+
+    def __init__(self, method: str, result: Any, observation_space: Any = None) -> None:
+        super().__init__(gymnasium.spaces.Discrete(2), observation_space or gymnasium.spaces.Box(-1, 1, (4,)))
+        self.method, self.result = method, result
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.result if self.method == "reset" else super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        return self.result if self.method == "step" else super().step(action)
+
+
+class Old(Spaces):
+    """Its reset takes no seed."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.spaces.Discrete(2), gymnasium.spaces.Box(-1, 1, (2,)))
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return np.zeros(2, np.float32)
+
+
+FOUR, PAIR = np.zeros(4, np.float32), np.zeros(2, np.float32)
+DICT = gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Box(-1, 1, (4,))))
+STEP = r"Wrong: step\(\) must return \(observation, reward, terminated, truncated, info\)"
+RESET = r"Wrong: reset\(\) must return \(observation, info\)"
+
+
+def run(env: GymEnv) -> None:
+    env.set_seed(0)
+    env.step_and_maybe_reset(env.rand_action(env.reset()))
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "message"),
+    [
+        (Wrong("reset", FOUR), ValueError, rf"{RESET}, but it returned a ndarray"),
+        (Wrong("reset", PAIR), ValueError, rf"{RESET}, but it returned a ndarray"),
+        (Wrong("reset", (0.5, 0.5)), ValueError, rf"{RESET}, but it returned 2 values \(float, float\)"),
+        (Wrong("reset", None), ValueError, rf"{RESET}, but it returned a NoneType"),
+        (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
+        (Old(), TypeError, r"Old: it must have reset\(self, \*, seed=None, options=None\): .*'seed'"),
+        (Wrong("step", (FOUR, 1.0, False, {})), ValueError, rf"{STEP}, .* 4 values \(ndarray, float, bool, dict\)"),
+        (Wrong("step", None), ValueError, rf"{STEP}, but it returned a NoneType"),
+        (Wrong("step", np.zeros(5)), ValueError, rf"{STEP}, but it returned a ndarray"),
+        (
+            gymnasium.wrappers.TimeLimit(Wrong("step", (FOUR, 1.0, False, {})), 5),
+            ValueError,
+            rf"{STEP}: not enough values to unpack",
+        ),
+        (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
+        (
+            Wrong("step", (FOUR[:1], 1.0, False, False, {})),
+            ValueError,
+            r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)",
+        ),
+        (Wrong("step", (None, 1.0, False, False, {}), DICT), TypeError, "Wrong: the observation is a NoneType, but"),
+        (Wrong("step", ({"a": 3}, 1.0, False, False, {}), DICT), TypeError, "Wrong: a is a int, but its space is a"),
+        (
+            Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT),
+            ValueError,
+            r"Wrong: the observation has no 'a.b', only \['c'\]",
+        ),
+        (
+            Wrong("step", (FOUR, None, False, False, {})),
+            TypeError,
+            r"Wrong: step\(\) must return a number as reward, but it is None",
+        ),
+        (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "a number as reward, but it is a str"),
+        (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
+        (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "a bool as terminated, but it is None"),
+        (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "a bool as truncated, but it is None"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_told(env: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(GymEnv(env))
+
+
+def in_a_vector(method: str, result: Any, space: Any = None) -> GymEnv:
+    envs = [lambda: Wrong(method, result, space)] * 2
+    return GymEnv(SyncVectorEnv(envs, autoreset_mode=AutoresetMode.DISABLED))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("reset", (FOUR, {}, {})), r"Wrong \(in a SyncVectorEnv\): reset\(\) must return \(observation, info\)"),
+        (("step", (FOUR, 1.0, False, {})), r"Wrong \(in a SyncVectorEnv\): step\(\) must return .*expected 5"),
+        (
+            ("step", (FOUR[:1], 1.0, False, False, {})),
+            r"Wrong \(in a SyncVectorEnv\): step\(\) returned an observation that does not fit .*\(4,\)",
+        ),
+        (("step", ({}, 1.0, False, False, {}), DICT), "an observation that does not fit its observation_space, .*'a'"),
+    ],
+)
+def test_what_an_environment_of_a_vector_does_wrong_is_told(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        run(in_a_vector(*arguments))
+    assert raised.value.__cause__ is not None
+
+
+class WrongVector(CountingVector):
+    """A vector of a user's own that returns what it is given instead of what it should."""
+
+    def __init__(self, results: dict[int, Any]) -> None:
+        super().__init__(2)
+        self.results = results
+
+    def step(self, actions: Any) -> Any:
+        return tuple(self.results.get(index, each) for index, each in enumerate(super().step(actions)))
+
+
+@pytest.mark.parametrize(
+    ("results", "error", "message"),
+    [
+        ({0: np.zeros((1, 2), np.float32)}, ValueError, r"WrongVector: .*it has shape \(1, 2\), not \(2, 2\)"),
+        ({1: None}, TypeError, "WrongVector: .* a number for each of 2 environments as reward, but it is None"),
+        ({1: np.array([1.0, None])}, TypeError, "as reward, but it is a ndarray .* with entries of other types"),
+        ({1: np.ones(1)}, ValueError, r"as reward, but it is an array of shape \(1,\)"),
+        ({1: np.ones((2, 1))}, ValueError, r"as reward, but it is an array of shape \(2, 1\)"),
+        ({2: np.array([None, False])}, TypeError, "a bool for each of 2 environments as terminated"),
+    ],
+)
+def test_what_a_vector_does_wrong_is_told(results: dict[int, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(GymEnv(WrongVector(results)))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [(1, 0, 0), (np.ones(1), np.zeros(1, np.bool_), False), (torch.tensor(1.0), False, False), (Fraction(1), 0, False)],
+    ids=str,
+)
+def test_numbers_of_other_types_are_numbers(result: Any) -> None:
+    env = GymEnv(Wrong("step", (FOUR, *result, {})))
+    step, _ = env.step_and_maybe_reset(env.rand_action(env.reset()))
+    assert step["next", "reward"].tolist() == [1.0]
+    assert step["next", "done"].tolist() == [False]
+    listed = GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]}))
+    after = listed.step_and_maybe_reset(listed.rand_action(listed.reset()))[0]["next"]
+    assert after["reward"].tolist() == [[1.0], [1.0]]
+    assert after["done"].tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize("error", [ValueError("too many values to unpack"), KeyError("mine"), AssertionError()])
+def test_an_environments_own_errors_stay_as_they_are(error: Exception) -> None:
+    class Raising(Spaces):
+        def step(self, action: Any) -> Any:
+            raise error
+
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs) if self.actions == [] else self.step(0)
+
+    inner = Raising(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2))
+    env = GymEnv(inner)
+    td = env.rand_action(env.reset())
+    with pytest.raises(type(error)) as raised:
+        env.step_and_maybe_reset(td)
+    assert raised.value is error
+    inner.actions.append(0)
+    with pytest.raises(type(error)) as raised:
+        env.reset()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (None, "GymEnv takes a Gymnasium id, an environment, or a vector environment, not None"),
+        (Counting, "not the class Counting: call it to make one"),
+        (lambda: Counting(), "not <function"),
+        (gymnasium.Env(), "Env has no observation_space: an environment has to set it"),
+    ],
+)
+def test_what_is_no_environment_is_refused(env: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GymEnv(env)
 
 
 def test_results_are_on_the_device_that_was_asked_for() -> None:

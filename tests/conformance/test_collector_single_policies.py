@@ -124,8 +124,14 @@ def test_r124_a_policy_that_fits_no_observation_is_refused() -> None:
     with collector(WalkEnv(), lambda observation: (observation, observation)) as c:
         with pytest.raises(RuntimeError, match="returned 2 values, but the environment takes 1"):
             c.rollout()
+    with collector(WalkEnv(), _silent) as c, pytest.raises(TypeError, match=r"_silent returned None for 'action': .*"):
+        c.rollout()
     with collector(WalkEnv(), lambda td: None) as c, pytest.raises(TypeError, match="returned a NoneType"):
         c.rollout()
+
+
+def _silent(observation):  # type: ignore[no-untyped-def]
+    observation.sum(-1, keepdim=True)
 
 
 def _wrong(a, b):  # type: ignore[no-untyped-def]
