@@ -65,16 +65,14 @@ class BaseCollector(WeightsAPI, ABC):
         """The constructor, for a coroutine: the loop goes on while workers start and environments are made, which
         takes seconds. ``async with await MultiAsyncCollector.create(…) as collector:``
 
-        Cancelled, it raises at once; what is being made is shut down, in the background, when it is there.
+        Cancelled, it raises when what was being made has been shut down again.
         """
         made: list[Self] = []
         thread = WorkThread("asyncsync-collector-start")
-        making = thread.submit(lambda: made.append(cls(*args, **kwargs)))
         try:
-            await asyncio.shield(making)
+            await finish(thread.submit(lambda: made.append(cls(*args, **kwargs))))
         except asyncio.CancelledError:
-            making.add_done_callback(lambda future: future.exception())  # nobody is left to be told
-            thread.submit(lambda: [one.shutdown() for one in made])
+            await finish(thread.submit(lambda: [one.shutdown() for one in made]))
             raise
         finally:
             thread.abandon()

@@ -93,7 +93,12 @@ def run_worker(
     sys.setswitchinterval(SWITCH_INTERVAL)
     _seed_apart()
     watched = [bell, *_trainer(place.pid)]  # before the page: that it opens shows that this is the trainer's pid
-    worker = _Worker(Channel(end), index, place, schemes)
+    try:
+        worker = _Worker(Channel(end), index, place, schemes)
+    except WeightSyncError:
+        if bell.poll(1.0):
+            return  # the trainer has ended meanwhile
+        raise
     threading.Thread(target=worker.listen, args=(watched,), name="asyncsync-collector-bell", daemon=True).start()
     code = 0
     try:

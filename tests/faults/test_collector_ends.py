@@ -7,6 +7,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -248,3 +250,22 @@ def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds(
         assert collector.next() is not None
         collector.update_policy_weights_()  # let in while the environment is reset, which is no step
         assert time.monotonic() - began > 9
+
+
+LATE = """
+import multiprocessing, os, socket, subprocess, sys
+from asyncsync.collectors.page import MemoryPlace
+from asyncsync.collectors.worker import run_worker
+trainer = subprocess.Popen([sys.executable, "-c", ""])
+trainer.wait()
+bell, other = multiprocessing.Pipe(duplex=False)
+other.close()  # as the kernel does with its end
+end, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+run_worker(end, bell, 0, MemoryPlace(trainer.pid, 12, 1, 1, 4096), b"", None, {})
+print("ended")
+"""
+
+
+def test_a_worker_whose_trainer_ends_before_it_has_started_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("ended\n", "")
