@@ -61,7 +61,10 @@ def run(program: str, tmp_path: Path, *arguments: str) -> tuple[float, int, str,
     )
     assert process.stdout is not None
     try:
-        first = process.stdout.readline()
+        # Not by readline(), which may take more than a line from the pipe; communicate() never sees that.
+        first = ""
+        while not first.endswith("\n") and (character := os.read(process.stdout.fileno(), 1)):
+            first += character.decode()
         begin = time.perf_counter()
         out, err = process.communicate(timeout=4 * PROMISED)
         took = time.perf_counter() - begin
