@@ -7,6 +7,8 @@ import pickle
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -271,42 +273,42 @@ def rolling(policy: Any, **options: Any) -> Collector:
     return one
 
 
-def test_a_scheme_that_is_registered_in_the_midst_of_a_rollout_tears_no_step() -> None:
-    source, policy = Level(1), Reading(0)
+@contextmanager
+def registered_in_the_midst(policy: Any, **init: Any) -> Iterator[tuple[Collector, Any, Any]]:
+    """A rolling collector, its trainer's scheme, and its own: registered, and connected, while it rolls out."""
     scheme = sync.ZMQWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Level(1), num_workers=1)
     given = pickle.loads(pickle.dumps(scheme))
     with rolling(policy) as one:
+        if init:
+            given.init_on_receiver("policy", one, **init)
         thread = threading.Thread(target=one.register_scheme_receiver, args=({"policy": given},))
         thread.start()
         scheme.connect(timeout=20)
         thread.join(20)
+        yield one, scheme, given
+    scheme.shutdown()
+
+
+def test_a_scheme_that_is_registered_in_the_midst_of_a_rollout_tears_no_step() -> None:
+    policy = Reading(0)
+    with registered_in_the_midst(policy) as (_, scheme, _):
         for value in range(2, 30):
             scheme.send(Level(value), timeout=20)
-        assert policy.torn == 0
-    scheme.shutdown()
+    assert policy.torn == 0
 
 
 def test_weights_that_wait_to_be_received_are_taken_in_in_the_midst_of_a_rollout() -> None:
-    source, policy = Level(1), Reading(0)
-    scheme = sync.ZMQWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
-    given = pickle.loads(pickle.dumps(scheme))
-    with rolling(policy) as one:
-        given.init_on_receiver("policy", one, apply="on_receive", gate="hold")
-        thread = threading.Thread(target=one.register_scheme_receiver, args=({"policy": given},))
-        thread.start()
-        scheme.connect(timeout=20)
-        thread.join(20)
+    policy = Reading(0)
+    with registered_in_the_midst(policy, apply="on_receive", gate="hold") as (one, scheme, given):
         version = scheme.publish(Level(2))
-        while max(given._bus._link.subscriber.targets.values()) < version:
+        subscriber = given._bus._link.subscriber
+        while (staged := subscriber.staged) is None or staged.versions != {"policy": version}:
             time.sleep(0.001)
-        time.sleep(0.1)  # until it has come, too
         assert policy.level.item() == 1.0
         one.receive_weights()
         assert policy.level.item() == 2.0
-        assert policy.torn == 0
-    scheme.shutdown()
+    assert policy.torn == 0
 
 
 def test_a_buffer_that_waits_for_its_consumer_keeps_no_update_waiting() -> None:

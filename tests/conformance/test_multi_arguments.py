@@ -293,6 +293,12 @@ def test_numbers_of_frames_may_be_of_numpys_types_and_whole_floats() -> None:
         assert collector.requested_frames_per_batch == 9
 
 
+def nothing_comes(buffer: SharedBuffer) -> None:
+    before = buffer.count()
+    time.sleep(0.1)
+    assert buffer.count() == before
+
+
 def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path)
     with MultiAsyncCollector([make(delay=0.001)] * 2, policy(), **options(replay_buffer=buffer)) as collector:
@@ -302,9 +308,7 @@ def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
         for _ in range(3):
             wait_for(buffer, 12)
             with collector.pause():
-                before = buffer.count()
-                time.sleep(0.1)
-                assert buffer.count() == before
+                nothing_comes(buffer)
         with pytest.raises(ZeroDivisionError), collector.pause():
             raise ZeroDivisionError
         wait_for(buffer, 12)  # it goes on all the same
@@ -330,9 +334,7 @@ def test_pauses_may_be_nested(tmp_path: Path) -> None:
         with collector.pause():
             with collector.pause():
                 pass
-            before = buffer.count()
-            time.sleep(0.1)
-            assert buffer.count() == before
+            nothing_comes(buffer)
         wait_for(buffer, 12)
         with pytest.raises(RuntimeError, match="runs free"):
             collector.next()
@@ -349,9 +351,7 @@ def test_a_tree_that_is_paused_adds_nothing(tmp_path: Path) -> None:
         for _ in range(3):
             wait_for(buffer, 12)
             with collector.pause():
-                before = buffer.count()
-                time.sleep(0.1)
-                assert buffer.count() == before
+                nothing_comes(buffer)
 
 
 def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
