@@ -29,7 +29,7 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
-from asyncsync.threads import finish
+from asyncsync.threads import finish, interruptibly
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
 
@@ -232,8 +232,11 @@ class _Call:
         if self._tell is not None:
             self._tell()
 
-    def wait(self, timeout: float = -1) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         """Until it has ended; False if it has not after so many seconds."""
+        return interruptibly(self._has_arrived, timeout)
+
+    def _has_arrived(self, timeout: float) -> bool:
         return self.done or self._arrived.acquire(timeout=timeout)
 
     def result(self) -> Any:

@@ -1,4 +1,4 @@
-"""One daemon thread for large copies and blocking native calls, handed out as awaitables.
+"""One daemon thread for large copies and blocking native calls, handed out as awaitables; and waits that Ctrl-C ends.
 
 A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native
 call is stuck.
@@ -7,14 +7,43 @@ call is stuck.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["WorkThread", "as_exception", "finish"]
+__all__ = ["LOOK_SECONDS", "WorkThread", "as_exception", "finish", "interruptibly", "until_done"]
 
 T = TypeVar("T")
+
+# Signals are handled by the main thread when the system call that it waits in returns. One that comes just before the
+# wait, or to another thread, does not end it: so no wait is longer than this.
+LOOK_SECONDS = 0.1
+
+
+def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
+    """Wait in portions, between which signals are handled; False if it is in vain.
+
+    Args:
+        wait: waits for at most so many seconds, and tells whether it has come.
+        timeout: seconds; None: without a deadline.
+    """
+    if timeout is None:
+        while not wait(LOOK_SECONDS):
+            pass
+        return True
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > LOOK_SECONDS:
+        if wait(LOOK_SECONDS):
+            return True
+    return wait(max(0.0, left))
+
+
+def until_done(future: concurrent.futures.Future[Any]) -> None:
+    """Wait until it is done, however it ends."""
+    interruptibly(lambda seconds: bool(concurrent.futures.wait([future], seconds).done))
 
 
 async def finish(future: asyncio.Future[T]) -> T:

@@ -30,6 +30,7 @@ from asyncsync.collectors.member import Member
 from asyncsync.collectors.messages import Channel, encode
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.signals import sigint_blocked
+from asyncsync.threads import LOOK_SECONDS, interruptibly
 
 __all__ = ["Crew", "check_start_method"]
 
@@ -184,11 +185,11 @@ class Crew:
                 if remaining is not None and remaining <= 0:
                     raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s")
                 if self._leading:
-                    self._changed.wait(remaining)
+                    self._changed.wait(_portion(remaining))
                     continue
                 self._leading = True
             try:
-                ready = _ready(self._interests(), remaining)
+                ready = _ready(self._interests(), _portion(remaining))
             finally:
                 with self._changed:
                     self._leading = False
@@ -339,7 +340,7 @@ class Crew:
         with self._changed:
             is_first, self.ending = not self.ending, True
             self._changed.notify_all()
-        if not is_first and self._over.wait(timeout):
+        if not is_first and interruptibly(self._over.wait, timeout):
             return
         try:
             if is_first:
@@ -384,14 +385,19 @@ class Crew:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
-            self._dispatch(_ready(alive, remaining))
+            self._dispatch(_ready(alive, _portion(remaining)))
 
 
-def _ready(interests: list[tuple[int, int]], seconds: float | None) -> list[int]:
+def _portion(seconds: float | None) -> float:
+    """How long to wait before the next look at signals."""
+    return LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
+
+
+def _ready(interests: list[tuple[int, int]], seconds: float) -> list[int]:
     poll = select.poll()
     for number, events in interests:
         poll.register(number, events)
-    return [number for number, _ in poll.poll(None if seconds is None else seconds * 1e3)]
+    return [number for number, _ in poll.poll(seconds * 1e3)]
 
 
 def check_start_method(name: str) -> str:

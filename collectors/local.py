@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from asyncsync.errors import AckTimeout
 from asyncsync.gate import Gate, Hold
+from asyncsync.threads import interruptibly
 
 __all__ = ["Holds", "LocalUpdates"]
 
@@ -55,7 +56,7 @@ class LocalUpdates:
 
         change = self._offer(update, done)
         try:
-            if not ended.wait(timeout) and self._withdraw(change):
+            if not interruptibly(ended.wait, timeout) and self._withdraw(change):
                 raise self._late(timeout)
             while not ended.wait(POLL_SECONDS):  # it is being applied right now
                 self.gate.poll()  # unless Ctrl-C has ended that half way: then nobody else need come by

@@ -23,7 +23,7 @@ from asyncsync.collectors.free import RunsFree
 from asyncsync.collectors.rollout import Rollouts
 from asyncsync.collectors.turns import Turns
 from asyncsync.errors import ClosedError
-from asyncsync.threads import WorkThread
+from asyncsync.threads import WorkThread, until_done
 
 __all__ = ["PAUSE_SECONDS", "Running", "check_open"]
 
@@ -112,7 +112,7 @@ class Running(Rollouts, RunsFree):
                 yield self._next_batch()
             else:  # of a cancelled `async for`
                 self._check_can_wait()
-                concurrent.futures.wait([pending])
+                until_done(pending)
                 self._pending = None
                 yield pending.result()
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.threads import interruptibly
 
 __all__ = ["Turns"]
 
@@ -122,10 +123,13 @@ class Turns:
             self._inside = True
 
     def _wait_in_line(self) -> None:
-        while self._asking and not self.closed:
-            self._changed.wait()  # for the end of somebody's block: standing() bounds its own wait only
+        # For the end of somebody's block: standing() bounds its own wait only.
+        self._wait_for(lambda: not self._asking or self.closed)
         if self.closed:
             raise ClosedError(f"this {self._name} has been shut down")
+
+    def _wait_for(self, met: Callable[[], bool], timeout: float | None = None) -> bool:
+        return interruptibly(lambda seconds: self._changed.wait_for(met, seconds), timeout)
 
     @contextmanager
     def standing(self, timeout: float) -> Iterator[None]:
@@ -145,7 +149,7 @@ class Turns:
             with self._changed:
                 self._asking[block] = threading.get_ident()
                 self.wanted = True
-                if not self._changed.wait_for(lambda: not self._inside, timeout):
+                if not self._wait_for(lambda: not self._inside, timeout):
                     raise AckTimeout(f"the step under way in this {self._name} did not end within {timeout:g} s")
             yield
         finally:
@@ -166,9 +170,7 @@ class Turns:
         with self._changed:
             self.closed = self.wanted = True
             self._changed.notify_all()
-            over = self._changed.wait_for(
-                lambda: self._roller is None or self.is_mine, max(0.0, deadline - time.monotonic())
-            )
+            over = self._wait_for(lambda: self._roller is None or self.is_mine, deadline - time.monotonic())
             if not over:  # told under the lock, before it can stop
                 self._afterwards = afterwards
             return over

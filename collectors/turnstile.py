@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from asyncsync.threads import until_done
+
 __all__ = ["Turnstile"]
 
 
@@ -49,6 +51,7 @@ class Turnstile:
         turn = _Turn()
         try:
             self._join(turn, blocking=True)
+            until_done(turn)
             turn.result()
             yield
         finally:

@@ -40,6 +40,14 @@ def alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == NAME]
 
 
+def soon(count: int, timeout: float = 5.0) -> bool:
+    """Whether there are so many of these threads, once those that are about to end have ended."""
+    deadline = time.monotonic() + timeout
+    while len(alive()) > count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return len(alive()) == count
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -165,10 +173,7 @@ def test_r201_threads_racing_through_its_start_and_its_end() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    deadline = time.monotonic() + 5
-    while alive() and time.monotonic() < deadline:  # `awaitable` does not wait for its end
-        time.sleep(0.001)
-    assert alive() == []
+    assert soon(0)  # `awaitable` does not wait for its end
 
 
 def test_r201_if_no_thread_can_be_started_the_call_says_so_and_the_next_one_works(
@@ -265,7 +270,8 @@ def test_r192_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: s
         assert raised is None or isinstance(raised, Strike | LookupError), repr(raised)
         assert loop_thread.run(answer) == 42
         bus.close()
-        assert alive() == ([NAME] if busy else []), places
+        # A caller that was struck where it waits for the thread's end has not waited.
+        assert soon(1 if busy else 0), places
     assert places > 15
     if busy:
         keeper.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["Interrupter", "Strike", "sigint_raises", "strike_everywhere"]
+__all__ = ["Interrupter", "Strike", "sigint_elsewhere", "sigint_raises", "strike_everywhere"]
 
 
 # Destructors and weak references' callbacks: what strikes there the interpreter reports, and goes on.
@@ -124,3 +124,26 @@ class Interrupter:
             time.sleep(self._delay)
             signal.pthread_kill(main, signal.SIGINT)
             self._sent += 1
+
+
+@contextlib.contextmanager
+def sigint_elsewhere(after: float = 0.2) -> Iterator[None]:
+    """SIGINT is delivered to another thread in the midst of the block, as the kernel may: no system call of this one
+    ends. (Nor does it if the signal comes just before the call.) The block must end by KeyboardInterrupt, and soon."""
+
+    def strike() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    timer = threading.Timer(after, strike)
+    with sigint_raises():
+        begin = time.monotonic()
+        timer.start()
+        try:
+            yield
+        except KeyboardInterrupt:
+            took = time.monotonic() - begin - after
+        else:
+            timer.join()
+            raise AssertionError("it has not waited")
+    timer.join()
+    assert took < 1.0, took  # the bound is LOOK_SECONDS

@@ -1,0 +1,151 @@
+"""A Ctrl-C that ends no system call: it came just before one, or to another thread. Every wait ends all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.threads import LOOK_SECONDS, interruptibly
+from helpers.blocking_crew import connect, crew, new_receiver, new_sender
+from helpers.blocking_interrupts import sigint_elsewhere
+from helpers.collecting_multi import make, options, policy
+from helpers.collecting_weights import Level, LevelEnv
+from helpers.processes import value_of
+
+
+@contextlib.contextmanager
+def meanwhile(function: Callable[[], Any]) -> Iterator[None]:
+    """Another thread calls it; it has ended when this block has."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    time.sleep(0.1)
+    try:
+        yield
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_r192_connecting_ends(side: str) -> None:
+    sender = new_sender(10, num_workers=1)
+    receiver = new_receiver(sender)
+    with sigint_elsewhere():
+        (sender if side == "sender" else receiver).connect()
+    connect(sender, receiver)
+    sender.send(sender.model.fill(3))
+    assert receiver.model.value == 3
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_r192_receiving_ends() -> None:
+    with crew() as (sender, [receiver]):
+        assert receiver.receive(0) is None
+        with sigint_elsewhere():
+            receiver.receive()
+        with sigint_elsewhere():
+            receiver.receive(30)
+        sender.send(sender.model.fill(3))
+        assert value_of(receiver.receive(0)) == 3
+
+
+def test_r192_waiting_for_a_paused_collector_ends() -> None:
+    leave = threading.Event()
+
+    with Collector(LevelEnv(), Level(0), frames_per_batch=4) as one:
+
+        def pausing() -> None:
+            with one.pause():
+                leave.wait(20)
+
+        with meanwhile(pausing):
+            with sigint_elsewhere():
+                one.next()
+            leave.set()
+        assert one.next() is not None
+
+
+def test_r192_waiting_for_a_step_to_end_ends() -> None:
+    leave = threading.Event()
+
+    class Slow(LevelEnv):
+        def step_and_maybe_reset(self, td: Any) -> Any:
+            leave.wait(20)
+            return super().step_and_maybe_reset(td)
+
+    with Collector(Slow(), Level(0), frames_per_batch=4) as one, meanwhile(one.next):
+        with sigint_elsewhere():
+            one.update_policy_weights_(Level(5))
+        with sigint_elsewhere(), one.pause():
+            pass
+        leave.set()
+
+
+def test_r192_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
+    leave = threading.Event()
+
+    class Slow(LevelEnv):
+        def step_and_maybe_reset(self, td: Any) -> Any:
+            leave.wait(20)
+            return super().step_and_maybe_reset(td)
+
+    async def cancelled() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(one.__anext__(), 0.1)
+
+    with Collector(Slow(), Level(0), frames_per_batch=4) as one:
+        asyncio.run(cancelled())
+        with sigint_elsewhere():
+            one.next()
+        leave.set()
+        assert one.next() is not None
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_r192_waiting_for_workers_ends(kind: type) -> None:
+    with kind([make(delay=0.8)] * 2, policy(), **options()) as collector:
+        with sigint_elsewhere():
+            collector.next()
+        assert collector.next().numel()
+
+
+def test_r192_waiting_in_line_for_a_batch_ends() -> None:
+    with MultiSyncCollector([make(delay=0.8)] * 2, policy(), **options()) as collector:
+        with meanwhile(collector.next), sigint_elsewhere():
+            collector.next()
+        assert collector.next().numel()
+
+
+def test_r192_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
+    with MultiSyncCollector([make(delay=0.5)] * 2, policy(), **options()) as collector:
+        collector.next()
+        with meanwhile(collector.next), sigint_elsewhere():
+            collector._crew.until(lambda: None, 30.0)
+        assert collector.next().numel()
+
+
+def test_a_wait_in_portions_is_as_long_as_said_and_ends_with_what_it_waits_for() -> None:
+    asked: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        asked.append(seconds)
+        time.sleep(seconds)
+        return len(asked) == 5
+
+    begin = time.monotonic()
+    assert not interruptibly(wait, 0.25)
+    assert 0.25 <= time.monotonic() - begin < 1.25
+    assert len(asked) == 3
+    assert interruptibly(wait, 30)
+    assert len(asked) == 5
+    assert max(asked) <= LOOK_SECONDS
+    assert not interruptibly(lambda seconds: seconds > 0, -1)
+    assert interruptibly(lambda seconds: True, 0)
