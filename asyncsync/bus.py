@@ -284,10 +284,12 @@ class BusCore:
         topics: Iterable[str],
         worker_ids: int | Iterable[int] | None,
         timeout: float = DEFAULT_TIMEOUT,
+        *,
+        at_once: bool = True,
     ) -> int:
         transports = {topic: self._schemes[topic]._transport() for topic in topics}
         workers = as_workers(worker_ids)
-        version = await self._sender().publish(extract, transports, workers, timeout=timeout)
+        version = await self._sender().publish(extract, transports, workers, timeout=timeout, at_once=at_once)
         if self._on_published is not None:
             self._on_published(version, workers)
         return version
@@ -327,11 +329,15 @@ class BusCore:
         link.check_quorum()
         start = link.loop.time()
         try:
-            version = await self._publish_sources(extract, topics, worker_ids, timeout)
+            version = await self._publish_sources(extract, topics, worker_ids, timeout, at_once=False)
         except AckTimeout as error:  # nothing was published
             workers = as_workers(worker_ids) or link.publisher.expected()
             raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in workers}) from error
-        await self._wait_version(version, worker_ids, timeout, list(topics), spent=link.loop.time() - start)
+        try:
+            await self._wait_version(version, worker_ids, timeout, list(topics), spent=link.loop.time() - start)
+        finally:
+            if link.publisher.outbox:  # there was nobody to wait for, or no time left
+                link.settle()
         return version
 
     async def _shutdown(self, timeout: float) -> None:

@@ -78,10 +78,13 @@ class Conditions:
                 except Exception as error:  # the waiter's own affair
                     waiter.set_exception(error)
 
-    async def until(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
+    async def until(
+        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
+    ) -> bool:
         """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first.
 
         When this returns, the predicate holds: what it saw when it woke the waiter may be over a moment later.
+        ``begin`` is called once all is ready to wait, if there is anything to wait for.
         """
         deadline = None if timeout is None else self._loop.time() + timeout
         while not predicate():
@@ -92,6 +95,9 @@ class Conditions:
             timer = None if remaining is None else self._loop.call_later(remaining, _wake, waiter)
             self._waiters[waiter] = predicate
             try:
+                if begin is not None:
+                    begin()
+                    begin = None
                 await waiter
             finally:
                 del self._waiters[waiter]
@@ -183,9 +189,10 @@ class Link(ABC):
         now = self.loop.time()
         self._flush(now)
         self.conditions.notify()
-        if self.closed:
-            return
-        if self._timer is None:
+        self._set_timer(now)
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is None and not self.closed:
             # Not computed anew for every message: what becomes due earlier than this waits a moment.
             self._timer = self.loop.call_at(min(self._next_tick(now), now + MAX_TICK), self._due)
 
@@ -240,10 +247,14 @@ class Link(ABC):
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this bus was connected on another event loop; await it there")
 
-    async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
+    async def wait(
+        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
+    ) -> bool:
         """:meth:`Conditions.until`, ended by shutdown or failure of the link with their exceptions."""
         self.check()
-        result = await self.conditions.until(lambda: self.closed or self.failure is not None or predicate(), timeout)
+        result = await self.conditions.until(
+            lambda: self.closed or self.failure is not None or predicate(), timeout, begin
+        )
         if result and (self.closed or self.failure is not None) and not predicate():
             self.check()
         return result

@@ -26,6 +26,12 @@ class Announcement:
 
     Args:
         granted: what is read in place need not be asked for.
+
+    Attributes:
+        layouts: model and digest of each part.
+        lent: the parts that are kept for a worker from the beginning.
+        lends: whether some of them are read where they are.
+        sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
     def __init__(
@@ -34,10 +40,18 @@ class Announcement:
         self.serial = serial
         self.granted = granted
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        slabs = [slab for _, slab in parts.values()]
-        packed = all(slab.packed == slab.nbytes for slab in slabs)  # what is not there yet can only follow as chunks
-        eager = packed and sum([slab.streamed for slab in slabs]) <= eager_bytes
+        self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
+        self.lent = {m: part for m, part in parts.items() if granted or not part[1].in_place}
+        self.lends = False
+        self.sizes = [slab.streamed for _, slab in parts.values()]
+        self.ends = list(accumulate(self.sizes))
+        eager = self.ends[-1] <= eager_bytes
         told, values, payload = [], [], []
+        for _, slab in parts.values():
+            if slab.packed != slab.nbytes:
+                eager = False  # what is not there yet can only follow as chunks
+            if slab.lent and (granted or not slab.in_place):
+                self.lends = True
         for model_id, (version, slab) in parts.items():
             crc = None
             values.append(slab.values)
@@ -72,15 +86,15 @@ class Transfer:
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
         self.parts = parts
-        self.layouts = {(model_id, slab.layout.digest) for model_id, (_, slab) in parts.items()}
-        self.lent = {m: part for m, part in parts.items() if announcement.granted or not part[1].in_place}
+        self.layouts = announcement.layouts
+        self.lent = announcement.lent
         self._retained = [slab.retain() for _, slab in self.lent.values()]
         self.in_place = self.unclaimed = len(self._retained) < len(parts)
         self.after_ping = after_ping
         self.restart = 0
         self.granted = 0
-        self._sizes = [slab.streamed for _, slab in parts.values()]
-        self._ends = list(accumulate(self._sizes))
+        self._sizes = announcement.sizes
+        self._ends = announcement.ends
         self.total = self._ends[-1]
         self.sent = self.total if announcement.update.eager else 0
 

@@ -550,8 +550,8 @@ class Publisher(Overview):
                 granted=granted,
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
-        if any(slab.lent for _, slab in peer.transfer.lent.values()):
-            self._loans(peer).lend(said.serial, peer.transfer.lent)
+        if said.lends:
+            self._loans(peer).lend(said.serial, said.lent)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.update, said.payload)

@@ -25,7 +25,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
 from asyncsync.transports.zmq import LoopSocket, router
-from asyncsync.wire import Buffer, Bye, Hello, Released, Update, decode, encode
+from asyncsync.wire import Buffer, Bye, Hello, Instruction, Ping, Released, Update, decode, encode
 
 __all__ = ["SenderLink"]
 
@@ -72,7 +72,9 @@ class SenderLink(Link):
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self.order = asyncio.Lock()
+        self._in_line = 0  # publications that wait for it
         self._layouts: dict[str, Layout] = {}
+        self._said: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # what came by lane last
         self._watches: dict[bytes, ProcessWatch] = {}
         self._served: dict[bytes, TransportCore] = {}  # by descriptor: those that act for each worker
         socket = router(self.context)
@@ -120,8 +122,11 @@ class SenderLink(Link):
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         try:
-            instruction, payload = read(packet)
-            self.publisher.receive(peer.route, instruction, payload, self.loop.time())
+            said, instruction = self._said
+            if packet != said:  # mostly, all workers say the same
+                instruction, _ = read(packet)
+                self._said = bytes(packet), instruction
+            self.publisher.receive(peer.route, instruction, (), self.loop.time())
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
@@ -161,12 +166,22 @@ class SenderLink(Link):
     def _next_tick(self, now: float) -> float:
         return self.publisher.next_tick(now)
 
+    def settle(self) -> None:
+        self.conditions.notify()
+        self.depart()
+
+    def depart(self) -> None:
+        """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
+        now = self.loop.time()
+        self._set_timer(now)
+        self._flush(now)
+
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
         if not outbox:
             return
         last, header = None, b""
-        by_zmq = False
+        by_zmq = failed = False
         try:
             while outbox:
                 route, instruction, payload = outbox.popleft()
@@ -178,14 +193,18 @@ class SenderLink(Link):
                     by_zmq = True
                     outcome = self._socket.send((route, header, *payload))
                 if outcome == zmq.EAGAIN:
+                    failed = True
                     self.publisher.clogged(route)
                 elif outcome == zmq.EHOSTUNREACH:
+                    failed = True
                     self.publisher.unreachable(route, now)
                 elif self._served and isinstance(instruction, Update):
                     self._serve(route, instruction)
         finally:
             if by_zmq:
                 self._socket.flushed()
+        if failed:
+            self.conditions.notify()
 
     def _send_by_lane(self, route: bytes, frames: Sequence[Buffer]) -> bool:
         nonce = self.publisher.settled_at(route) if self.lanes.of else None
@@ -224,10 +243,12 @@ class SenderLink(Link):
         *,
         serve: Iterable[str] = (),
         timeout: float,
+        at_once: bool = True,
     ) -> int:
         """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
+        Unless ``at_once``, the announcement has still to :meth:`depart`.
 
         Raises:
             AckTimeout: all memory that a transport has for slabs is in use, and was until the timeout (seconds).
@@ -267,13 +288,19 @@ class SenderLink(Link):
             finally:
                 for job in jobs:
                     job.slab.release()
-            self.settle()
+            self.conditions.notify()
+            if at_once:
+                self.depart()
             return version
         finally:
             turn.release()
 
     async def _in_turn(self, transports: Mapping[str, TransportCore], deadline: float) -> asyncio.Lock:
         """The lock that keeps publications in order, when it is free: one before this may be waiting for a slot."""
+        if not self._in_line and not self.order.locked():
+            await self.order.acquire()  # at once
+            return self.order
+        self._in_line += 1
         try:
             async with asyncio.timeout_at(deadline):
                 await self.order.acquire()
@@ -281,6 +308,8 @@ class SenderLink(Link):
             pools = {id(pool): pool for transport in transports.values() if (pool := transport.pool) is not None}
             why = "; ".join(map(self._why_full, pools.values()))
             raise AckTimeout(f"another publication has not ended. {why}") from None
+        finally:
+            self._in_line -= 1
         return self.order
 
     def _announce(
@@ -482,8 +511,10 @@ class SenderLink(Link):
         Raises:
             NotConnected: elastic, and fewer than ``min_workers`` are there.
         """
+        if self.publisher.num_workers is not None:
+            return
         there = len(self.publisher.expected())
-        if self.publisher.num_workers is None and there < self.min_workers:
+        if there < self.min_workers:
             raise NotConnected(
                 f"{there} workers are connected, min_workers={self.min_workers} are needed; "
                 "wait for them with connect(), or use publish(), which late workers catch up with"
@@ -498,7 +529,9 @@ class SenderLink(Link):
         *,
         spent: float = 0.0,
     ) -> None:
-        """Wait until these workers have applied at least this version. ``spent``: of the timeout, already.
+        """Wait until these workers have applied at least this version; what is to be sent departs before that.
+
+        ``spent``: of the timeout, already.
 
         Raises:
             PartialSendError: names each worker that has not, and why.
@@ -510,7 +543,7 @@ class SenderLink(Link):
             publisher.check_open()
             return not publisher.outstanding(version, chosen, models)
 
-        await self.wait(done, max(0.0, timeout - spent))
+        await self.wait(done, max(0.0, timeout - spent), self.depart)
         if publisher.applied(version, chosen, models):
             return
         progress = publisher.progress(version, chosen, models)

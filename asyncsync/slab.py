@@ -401,6 +401,9 @@ def pack(
         _pack_cuda(slab, tensors, ready)
         return
     views = slab.views
+    if progress is None and len(layout.runs) == len(tensors):
+        copy_tensors(views, tensors)
+        return
     on_cpu = all(map(_is_cpu, tensors))
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

@@ -101,7 +101,8 @@ class _Slot:
         for target in self.pending:
             if target.version < below:
                 target.slab.release()
-        self.pending = [t for t in self.pending if t.version >= below]
+        if self.pending:
+            self.pending = [t for t in self.pending if t.version >= below]
 
 
 class _Model:
@@ -112,7 +113,8 @@ class _Model:
         self.assembled = False
 
     def forget_empty(self) -> None:
-        self.own = {worker: slot for worker, slot in self.own.items() if not slot.empty}
+        if self.own:
+            self.own = {worker: slot for worker, slot in self.own.items() if not slot.empty}
 
 
 class Targets:
@@ -231,6 +233,14 @@ class Targets:
         # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
         own = model.own.get(worker)
         return model.common.current if own is None or own.current is None else own.current
+
+    def are_everybodys(self, version: int, models: Iterable[str]) -> bool:
+        """Whether the targets of all these models are this version or newer, and the same for all workers."""
+        for model_id in models:
+            model = self.models.get(model_id)
+            if model is None or model.own or model.common.current is None or model.common.current.version < version:
+                return False
+        return True
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones."""

@@ -58,7 +58,6 @@ class BaseCollector(WeightsAPI, ABC):
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
-        self._batches: Iterator[TensorDictBase | None] | None = None
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
@@ -80,6 +79,9 @@ class BaseCollector(WeightsAPI, ABC):
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
+    # Whether a failure ends a collector is its own affair: of several processes, what a worker or postproc raises does,
+    # a caller's mistake does not; a single one can go on. An iterator keeps nothing: next() makes one of its own.
+
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until ``total_frames`` are reached; None for each where they go to a replay buffer."""
@@ -89,29 +91,17 @@ class BaseCollector(WeightsAPI, ABC):
         """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        try:
-            yield from self.iterator()
-        except Exception:  # documented: collection stops
-            self.shutdown()
-            raise
+        return self.iterator()
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None when there are no more (and where batches go to a replay buffer)."""
-        if self._batches is None:
-            self._batches = iter(self)
-        return next(self._batches, None)
+        return next(self.iterator(), None)
 
     def __aiter__(self) -> AsyncIterator[TensorDictBase | None]:
         return self
 
     async def __anext__(self) -> TensorDictBase | None:
-        try:
-            return await self._next_async()
-        except StopAsyncIteration:
-            raise
-        except Exception:
-            await self._shutdown_elsewhere()
-            raise
+        return await self._next_async()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -113,18 +113,6 @@ class Commanding(Calling, RunsFree):
         while made := self._next_in_turn():
             yield made.pop()  # not kept here: its memory is free when the user lets go of it
 
-    # What a worker or postproc raises ends collection; a caller's mistake does not.
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        return self.iterator()
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch; None when there are no more (and where batches go to a replay buffer). Threads take turns."""
-        return next(self.iterator(), None)
-
-    async def __anext__(self) -> TensorDictBase | None:
-        return await self._next_async()
-
     def _next_in_turn(self) -> list[TensorDictBase | None]:
         with self._turnstile.passing():
             self._check_iterable()

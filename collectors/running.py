@@ -116,18 +116,6 @@ class Running(Rollouts, RunsFree):
                 self._pending = None
                 yield pending.result()
 
-    # One process, one environment: what an error leaves behind is as good as before, and can go on.
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        return self.iterator()
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch; None when there are no more (and where batches go to a replay buffer)."""
-        return next(self.iterator(), None)
-
-    async def __anext__(self) -> TensorDictBase | None:
-        return await self._next_async()
-
     async def _next_async(self) -> TensorDictBase | None:
         # The rollout is nobody's: who is cancelled while it runs leaves it for the next caller.
         while not self._exhausted:

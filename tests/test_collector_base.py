@@ -59,22 +59,6 @@ def test_both_styles_and_next_give_the_same_batches() -> None:
     assert one.next() is None
 
 
-def test_an_exception_ends_collection() -> None:
-    async def asynchronously() -> None:
-        async for _ in leaf:
-            leaf.fail = OSError("broken")
-
-    leaf = Readings()
-    with pytest.raises(OSError, match="broken"):
-        asyncio.run(asynchronously())
-    assert leaf.ends == 1
-    leaf = Readings()
-    leaf.fail = OSError("broken")
-    with pytest.raises(OSError, match="broken"):
-        list(leaf)
-    assert leaf.ends == 1
-
-
 def test_leaving_a_loop_early_ends_nothing() -> None:
     leaf = Readings(batches=3)
     for _ in leaf:

@@ -119,6 +119,7 @@ class Slot(Slab):
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
             buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         self._registered = _pin(buffer) if pinned else 0
+        self.described: tuple[tuple[int, ...], bytes] | None = None
         super().__init__(layout, buffer[: layout.nbytes], pool)
 
     @property
@@ -156,17 +157,19 @@ class SlotPool(SlabPool):
         self.slots_allowed = slots
         self.map_above = map_above
         self.used: set[Slot] = set()
+        self._inodes: tuple[int, ...] | None = None  # of all slots, while they are the same
         self._cannot_pin = False
 
     def describe(self, slab: Slab) -> bytes:
         """Where workers find this slab of the pool."""
         assert isinstance(slab, Slot)
-        inodes = tuple(sorted([slot.inode for slot in self._existing()]))
-        return slab.place(mapped=slab.in_place, inodes=inodes[:MAX_FILES]).encode()
-
-    def _existing(self) -> list[Slot]:
-        spare = self._spare
-        return [*self.used, *([spare] if isinstance(spare, Slot) else [])]
+        inodes = self._inodes
+        if inodes is None:
+            spare = [self._spare] if isinstance(self._spare, Slot) else []
+            inodes = self._inodes = tuple(sorted([slot.inode for slot in (*self.used, *spare)]))[:MAX_FILES]
+        if slab.described is None or slab.described[0] is not inodes:
+            slab.described = inodes, slab.place(mapped=slab.in_place, inodes=inodes).encode()
+        return slab.described[1]
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         spare = self._spare
@@ -188,6 +191,7 @@ class SlotPool(SlabPool):
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slot = Slot(layout, self, pinned=pinned)
         self._cannot_pin = pinned and not slot.is_registered
+        self._inodes = None
         return slot
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
@@ -196,7 +200,7 @@ class SlotPool(SlabPool):
             slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
         finally:
             if spare is not None and not spare.references:  # it did not fit
-                _dispose(spare)
+                self._dispose(spare)
         assert isinstance(slab, Slot)
         slab.in_place = slab.nbytes > self.map_above
         self.used.add(slab)
@@ -205,7 +209,7 @@ class SlotPool(SlabPool):
     def close(self) -> None:
         spare = self._spare
         super().close()
-        _dispose(spare)
+        self._dispose(spare)
 
     def _released(self, slab: Slab) -> None:
         assert isinstance(slab, Slot)
@@ -215,19 +219,19 @@ class SlotPool(SlabPool):
     def _keep(self, slab: Slab) -> None:
         surplus = slab if self._closed else self._spare
         super()._keep(slab)
-        _dispose(surplus)
+        self._dispose(surplus)
 
-
-def _dispose(slab: Slab | None) -> None:
-    if not isinstance(slab, Slot):
-        return
-    if slab.nbytes < LARGE_BYTES:
-        slab.dispose()
-        return
-    try:
-        threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
-    except RuntimeError:  # no more threads, or the interpreter is ending
-        slab.dispose()
+    def _dispose(self, slab: Slab | None) -> None:
+        if not isinstance(slab, Slot):
+            return
+        self._inodes = None
+        if slab.nbytes < LARGE_BYTES:
+            slab.dispose()
+            return
+        try:
+            threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            slab.dispose()
 
 
 def open_memory(size: int) -> int:

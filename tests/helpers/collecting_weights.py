@@ -67,7 +67,6 @@ class Readings(BaseCollector):
         self.size = size
         self.ends = 0
         self.told: list[tuple[int, list[int] | None]] = []
-        self.fail: Exception | None = None
         self._set_up_senders(schemes, updater, num_workers=workers)
 
     def step(self) -> tuple[set[float], int]:
@@ -86,8 +85,6 @@ class Readings(BaseCollector):
         return batch
 
     def _batch(self) -> TensorDict | None:
-        if self.fail is not None:
-            raise self.fail
         if not self.left:
             return None
         self.left -= 1
