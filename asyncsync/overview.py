@@ -37,7 +37,7 @@ class Overview:
     def targeted(self, version: int, models: Iterable[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer (or was, before it was rejected)."""
         if self.num_workers is not None and models is not None and self.targets.are_everybodys(version, models):
-            return [w for w in range(self.num_workers) if w not in self.peers or self._models_of(w, models)]
+            return [w for w in range(self.num_workers) if self._models_of(w, models)]
         chosen = []
         for worker in sorted({*self.expected(), *self.peers}):
             newest = [self.targets.newest(worker, m) for m in self._models_of(worker, models)]

@@ -49,3 +49,39 @@ async def test_a_condition_that_does_not_come_true_is_false_when_the_time_is_ove
     assert await conditions.until(lambda: False, 0) is False
     assert await conditions.until(lambda: False, 0.01) is False
     assert await conditions.until(lambda: True, 0) is True
+
+
+async def test_what_begins_a_wait_is_called_once_when_all_is_ready_and_may_end_it() -> None:
+    conditions = Conditions(asyncio.get_running_loop())
+    begun = 0
+    holds = False
+
+    def begin() -> None:
+        nonlocal begun, holds
+        begun += 1
+        holds = True
+        conditions.notify()
+        holds = begun > 1  # over before the waiter's turn: it waits again, and this is not called again
+
+    waiting = asyncio.create_task(conditions.until(lambda: holds, 10, begin))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    holds = True
+    conditions.notify()
+    assert await waiting is True
+    assert begun == 1
+    assert await conditions.until(lambda: True, 10, begin) is True
+    assert await conditions.until(lambda: False, 0, begin) is False
+    assert begun == 1
+
+
+async def test_what_begins_a_wait_and_raises_ends_it() -> None:
+    conditions = Conditions(asyncio.get_running_loop())
+
+    def begin() -> None:
+        raise OSError("broken")
+
+    with pytest.raises(OSError, match="broken"):
+        await conditions.until(lambda: False, 10, begin)
+    assert not conditions._waiters

@@ -975,3 +975,37 @@ def test_what_a_version_that_failed_has_replaced_is_the_target_again(desk: Desk)
     assert slab.references == 1
     slab.release()
     assert desk.pool.slabs <= 3
+
+
+def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most publications are for everybody: then nobody's targets need be looked at one by one."""
+    desk = Desk(5)
+    desk.publisher.serve("policy", desk.now)
+    desk.publisher.serve("value", desk.now)
+    desk.join(0, 1)
+    desk.hello(2, have={"value": 0})
+    desk.ready(2, models=("value",))
+    desk.join(3)
+    desk.publisher.lost(3, nonce(3), "killed", desk.now)  # 4 has not been there
+    for model in ("policy", "value"):
+        desk.publisher.assemble(model)
+
+    def check(versions: range) -> list[list[int]]:
+        told = []
+        for version in versions:
+            for models in (["policy"], ["value"], ["policy", "value"], []):
+                short = desk.publisher.targeted(version, models)
+                with monkeypatch.context() as patch:
+                    patch.setattr(type(desk.publisher.targets), "are_everybodys", lambda *_: False)
+                    assert desk.publisher.targeted(version, models) == short, (version, models)
+                told.append(short)
+        return told
+
+    desk.publish(models=("policy", "value"))
+    assert check(range(1, 3))[:4] == [[0, 1, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], []]
+    desk.publish(workers=[1])
+    check(range(1, 4))
+    desk.publish(models=("policy",))
+    check(range(1, 5))
+    desk.publish(models=("policy",), dtype=F64)  # has still to be accepted
+    check(range(1, 6))

@@ -244,6 +244,27 @@ def test_workers_are_told_which_slots_there_are_and_whether_to_map_them() -> Non
     pool.close()
 
 
+def test_a_descriptor_is_made_anew_when_there_are_other_slots() -> None:
+    pool = SlotPool(4, 0)
+    first = acquire(pool, 64)
+    alone = pool.describe(first)
+    assert pool.describe(first) is alone
+    second = acquire(pool, 64)
+    assert Place.decode(pool.describe(first)).inodes == tuple(sorted([first.inode, second.inode]))
+    second.release()  # spare
+    assert len(Place.decode(pool.describe(first)).inodes) == 2
+    larger = acquire(pool, 128)  # the spare one does not fit, and goes
+    for slot in (first, larger):
+        assert Place.decode(pool.describe(slot)).inodes == tuple(sorted([first.inode, larger.inode]))
+    first.release()
+    larger.release()  # one spare slot is kept: the first goes
+    again = acquire(pool, 128)
+    assert again is larger
+    assert Place.decode(pool.describe(again)).inodes == (larger.inode,)
+    again.release()
+    pool.close()
+
+
 def test_there_is_room_for_the_targets_and_so_many_that_readers_hold() -> None:
     pool = SlotPool(2, 0)
     assert pool.has_room(64, (), 1)

@@ -466,3 +466,24 @@ async def test_r218_a_published_snapshot_does_not_alias_the_source(api: Api) -> 
         fill(everybody.source, 99)
         assert read(await api.receive(everybody.receivers[0], 5)) == {1}
         assert torch.equal(everybody.source.last, torch.full((7,), 99.0))
+
+
+# -- what goes out when nobody waits for it
+
+
+async def test_an_update_that_nobody_has_time_to_wait_for_goes_out_all_the_same(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender = everybody.sender
+        with pytest.raises(PartialSendError) as caught:
+            await sender.send_async(fill(everybody.source, 1), timeout=0)
+        assert sorted(caught.value.failed) == [0, 1]
+        assert not bare(sender).bus._link.publisher.outbox, "it has gone already, not with the next tick"
+        await until(lambda: everybody.read == [{1}, {1}])
+        version = sender.version
+        with held(everybody.receivers[0]):
+            task = asyncio.create_task(sender.send_async(fill(everybody.source, 2), timeout=30))
+            await until(lambda: sender.version > version)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until(lambda: everybody.read == [{2}, {2}])
