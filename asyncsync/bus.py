@@ -329,14 +329,14 @@ class BusCore:
         link.check_quorum()
         start = link.loop.time()
         try:
-            version = await self._publish_sources(extract, topics, worker_ids, timeout, at_once=False)
-        except AckTimeout as error:  # nothing was published
-            workers = as_workers(worker_ids) or link.publisher.expected()
-            raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in workers}) from error
-        try:
+            try:
+                version = await self._publish_sources(extract, topics, worker_ids, timeout, at_once=False)
+            except AckTimeout as error:  # nothing was published
+                workers = as_workers(worker_ids) or link.publisher.expected()
+                raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in workers}) from error
             await self._wait_version(version, worker_ids, timeout, list(topics), spent=link.loop.time() - start)
         finally:
-            if link.publisher.outbox:  # there was nobody to wait for, or no time left
+            if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
                 link.settle()
         return version
 

@@ -84,7 +84,7 @@ class Conditions:
         """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first.
 
         When this returns, the predicate holds: what it saw when it woke the waiter may be over a moment later.
-        ``begin`` is called once all is ready to wait, if there is anything to wait for.
+        ``begin`` is called once all is ready to wait; not if the predicate holds already, or there is no time.
         """
         deadline = None if timeout is None else self._loop.time() + timeout
         while not predicate():

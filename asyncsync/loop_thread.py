@@ -29,7 +29,7 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
-from asyncsync.threads import finish, interruptibly
+from asyncsync.threads import finish, interruptibly, join
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
 
@@ -147,7 +147,7 @@ class _LoopThread:
 
     def join(self, patience: float = CLEANUP_SECONDS) -> None:
         if self._thread is not None:
-            self._thread.join(patience)
+            join(self._thread, patience)
 
 
 _lock = threading.RLock()  # for starting it; not taken by the loop's thread

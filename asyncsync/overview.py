@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncsync.errors import AckTimeout, PeerLost, SchemaMismatch
@@ -34,13 +34,15 @@ class Overview:
             return list(range(self.num_workers))
         return [w for w, p in self.peers.items() if not p.lost]
 
-    def targeted(self, version: int, models: Iterable[str] | None = None) -> list[int]:
+    def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer (or was, before it was rejected)."""
         if self.num_workers is not None and models is not None and self.targets.are_everybodys(version, models):
             return [w for w in range(self.num_workers) if self._models_of(w, models)]
         chosen = []
         for worker in sorted({*self.expected(), *self.peers}):
-            newest = [self.targets.newest(worker, m) for m in self._models_of(worker, models)]
+            if not (mine := self._models_of(worker, models)):
+                continue
+            newest = [self.targets.newest(worker, m) for m in mine]
             if any(t is not None and t.version >= version for t in newest):
                 peer = self.peers.get(worker)
                 # Of the elastic ones, those that were lost before this version was published are simply gone.

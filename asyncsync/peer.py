@@ -29,7 +29,7 @@ class Announcement:
 
     Attributes:
         layouts: model and digest of each part.
-        lent: the parts that are kept for a worker from the beginning.
+        kept: the models whose parts are kept for a worker from the beginning. (Not the slabs: this outlives them.)
         lends: whether some of them are read where they are.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
@@ -41,7 +41,7 @@ class Announcement:
         self.granted = granted
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
-        self.lent = {m: part for m, part in parts.items() if granted or not part[1].in_place}
+        self.kept = [m for m, (_, slab) in parts.items() if granted or not slab.in_place]
         self.lends = False
         self.sizes = [slab.streamed for _, slab in parts.values()]
         self.ends = list(accumulate(self.sizes))
@@ -87,7 +87,7 @@ class Transfer:
         self.serial = announcement.serial
         self.parts = parts
         self.layouts = announcement.layouts
-        self.lent = announcement.lent
+        self.lent = {m: parts[m] for m in announcement.kept}
         self._retained = [slab.retain() for _, slab in self.lent.values()]
         self.in_place = self.unclaimed = len(self._retained) < len(parts)
         self.after_ping = after_ping

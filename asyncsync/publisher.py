@@ -551,7 +551,7 @@ class Publisher(Overview):
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
         if said.lends:
-            self._loans(peer).lend(said.serial, said.lent)
+            self._loans(peer).lend(said.serial, peer.transfer.lent)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.update, said.payload)

@@ -529,9 +529,9 @@ class SenderLink(Link):
         *,
         spent: float = 0.0,
     ) -> None:
-        """Wait until these workers have applied at least this version; what is to be sent departs before that.
+        """Wait until these workers have applied at least this version. ``spent``: of the timeout, already.
 
-        ``spent``: of the timeout, already.
+        If there is anything to wait for, and time, what is to be sent departs when all is ready to wait.
 
         Raises:
             PartialSendError: names each worker that has not, and why.

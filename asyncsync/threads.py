@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["LOOK_SECONDS", "WorkThread", "as_exception", "finish", "interruptibly", "until_done"]
+__all__ = ["LOOK_SECONDS", "WorkThread", "as_exception", "finish", "interruptibly", "join", "until_done"]
 
 T = TypeVar("T")
 
 # Signals are handled by the main thread when the system call that it waits in returns. One that comes just before the
-# wait, or to another thread, does not end it: so no wait is longer than this.
+# wait, or to another thread, does not end it: so no portion of a wait is longer than this.
 LOOK_SECONDS = 0.1
 
 
@@ -43,7 +43,22 @@ def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -
 
 def until_done(future: concurrent.futures.Future[Any]) -> None:
     """Wait until it is done, however it ends."""
-    interruptibly(lambda seconds: bool(concurrent.futures.wait([future], seconds).done))
+    # A plain lock: an exception that strikes inside a Condition may leave that locked, and whoever settles the future
+    # waiting for ever.
+    ended = threading.Lock()
+    ended.acquire()
+    future.add_done_callback(lambda _: ended.release())
+    interruptibly(lambda seconds: ended.acquire(timeout=seconds))
+
+
+def join(thread: threading.Thread, timeout: float) -> bool:
+    """Wait for its end; False if it has not ended after so many seconds."""
+
+    def ended(seconds: float) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    return interruptibly(ended, timeout)
 
 
 async def finish(future: asyncio.Future[T]) -> T:

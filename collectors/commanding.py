@@ -28,6 +28,7 @@ from asyncsync.collectors.page import ControlPage
 from asyncsync.collectors.senders import shut_down_all
 from asyncsync.collectors.turnstile import Turnstile
 from asyncsync.errors import ClosedError
+from asyncsync.threads import join
 
 __all__ = ["Commanding", "Producing", "Rollout", "make_finalizers"]
 
@@ -307,7 +308,7 @@ class Commanding(Calling, RunsFree):
         try:
             self._crew.end(max(0.1, deadline - time.monotonic()), self._page.stop, ("stop", close_env))
             if self._free is not None and self._free is not threading.current_thread():
-                self._free.join(1.0)
+                join(self._free, 1.0)
         finally:
             if self._crew.is_over:
                 for finalizer in self._finalizers:

@@ -194,7 +194,8 @@ class Crew:
                 with self._changed:
                     self._leading = False
                     self._changed.notify_all()
-            self._dispatch(ready)
+            if ready:
+                self._dispatch(ready)
 
     async def until_async(self, met: Callable[[], Any]) -> Any:
         """The same on the running event loop. Cancelled, it has changed nothing."""
@@ -370,7 +371,8 @@ class Crew:
 
     def _close(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._leading, 1.0)  # its descriptors go now
+            # Its descriptors go now.
+            interruptibly(lambda seconds: self._changed.wait_for(lambda: not self._leading, seconds), 1.0)
             for member in self._members:
                 member.close()
             if self._nudged >= 0:

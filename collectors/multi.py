@@ -58,6 +58,7 @@ from asyncsync.collectors.trajectories import TrajectoryPool
 from asyncsync.collectors.worker import Spec, run_worker
 from asyncsync.errors import AckTimeout
 from asyncsync.sync import SharedMemWeightSyncScheme
+from asyncsync.threads import join
 
 __all__ = ["MultiCollector"]
 
@@ -415,7 +416,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             self._end_weights(1.0)
             raise
         finally:
-            thread.join(5.0)
+            join(thread, 5.0)
         if errors:
             raise errors.pop()
 

@@ -38,6 +38,7 @@ from asyncsync.collectors.running import Running
 from asyncsync.collectors.saving import Saving
 from asyncsync.collectors.trajectories import TrajectoryPool
 from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.threads import join
 
 __all__ = ["Collector"]
 
@@ -286,7 +287,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
             let_go: Callable[[], None] = self._close_environment if close_env else lambda: None
             if self._turns.close(max(0.0, deadline - time.monotonic()), let_go):
                 if self._free is not None and self._free is not threading.current_thread():
-                    self._free.join(max(0.0, deadline - time.monotonic()))
+                    join(self._free, deadline - time.monotonic())
                 let_go()
             else:
                 _log.warning(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -1009,3 +1011,37 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
     check(range(1, 5))
     desk.publish(models=("policy",), dtype=F64)  # has still to be accepted
     check(range(1, 6))
+    desk.take()
+    desk.refuse(0, F64)
+    desk.publish(models=("policy",), dtype=F64)  # nobody gets it
+    check(range(1, 7))
+
+
+def test_who_has_none_of_the_models_is_not_asked_why_another_refused_one() -> None:
+    desk = Desk(None)
+    desk.publisher.serve("policy", desk.now)
+    desk.publisher.serve("value", desk.now)
+    desk.join(0)
+    desk.hello(1, have={"value": 0})
+    desk.ready(1, models=("value",))
+    version = desk.publish(models=("policy",))
+    desk.publish(models=("policy",), dtype=F64)
+    desk.take()
+    desk.refuse(0, F64)
+    desk.publish(models=("policy",), dtype=F64)
+    assert desk.publisher.targeted(version, ["policy"]) == [0]
+
+
+def test_slabs_are_not_kept_alive_by_what_was_said_of_them() -> None:
+    desk = Desk(1)
+    desk.join(0)
+    desk.publisher.assemble("policy")
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    desk.finish(0, update)
+    slabs = [weakref.ref(target.slab) for target in [desk.publisher.targets.target(0, "policy")] if target is not None]
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    desk.publisher.close()
+    desk.pool.close()
+    gc.collect()
+    assert [slab() for slab in slabs] == [None]

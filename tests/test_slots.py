@@ -256,8 +256,13 @@ def test_a_descriptor_is_made_anew_when_there_are_other_slots() -> None:
     larger = acquire(pool, 128)  # the spare one does not fit, and goes
     for slot in (first, larger):
         assert Place.decode(pool.describe(slot)).inodes == tuple(sorted([first.inode, larger.inode]))
-    first.release()
-    larger.release()  # one spare slot is kept: the first goes
+    piece = first.export(0, 1)
+    first.release()  # draining: somebody has a piece of it
+    largest = acquire(pool, 256)
+    assert len(Place.decode(pool.describe(larger)).inodes) == 3
+    del piece
+    largest.release()  # one spare slot is kept: the first goes
+    larger.release()  # and the largest
     again = acquire(pool, 128)
     assert again is larger
     assert Place.decode(pool.describe(again)).inodes == (larger.inode,)

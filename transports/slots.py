@@ -165,8 +165,9 @@ class SlotPool(SlabPool):
         assert isinstance(slab, Slot)
         inodes = self._inodes
         if inodes is None:
-            spare = [self._spare] if isinstance(self._spare, Slot) else []
-            inodes = self._inodes = tuple(sorted([slot.inode for slot in (*self.used, *spare)]))[:MAX_FILES]
+            there = (*self.used, *list(self._draining), self._spare)
+            inodes = tuple(sorted([slot.inode for slot in there if isinstance(slot, Slot)]))[:MAX_FILES]
+            self._inodes = inodes
         if slab.described is None or slab.described[0] is not inodes:
             slab.described = inodes, slab.place(mapped=slab.in_place, inodes=inodes).encode()
         return slab.described[1]
