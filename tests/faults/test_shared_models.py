@@ -155,6 +155,7 @@ async def test_r218_a_model_outlives_its_scheme(how: str, schemes: Schemes, star
         assert await workers[1].value() == 2
     assert pool.peak <= 4
     if how == "superseded":
+        await sender.wait_version(version, timeout=20)  # its successor, too, has let go of the one before
         assert len(pool.used) == 2, "what it still reads is its own until it says otherwise, or ends"
         await workers[1].kill()
     await has_freed_all_but_the_target(pool)
