@@ -214,6 +214,7 @@ class Subscriber:
             for *_, slab in homes:
                 slab.release()
         self._homes.clear()
+        self._kept = {}
         self.pool.close()
 
     # -- what the worker asks ---------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from asyncsync.slab import is_foreign
 from asyncsync.transports import attachments
 from asyncsync.transports.slots import Place, SlotPool
 from helpers.apis import Api, bare, in_thread, is_instant
+from helpers.memory import mappings
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
 PARAMETERS = ["first", "inner.weight", "inner.bias", "last"]
@@ -584,6 +585,24 @@ async def test_r085_shutdown_gives_the_slots_back_and_takes_the_mappings_down(ap
     del everybody, receiver, scheme
     gc.collect()
     await until(lambda: memory_files() == before)
+
+
+@pytest.mark.schemes("in place")
+async def test_r085_a_receiver_that_has_ended_maps_only_what_its_model_lives_in(api: Api) -> None:
+    """At once, and not when a garbage collection comes: a mapping keeps the sender's memory, and two descriptors."""
+    gc.collect()
+    before = len(mappings())
+    gc.disable()
+    try:
+        async with api.crew(1, scheme=api.scheme(map_above=0)) as (sender, (receiver,), (model,)):
+            for value in range(1, 4):
+                await sender.send_async(fill(bare(sender).model, value))
+            await sender.shutdown()
+            await receiver.shutdown()
+            assert read(model) == {3}
+            assert len(mappings()) <= before + 1
+    finally:
+        gc.enable()
 
 
 # -- slots that are all in use

@@ -54,8 +54,13 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         with contextlib.suppress(RuntimeError):  # the test is over
             loop.call_soon_threadsafe(tell, setter, value)
 
-    threading.Thread(target=call, name=f"caller of {function.__name__}", daemon=True).start()
-    return await outcome
+    thread = threading.Thread(target=call, name=f"caller of {function.__name__}", daemon=True)
+    thread.start()
+    try:
+        return await outcome
+    finally:
+        if not outcome.cancelled():
+            thread.join()  # at once: it has said all; but its frames hold what a test may wait to see freed
 
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
