@@ -279,7 +279,7 @@ class Binding:
             return _Custom(self._custom, slab.copy().weights())
         if self.places is None:
             return None
-        values = unpack_values(slab.values, slab.layout)
+        values = unpack_values(slab.values, slab.layout) if slab.values or slab.layout.value_paths else {}
         if self._own_convert:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
@@ -289,9 +289,8 @@ class Binding:
         views = slab.views
         sources = [views[i] for i in order]
         home = slab if self.adopts and slab.adoptable and plan.model.is_module else None
-        return self._prepared(
-            plan, sources, {n: views[i] for n, i in states}, {dotted(p): v for p, v in values.items()}, home
-        )
+        named = {dotted(p): v for p, v in values.items()} if values else {}
+        return self._prepared(plan, sources, {n: views[i] for n, i in states} if states else {}, named, home)
 
     def prepare_flat(self, flat: FlatWeights) -> Prepared:
         """The same for weights that are at hand already and may not fit at all."""

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from asyncsync import loop_thread
 from asyncsync.backends import scheme_class
-from asyncsync.bus import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll
+from asyncsync.bus import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll, as_workers
 from asyncsync.gate import Hold
 from asyncsync.link import check_timeout
 from asyncsync.receiver import ReceiverLink
@@ -71,13 +71,15 @@ class Bus(BusCore):
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """Snapshot several models and announce them as one update; returns the version. Raises as
         :meth:`asyncsync.Bus.publish`."""
-        sources = self._take(weights, worker_ids)
-        return self._run(lambda: self._publish_sources(sources, weights, worker_ids))
+        workers = as_workers(worker_ids)
+        sources = self._take(weights, workers)
+        return self._run(lambda: self._publish_sources(sources, weights, workers))
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        sources = self._take(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: self._publish_sources(sources, weights, worker_ids))
+        workers = as_workers(worker_ids)
+        sources = self._take(weights, workers)
+        return await loop_thread.awaitable(lambda: self._publish_sources(sources, weights, workers))
 
     def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Wait until the targeted workers (on a receiver: this one) have applied a version, or a newer one. Raises as
@@ -87,16 +89,18 @@ class Bus(BusCore):
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         check_timeout(timeout)
-        sources = self._take(weights, worker_ids)
-        self._run(lambda: self._send_sources(sources, weights, worker_ids, timeout))
+        workers = as_workers(worker_ids)
+        sources = self._take(weights, workers)
+        self._run(lambda: self._send_sources(sources, weights, workers, timeout))
 
     async def send_async(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
         check_timeout(timeout)
-        sources = self._take(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: self._send_sources(sources, weights, worker_ids, timeout))
+        workers = as_workers(worker_ids)
+        sources = self._take(weights, workers)
+        return await loop_thread.awaitable(lambda: self._send_sources(sources, weights, workers, timeout))
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent."""

@@ -270,7 +270,8 @@ class BusCore:
         return link, link.check_workers(as_workers(worker_ids))
 
     async def _publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> int:
-        return await self._publish_sources(await self._extract(weights, worker_ids), weights, worker_ids)
+        workers = as_workers(worker_ids)
+        return await self._publish_sources(await self._extract(weights, workers), weights, workers)
 
     async def _extract(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> ExtractAll:
         """Check and prepare; what is returned takes the sources' values when it is called."""
@@ -282,14 +283,15 @@ class BusCore:
         self,
         extract: ExtractAll,
         topics: Iterable[str],
-        worker_ids: int | Iterable[int] | None,
+        workers: list[int] | None,
         timeout: float = DEFAULT_TIMEOUT,
         *,
         at_once: bool = True,
     ) -> int:
         transports = {topic: self._schemes[topic]._transport() for topic in topics}
-        workers = as_workers(worker_ids)
-        version = await self._sender().publish(extract, transports, workers, timeout=timeout, at_once=at_once)
+        link = self._sender()
+        deadline = link.loop.time() + timeout
+        version = await link.publish(extract, transports, workers, deadline=deadline, at_once=at_once)
         if self._on_published is not None:
             self._on_published(version, workers)
         return version
@@ -316,25 +318,26 @@ class BusCore:
 
     async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
         self._check_send(timeout)
-        return await self._send_sources(await self._extract(weights, worker_ids), weights, worker_ids, timeout)
+        workers = as_workers(worker_ids)
+        return await self._send_sources(await self._extract(weights, workers), weights, workers, timeout)
 
     def _check_send(self, timeout: float) -> None:
         check_timeout(timeout)
         self._sender().check_quorum()
 
     async def _send_sources(
-        self, extract: ExtractAll, topics: Iterable[str], worker_ids: int | Iterable[int] | None, timeout: float
+        self, extract: ExtractAll, topics: Iterable[str], workers: list[int] | None, timeout: float
     ) -> int:
         link = self._sender()
         link.check_quorum()
         start = link.loop.time()
         try:
             try:
-                version = await self._publish_sources(extract, topics, worker_ids, timeout, at_once=False)
+                version = await self._publish_sources(extract, topics, workers, timeout, at_once=False)
             except AckTimeout as error:  # nothing was published
-                workers = as_workers(worker_ids) or link.publisher.expected()
-                raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in workers}) from error
-            await self._wait_version(version, worker_ids, timeout, list(topics), spent=link.loop.time() - start)
+                waiting = workers or link.publisher.expected()
+                raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
+            await link.wait_version(version, workers, list(topics), timeout, spent=link.loop.time() - start)
         finally:
             if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
                 link.settle()

@@ -122,6 +122,7 @@ class Gate:
         # Reentrant, because a garbage collection inside a locked region may close a generator that is inside a hold.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
+        self._asleep = 0  # readers that wait for it
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Gate belongs to one process and cannot be pickled or copied: make a new one")
@@ -265,7 +266,8 @@ class Gate:
             self._wake()
 
     def _wake(self) -> None:
-        self._changed.notify_all()
+        if self._asleep:
+            self._changed.notify_all()
         for waiter in list(self._waiters):
             loop = waiter.get_loop()
             try:
@@ -345,7 +347,12 @@ class Gate:
             with self._mutex:
                 verdict = self._admit(entry, join=True)
                 if verdict is _Verdict.WAIT:
-                    self._changed.wait(self._nap(deadline))
+                    nap = self._nap(deadline)
+                    self._asleep += 1
+                    try:
+                        self._changed.wait(nap)
+                    finally:
+                        self._asleep -= 1
             if verdict is _Verdict.ENTERED:
                 _current.set(entry)
                 return

@@ -31,6 +31,8 @@ INLINE_BYTES = 4 << 20
 LINGER_MS = 500
 WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
 MAX_TICK = 0.25
+# Waits longer than two of these share one timer, as making and cancelling one takes as long as much of an update.
+COARSE_SECONDS = 1.0
 
 
 def this_process() -> Identity:
@@ -65,6 +67,8 @@ class Conditions:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._deadlines: dict[asyncio.Future[None], float] = {}  # of those without a timer of their own
+        self._timer: asyncio.TimerHandle | None = None
 
     def notify(self) -> None:
         """The state may have changed: look for every waiter, and wake those whose predicate holds."""
@@ -92,7 +96,14 @@ class Conditions:
             if remaining is not None and remaining <= 0:
                 return False
             waiter: asyncio.Future[None] = self._loop.create_future()
-            timer = None if remaining is None else self._loop.call_later(remaining, _wake, waiter)
+            timer = None
+            if deadline is not None and remaining is not None:
+                if remaining > 2 * COARSE_SECONDS:
+                    self._deadlines[waiter] = deadline
+                    if self._timer is None:
+                        self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
+                else:
+                    timer = self._loop.call_at(deadline, _wake, waiter)
             self._waiters[waiter] = predicate
             try:
                 if begin is not None:
@@ -103,7 +114,20 @@ class Conditions:
                 del self._waiters[waiter]
                 if timer is not None:
                     timer.cancel()
+                else:
+                    self._deadlines.pop(waiter, None)
         return True
+
+    def _look(self) -> None:
+        """Give those whose deadline is near a timer."""
+        self._timer = None
+        soon = self._loop.time() + 2 * COARSE_SECONDS
+        for waiter, deadline in list(self._deadlines.items()):
+            if deadline <= soon:
+                del self._deadlines[waiter]
+                self._loop.call_at(deadline, _wake, waiter)
+        if self._deadlines:
+            self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:
@@ -233,7 +257,7 @@ class Link(ABC):
             RuntimeError: used from another process or event loop.
             WeightSyncError: a callback has failed.
         """
-        if self.is_inherited:
+        if self.pid != os.getpid():
             raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
         if self.closed:
             raise ClosedError("this scheme or bus was shut down")

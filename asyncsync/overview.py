@@ -36,8 +36,13 @@ class Overview:
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer (or was, before it was rejected)."""
-        if self.num_workers is not None and models is not None and self.targets.are_everybodys(version, models):
-            return [w for w in range(self.num_workers) if self._models_of(w, models)]
+        if self.num_workers is not None and models and self.targets.are_everybodys(version, models):
+            concerned = []
+            for worker in range(self.num_workers):
+                peer = self.peers.get(worker)
+                if peer is None or not peer.hello.have.keys().isdisjoint(models):
+                    concerned.append(worker)
+            return concerned
         chosen = []
         for worker in sorted({*self.expected(), *self.peers}):
             if not (mine := self._models_of(worker, models)):

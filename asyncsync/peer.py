@@ -10,7 +10,7 @@ from itertools import accumulate
 from asyncsync.errors import SchemaMismatch
 from asyncsync.settings import Settings
 from asyncsync.slab import Slab
-from asyncsync.wire import Buffer, Chunk, Epoch, Hello, Part, Update
+from asyncsync.wire import Again, Buffer, Chunk, Epoch, Hello, Part, Update
 
 __all__ = ["Announcement", "Parts", "Peer", "Transfer"]
 
@@ -28,11 +28,16 @@ class Announcement:
         granted: what is read in place need not be asked for.
 
     Attributes:
+        instruction: what is said: the UPDATE, or AGAIN where the one before said nearly the same.
+        eager: whether the parts' bytes come with it.
+        repeatable: whether AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
         layouts: model and digest of each part.
         kept: the models whose parts are kept for a worker from the beginning. (Not the slabs: this outlives them.)
         lends: whether some of them are read where they are.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
+
+    instruction: Update | Again
 
     def __init__(
         self, serial: int, parts: Parts, epoch: Epoch, *, eager_bytes: int, checksum: bool, granted: bool = False
@@ -62,9 +67,28 @@ class Announcement:
             digest = slab.layout.digest
             asked = slab.in_place and not granted
             told.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, asked))
-        self.update = Update(epoch, serial, eager, tuple(told))
+        self.eager = eager
+        self.instruction = Update(epoch, serial, eager, tuple(told))
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
+        only = told[0]
+        self.repeatable = len(told) == 1 and not values[0] and only.crc is None and not only.in_place and eager
+        self._at_hand = only.descriptor is not None
+
+    def can_be(self, slab: Slab) -> bool:
+        """Whether AGAIN would say it all of a slab of this layout."""
+        return not slab.values and slab.packed == slab.nbytes and (slab.descriptor is not None) is self._at_hand
+
+    def again(self, serial: int, model_id: str, version: int, slab: Slab, epoch: Epoch) -> Announcement:
+        """The same of another version and slab (:meth:`can_be`), for those who have had just this one."""
+        told = Announcement.__new__(Announcement)
+        told.__dict__.update(self.__dict__)
+        told.serial = serial
+        told.key = [(model_id, version, id(slab))]
+        told.instruction = Again(epoch, serial, self.serial, version, slab.descriptor)
+        told.payload = [] if slab.descriptor is not None else [slab.contents()]
+        told.nbytes = 0 if slab.descriptor is not None else slab.nbytes
+        return told
 
     def says(self, parts: Parts, *, granted: bool) -> bool:
         """True for the very same versions and slabs."""
@@ -87,7 +111,7 @@ class Transfer:
         self.serial = announcement.serial
         self.parts = parts
         self.layouts = announcement.layouts
-        self.lent = {m: parts[m] for m in announcement.kept}
+        self.lent = parts if len(announcement.kept) == len(parts) else {m: parts[m] for m in announcement.kept}
         self._retained = [slab.retain() for _, slab in self.lent.values()]
         self.in_place = self.unclaimed = len(self._retained) < len(parts)
         self.after_ping = after_ping
@@ -96,7 +120,7 @@ class Transfer:
         self._sizes = announcement.sizes
         self._ends = announcement.ends
         self.total = self._ends[-1]
-        self.sent = self.total if announcement.update.eager else 0
+        self.sent = self.total if announcement.eager else 0
 
     @property
     def versions(self) -> dict[str, int]:
@@ -241,7 +265,10 @@ class Peer:
         if self.transfer is None or self.lost or self.failed or self.refused:
             return False
         parts = self.transfer.parts
-        return all(m in parts and parts[m][0] >= version for m in models)
+        for model_id in models:  # noqa: SIM110 (as above)
+            if model_id not in parts or parts[model_id][0] < version:
+                return False
+        return True
 
     def ahead(self, model_id: str) -> int:
         """The version that the worker has applied or staged."""

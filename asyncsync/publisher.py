@@ -24,7 +24,7 @@ from asyncsync.overview import Overview, Progress
 from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab
-from asyncsync.targets import Kept, Publication, Targets
+from asyncsync.targets import Kept, Publication, Target, Targets
 from asyncsync.wire import Buffer, Epoch, Instruction
 
 __all__ = ["Identity", "Progress", "Publisher", "Settings"]
@@ -90,6 +90,8 @@ class Publisher(Overview):
             Fenced, ClosedError: this trainer may not publish any more.
         """
         self.check_open()
+        if workers is None and (version := self._repeat(parts, now)) is not None:
+            return version
         publication = self.targets.publish(parts, workers, now + self.settings.layout_patience)
         if self._agreed(publication):
             self._settle(publication)
@@ -350,6 +352,17 @@ class Publisher(Overview):
         peer.note_applied(applied.versions)
         self._pump(peer)
 
+    def _on_done(self, peer: Peer, done: wire.Done, now: float) -> None:
+        transfer = peer.transfer
+        if transfer is not None and transfer.serial == done.serial:
+            peer.note_applied(transfer.versions)
+        # Of an update that is over already: there is nothing new in that.
+        self._pump(peer)
+        if (loans := self.loans.get(peer.nonce)) is not None:
+            loans.report(done.serial, ())
+            if not loans:
+                del self.loans[peer.nonce]
+
     def _on_failed(self, peer: Peer, failed: wire.Failed, now: float) -> None:
         self._check_versions(peer, failed.versions)
         error: Exception
@@ -515,6 +528,50 @@ class Publisher(Overview):
             welcome = wire.Welcome(self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models)
             self._send(peer.route, welcome, layouts)
 
+    def _repeat(self, parts: Mapping[str, Slab | Mapping[int, Slab]], now: float) -> int | None:
+        """:meth:`publish` in the steady state of a training loop, by AGAIN; None: something is different, nothing done.
+
+        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
+        is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
+        nothing but version and bytes. Then the rest of what :meth:`publish` looks at cannot have changed.
+        """
+        said = self._said
+        if said is None or not said.repeatable or len(parts) != 1 or self.targets.pending:
+            return None
+        ((model_id, slab),) = parts.items()
+        model = self.targets.models[model_id]
+        current = model.common.current
+        if current is None or model.own or not isinstance(slab, Slab):
+            return None
+        layout = model_id, slab.layout.digest
+        if said.key[0][:2] != (model_id, current.version) or layout not in said.layouts or not said.can_be(slab):
+            return None
+        if self.num_workers is not None and not model.assembled:
+            return None
+        peers = [peer for peer in self.peers.values() if not peer.lost]
+        for peer in peers:
+            if peer.serial != said.serial or peer.transfer is not None or not peer.ready:
+                return None
+            if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
+                return None
+            if layout not in peer.accepted or peer.announced.get(model_id) != layout[1]:
+                return None
+        self.targets.version = version = self.targets.version + 1
+        publication = Publication(version, frozenset(said.layouts), None, now + self.settings.layout_patience)
+        model.common.current = Target(version, slab.retain(), publication)
+        current.slab.release()
+        self._serial = serial = self._serial + 1
+        self._said = said = said.again(serial, model_id, version, slab, self.epoch)
+        told = {model_id: (version, slab)}
+        for peer in peers:
+            peer.transfer = Transfer(said, told, peer.ping_seq)
+            if said.lends:
+                self._loans(peer).lend(serial, told)
+            peer.serial = serial
+            peer.bytes_sent += said.nbytes
+            self._send(peer.route, said.instruction, said.payload)
+        return version
+
     def _pump(self, peer: Peer, *, granted: bool = False) -> None:
         """Start the next UPDATE for a worker that has none outstanding and is behind its target. ``granted``: what is
         read in place is lent at once."""
@@ -538,7 +595,9 @@ class Publisher(Overview):
         if not parts:
             return
         said = self._said
-        if said is None or said.serial <= peer.serial or not said.says(parts, granted=granted):
+        # (AGAIN is only for those who had had the update before it when it was said: they have been told.)
+        whole = said is not None and type(said.instruction) is wire.Update
+        if said is None or not whole or said.serial <= peer.serial or not said.says(parts, granted=granted):
             self._serial += 1
             self._started = True
             said = self._said = Announcement(
@@ -554,7 +613,7 @@ class Publisher(Overview):
             self._loans(peer).lend(said.serial, peer.transfer.lent)
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
-        self._send(peer.route, said.update, said.payload)
+        self._send(peer.route, said.instruction, said.payload)
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
@@ -563,6 +622,7 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     wire.Fetch: Publisher._on_fetch,
     wire.Staged: Publisher._on_staged,
     wire.Applied: Publisher._on_applied,
+    wire.Done: Publisher._on_done,
     wire.Failed: Publisher._on_failed,
     wire.Ping: Publisher._on_ping,
     wire.Pong: Publisher._on_pong,

@@ -26,7 +26,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lane, connect, read
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
-from asyncsync.wire import Buffer, Epoch, Instruction, Welcome, decode, encode
+from asyncsync.wire import Buffer, Epoch, Welcome, decode, encode
 
 __all__ = ["Mark", "ReceiverLink"]
 
@@ -120,14 +120,8 @@ class ReceiverLink(Link):
     def _receive(self, frames: list[Any]) -> None:
         if self.lane is not None:
             self.lane.drain()
-        self._take(lambda: decode([frame.buffer for frame in frames]))
-
-    def _receive_packet(self, packet: memoryview) -> None:
-        self._take(lambda: read(packet))
-
-    def _take(self, read: Callable[[], tuple[Instruction, Sequence[Buffer]]]) -> None:
         try:
-            instruction, payload = read()
+            instruction, payload = decode([frame.buffer for frame in frames])
             self.subscriber.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
@@ -135,6 +129,13 @@ class ReceiverLink(Link):
             if type(instruction) is Welcome and self.subscriber.welcomed:
                 self._watch_sender()
                 self._open_lane()
+        self.settle()
+
+    def _receive_packet(self, packet: memoryview) -> None:
+        try:
+            self.subscriber.receive(*read(packet), self.loop.time())
+        except ProtocolError as error:
+            self.drop(error, "the sender")
         self.settle()
 
     def _open_lane(self) -> None:
@@ -215,7 +216,7 @@ class ReceiverLink(Link):
             finished, self._inline = self._inline, None
         for done in finished:
             self._applied(*done)
-        if self.gate.pending and self._gate_timer is None:
+        if not finished and self.gate.pending and self._gate_timer is None:
             self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
 
     def _done(self, staging: Staging, error: BaseException | None) -> None:
@@ -224,8 +225,11 @@ class ReceiverLink(Link):
         if error is None and not staging.abandoned:
             # Before any reader enters: who asks inside a hold is told what it reads.
             before, versions = self._acts
-            self._acts = staging.epoch, (versions if before == staging.epoch else {}) | staging.versions
-            self.acting = max(self._acts[1].values())
+            versions = dict(versions) if before == staging.epoch else {}
+            for model_id, part in staging.parts.items():
+                versions[model_id] = part.version
+            self._acts = staging.epoch, versions
+            self.acting = max(versions.values())
         if self._inline is not None and threading.get_ident() == self._thread:
             self._inline.append((staging, error))
             return
@@ -257,13 +261,14 @@ class ReceiverLink(Link):
                 self.settle()
 
     def _finished(self, staging: Staging, error: BaseException | None) -> None:
-        now = self.loop.time()
         if error is None:
-            self.subscriber.applied(staging, now)
-            if any(part.slab.lent for part in staging.parts.values()):
-                self.loop.call_soon(self._clean)
+            self.subscriber.applied(staging)
+            for part in staging.parts.values():
+                if part.slab.lent:
+                    self.loop.call_soon(self._clean)
+                    break
         else:
-            self.subscriber.failed(staging, error, now)
+            self.subscriber.failed(staging, error)
 
     def _clean(self) -> None:
         if not self.closed:

@@ -336,7 +336,8 @@ class SchemeCore(Sources, ABC):
             remaining = max(0.0, start + timeout - link.loop.time())
             extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
             try:
-                version = await link.publish(extract, transports, None, serve=[self._topic], timeout=remaining)
+                deadline = link.loop.time() + remaining
+                version = await link.publish(extract, transports, None, serve=[self._topic], deadline=deadline)
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:

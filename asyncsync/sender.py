@@ -172,14 +172,13 @@ class SenderLink(Link):
 
     def depart(self) -> None:
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
-        now = self.loop.time()
-        self._set_timer(now)
-        self._flush(now)
+        if self._timer is None:
+            self._set_timer(self.loop.time())
+        if self.publisher.outbox:
+            self._flush(self.loop.time())
 
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
-        if not outbox:
-            return
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -242,7 +241,7 @@ class SenderLink(Link):
         workers: Iterable[int] | None,
         *,
         serve: Iterable[str] = (),
-        timeout: float,
+        deadline: float,
         at_once: bool = True,
     ) -> int:
         """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
@@ -251,9 +250,9 @@ class SenderLink(Link):
         Unless ``at_once``, the announcement has still to :meth:`depart`.
 
         Raises:
-            AckTimeout: all memory that a transport has for slabs is in use, and was until the timeout (seconds).
+            AckTimeout: all memory that a transport has for slabs is in use, and was until the deadline (by the loop's
+                clock).
         """
-        deadline = self.loop.time() + timeout
         turn = await self._in_turn(transports, deadline)
         try:
             self.check()
@@ -276,6 +275,9 @@ class SenderLink(Link):
                 if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
                     return await self._publish_packing(parts, workers, serve, jobs[0])
                 for job in jobs:
+                    if job.slab.nbytes <= INLINE_BYTES:
+                        job.pack()
+                        continue
                     self.check()  # the thread of a link that was shut down meanwhile would start, and stay
                     await self.run(job.pack, job.slab.nbytes)
                 for model_id, part in parts.items():
@@ -390,7 +392,8 @@ class SenderLink(Link):
         nbytes = layout.nbytes
         if pool.draining(nbytes):
             await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
-        if not self._has_room(pool, nbytes, jobs, count):
+        quick = pool.is_quick(nbytes)
+        if not quick and not self._has_room(pool, nbytes, jobs, count):
             remaining = max(0.0, deadline - self.loop.time())
             publisher = self.publisher
             if not await self.wait(
@@ -405,6 +408,8 @@ class SenderLink(Link):
             jobs.append(_Job(slab, flat, ready, tensors))
             return slab
 
+        if quick and ready is None:
+            return acquire()
         self.check()
         quick = pool.is_quick(nbytes, pinned=ready is not None)
         slab: Slab = acquire() if quick else await self.run(acquire, nbytes)

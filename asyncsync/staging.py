@@ -258,6 +258,7 @@ class Staging:
 
     Attributes:
         number: larger than that of every earlier one of this process.
+        repeats: it came by AGAIN, when nothing else waited: DONE tells all of it.
         abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
         over: the gate has said how it ended, though perhaps in another thread, so that it is still to be heard here.
     """
@@ -267,6 +268,7 @@ class Staging:
         self.serial = serial
         self.parts = parts
         self.number = next(_numbers)
+        self.repeats = False
         self.abandoned = False
         self.over = False
         self._begun = False
@@ -289,7 +291,7 @@ class Staging:
             if self.abandoned:
                 return
             self._begun = True
-        prepared = [part.prepared for part in self.parts.values() if part.prepared is not None]
+        prepared = [prepared for part in self.parts.values() if (prepared := part.prepared) is not None]
         for one in prepared:
             one.resolve()
         for one in prepared:

@@ -83,6 +83,7 @@ class Subscriber:
         self._layouts = KnownLayouts()
         self._incoming: Incoming | None = None
         self._serial = 0
+        self._base: tuple[int, wire.Part] | None = None  # what AGAIN builds on: an update's serial, and its one part
         self._attempt = 0
         self._next_hello = 0.0
         self._hello_delay = FIRST_HELLO_RETRY
@@ -108,7 +109,7 @@ class Subscriber:
     def disconnected(self) -> None:
         self.online = self.welcomed = False
 
-    def applied(self, staging: Staging, now: float) -> None:
+    def applied(self, staging: Staging) -> None:
         """The gate has let it through: the models hold these versions."""
         if staging.abandoned:
             return
@@ -124,15 +125,21 @@ class Subscriber:
                     held[2].release()
                 self._held[model_id] = (staging.epoch, part.version, part.slab.retain())
         staging.release()
-        told = {} if self._failure is None else self._failure.versions
-        if all(self.version(self._local(m)) >= v for m, v in told.items()):
+        failure = self._failure
+        if failure is not None and all(self.version(self._local(m)) >= v for m, v in failure.versions.items()):
             self._failure = None
         if staging.epoch == self.epoch:
+            repeats = False
             if self.outbox and type(said := self.outbox[-1][0]) is wire.Staged and said.serial == staging.serial:
-                self.outbox.pop()  # APPLIED says it all
-            self._send(wire.Applied(staging.epoch, self._named(self._versions), *self._report()))
+                self.outbox.pop()  # what follows says it all
+                repeats = staging.repeats
+            last, kept = self._report()
+            if repeats and last == staging.serial and not kept:
+                self._send(wire.Done(staging.epoch, staging.serial))
+            else:
+                self._send(wire.Applied(staging.epoch, self._named(self._versions), last, kept))
 
-    def failed(self, staging: Staging, error: BaseException, now: float) -> None:
+    def failed(self, staging: Staging, error: BaseException) -> None:
         """Applying has raised; the versions that the models hold are unchanged."""
         if staging.abandoned:
             return
@@ -149,6 +156,8 @@ class Subscriber:
 
     def _move_out(self, model_id: str, since: tuple[Epoch, int]) -> None:
         """All of the model's memory has been elsewhere since this version."""
+        if not self._homes:
+            return
         homes = self._homes.pop(model_id, [])
         for epoch, version, slab in homes:
             if (epoch, version) < since:
@@ -167,7 +176,8 @@ class Subscriber:
             # One that another thread has applied, just before a newer one was applied here, is still to be told of.
             if one.number < staging.number and not one.over:
                 one.release()
-        self._interrupted = [one for one in self._interrupted if one.number > staging.number]
+        if self._interrupted:
+            self._interrupted = [one for one in self._interrupted if one.number > staging.number]
 
     def _supersede(self, staging: Staging | None) -> None:
         """Take back what waits for the gate; what the gate has begun with is released when it is done."""
@@ -252,6 +262,8 @@ class Subscriber:
             if self.epoch is not None and epoch > self.epoch and self.welcomed:
                 self._hello(now)  # we have missed its WELCOME
             raise ProtocolError(f"{type(instruction).__name__} of another epoch")
+        elif isinstance(instruction, wire.Again):
+            self._on_again(instruction, payload, now)
         elif isinstance(instruction, wire.Update):
             self._on_update(instruction, payload, now)
         elif isinstance(instruction, wire.Chunk):
@@ -380,6 +392,47 @@ class Subscriber:
         elif incoming.streaming:
             self._grant(incoming)
 
+    def _on_again(self, again: wire.Again, payload: Sequence[Buffer], now: float) -> None:
+        if again.serial <= self._serial:
+            return
+        if self._base is None or self._base[0] != again.since or self._serial != again.since:
+            raise ProtocolError("an AGAIN of an update that has not come")
+        before = self._base[1]
+        part = wire.Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
+        model_id = self._local(part.model_id)
+        layout = self._layouts.find(model_id, part.digest)
+        if payload and len(payload[0]) != part.nbytes:
+            raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
+        slab: Slab | None = None
+        quick = layout is not None and self.staged is None and self._incoming is None and not self.leaving
+        if not quick or again.version <= self.version(model_id):
+            self._on_update(_expanded(again, part), (b"", *(payload or (b"",))), now)
+            return
+        # Otherwise the same in fewer steps: nothing is on its way or waits, and the layout fits.
+        assert layout is not None
+        try:
+            if payload:
+                slab = self.pool.acquire(layout)
+                slab.memory[:] = payload[0]
+            elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
+                self._on_update(_expanded(again, part), (b"", b""), now)
+                return
+            slab.values = b""
+            self._serial = again.serial
+            self._base = again.serial, part
+            self.targets[model_id] = max(again.version, self.targets.get(model_id, 0))
+            self.bytes_received += part.nbytes
+            prepared = self.models[model_id].prepare(slab)
+        except Exception as error:  # no memory, no access to the sender's, or a strategy's: the trainer is told
+            if slab is not None:
+                slab.release()
+            self._serial = again.serial
+            self._fail(again.serial, {model_id: again.version}, error)
+            return
+        self.staged = Staging(again.epoch, again.serial, {model_id: StagedPart(again.version, slab, prepared)})
+        self.staged.repeats = True
+        self._send(wire.Staged(again.epoch, again.serial, *self._report()))
+
     def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
         if slab is not None and slab.lent:
@@ -413,6 +466,7 @@ class Subscriber:
     def _begin(self, update: wire.Update, versions: Mapping[str, int]) -> None:
         self._drop_incoming()
         self._serial = update.serial
+        self._base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
         for model_id, version in versions.items():
             if version > self.targets.get(model_id, 0):
                 self.targets[model_id] = version
@@ -605,3 +659,7 @@ class Subscriber:
 
 def _nothing_at_hand(part: wire.Part, layout: Layout) -> Slab | None:
     return None
+
+
+def _expanded(again: wire.Again, part: wire.Part) -> wire.Update:
+    return wire.Update(again.epoch, again.serial, True, (part,))

@@ -11,15 +11,21 @@ allocated on the word of a peer, there is no pickle and no msgpack ext type.
     UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
     FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
     CHUNK     trainer → worker   a piece of one part
+    AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
     STAGED    worker → trainer   all parts are here and checked
     APPLIED   worker → trainer   the versions my models hold now
+    DONE      worker → trainer   what that AGAIN has brought is applied
     FAILED    worker → trainer   applying raised, with the traceback
     PING/PONG both ways          liveness, and the state that repairs whatever message was lost
     BYE       both ways          I am leaving, or: you are not welcome
+
+AGAIN and DONE, of which a training loop's updates mostly consist, are of fixed form instead: their first byte begins no
+msgpack value.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -34,9 +40,11 @@ from asyncsync.packing import check_structure
 
 __all__ = [
     "INSTRUCTIONS",
+    "Again",
     "Applied",
     "Bye",
     "Chunk",
+    "Done",
     "Epoch",
     "Failed",
     "Fetch",
@@ -71,6 +79,7 @@ MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
 MAX_TEXT = 64 << 10
 MAX_DESCRIPTOR = 64 << 10
+_FIXED = 0xC1  # which msgpack does not use
 _SMALL_HEADER = 512
 _SMALL_ARRAY = 128  # a kept slab takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
@@ -387,6 +396,65 @@ class Granted(Instruction):
     _checks: ClassVar[tuple[Check, ...]] = (_epoch, integer(1))
 
 
+@dataclass(frozen=True, slots=True)
+class Again(Instruction):
+    """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
+    descriptor tells of, or (None) with the slab's bytes as payload. A worker that has not seen that UPDATE, or has seen
+    another one since, drops it."""
+
+    epoch: Epoch
+    serial: int
+    since: int
+    version: int
+    descriptor: bytes | None
+
+    kind: ClassVar[int] = 16
+    max_payload: ClassVar[int] = 1
+
+    form: ClassVar[struct.Struct] = struct.Struct("<BBQQQQQI")  # the last is the descriptor's length, and one
+
+    def encode(self) -> bytes:
+        descriptor = self.descriptor
+        length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
+        return self.form.pack(_FIXED, 16, *self.epoch, self.serial, self.since, self.version, length) + tail
+
+    @classmethod
+    def decode(cls, header: Buffer) -> Again:
+        _, _, start, random, serial, since, version, length = cls.form.unpack_from(header)
+        tail = bytes(header[_AGAIN_SIZE:])
+        if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
+            raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
+        if len(tail) != (length - 1 if length else 0):
+            raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
+        return cls((start, random), serial, since, version, tail if length else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Instruction):
+    """What the AGAIN of this serial has brought is applied, and nothing of what was lent is still in use."""
+
+    epoch: Epoch
+    serial: int
+
+    kind: ClassVar[int] = 17
+
+    form: ClassVar[struct.Struct] = struct.Struct("<BBQQQ")
+
+    def encode(self) -> bytes:
+        return self.form.pack(_FIXED, self.kind, *self.epoch, self.serial)
+
+    @classmethod
+    def decode(cls, header: Buffer) -> Done:
+        if len(header) != cls.form.size:
+            raise ProtocolError(f"a DONE of {len(header)} bytes")
+        _, _, start, random, serial = cls.form.unpack(header)
+        if start > MAX_START or not serial:
+            raise ProtocolError(f"a DONE that no worker sends: {show(bytes(header))}")
+        return cls((start, random), serial)
+
+
+_AGAIN_SIZE = Again.form.size
+
 INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Hello,
     Welcome,
@@ -403,7 +471,10 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Bye,
     Released,
     Granted,
+    Again,
+    Done,
 )
+_OF_FIXED_FORM: dict[int, type[Again] | type[Done]] = {Again.kind: Again, Done.kind: Done}
 
 
 def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
@@ -411,14 +482,16 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _WITH_PAYLOAD = {Welcome, Update, Chunk}
-_BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS}
+_BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS if cls.kind not in _OF_FIXED_FORM}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
-_VALUES = {cls: _values(cls) for cls in INSTRUCTIONS}
+_VALUES = {cls: _values(cls) for cls in _BY_KIND.values()}
 _PART = _values(Part)
 
 
 def encode(instruction: Instruction) -> bytes:
     """The header frame of an instruction. Text that is no Unicode (a file's name in a message, say) is mended."""
+    if isinstance(instruction, Again | Done):
+        return instruction.encode()
     values = _VALUES[type(instruction)](instruction)
     if isinstance(instruction, Update):
         values = (*values[:-1], [_PART(part) for part in instruction.parts])
@@ -440,6 +513,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     header = frames[0]
     if len(header) > MAX_HEADER:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
+    if len(header) > 1 and header[0] == _FIXED:
+        return _decode_fixed(header, frames[1:])
     try:
         # In a small header even nested, lying counts cannot make the decoder allocate much.
         if len(header) <= _SMALL_HEADER:
@@ -469,6 +544,19 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
             if len(frame) > MAX_FRAME:
                 raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
         _check_payload(instruction, payload)
+    return instruction, payload
+
+
+def _decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    cls = _OF_FIXED_FORM.get(header[1])
+    if cls is None or len(header) < cls.form.size:
+        raise ProtocolError(f"{len(header)} bytes of fixed form {header[1]}")
+    instruction = cls.decode(header)
+    expected = 1 if type(instruction) is Again and instruction.descriptor is None else 0
+    if len(payload) != expected:
+        raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
+    if payload and len(payload[0]) > MAX_FRAME:
+        raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
     return instruction, payload
 
 

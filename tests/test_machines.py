@@ -25,7 +25,7 @@ from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 
 STEPS = 75
-RUNS = 600  # at most, until a mutation must have been noticed
+RUNS = 1500  # at most, until a mutation must have been noticed
 
 
 @st.composite
@@ -148,6 +148,8 @@ MUTATIONS = {
         (Subscriber, "_on_granted", "incoming.serial != granted.serial", "False")
     ],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
+    "AGAIN leaves the slab before where it is": [(Publisher, "_repeat", "current.slab.release()", "pass")],
+    "DONE gives nothing back": [(Publisher, "_on_done", "loans.report(done.serial, ())", "pass"), NO_PONG],
     "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -1045,3 +1047,140 @@ def test_slabs_are_not_kept_alive_by_what_was_said_of_them() -> None:
     desk.pool.close()
     gc.collect()
     assert [slab() for slab in slabs] == [None]
+
+
+# -- AGAIN -------------------------------------------------------------------------------------------------------------
+
+
+def trained(desk: Desk, *workers: int, publications: int = 1, **kwargs: bool) -> None:
+    """Everybody has what was published."""
+    for _ in range(publications):
+        desk.publish(**kwargs)
+        updates = [i for i in desk.take() if isinstance(i, wire.Update | wire.Again)]
+        for worker, update in zip(workers, updates, strict=True):
+            desk.applied(worker, update.serial, policy=desk.publisher.version)
+    assert desk.take() == []
+
+
+def joined(*workers: int, settings: Settings | None = None) -> Desk:
+    desk = Desk(settings=settings)
+    desk.join(*workers)
+    desk.publisher.assemble("policy")
+    return desk
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) -> None:
+    desk = joined(0, 1)
+    trained(desk, 0, 1, lent=lent)
+    for version in range(2, 5):
+        desk.publish(float(version), lent=lent)
+        first, second = [*desk.publisher.outbox]
+        desk.take()
+        descriptor = b"policy %d" % version if lent else None
+        assert first[1] is second[1]
+        assert first[1] == wire.Again(EPOCH, version, version - 1, version, descriptor)
+        assert (first[0], second[0]) == (b"0", b"1")
+        assert [torch.frombuffer(bytearray(frame), dtype=torch.float32, count=15).tolist() for frame in first[2]] == (
+            [] if lent else [[version] * 15]
+        )
+        assert desk.publisher.outstanding(version, [0, 1], ["policy"])
+        for worker in (0, 1):
+            assert desk.publisher.peers[worker].transfer is not None
+            desk.receive(worker, wire.Done(EPOCH, version))
+            assert desk.publisher.peers[worker].transfer is None
+        assert not desk.publisher.outstanding(version, [0, 1], ["policy"])
+        assert desk.publisher.progress(version, [0, 1]).acked == {0: version, 1: version}
+        assert desk.publisher.loans == {}
+        assert desk.pool._in_use == 1
+
+
+def test_it_is_said_in_full_where_anything_is_different() -> None:
+    def check(change: Callable[[Desk], object], settings: Settings | None = None, **publish: Any) -> None:
+        desk = joined(0, 1, settings=settings)
+        trained(desk, 0, 1, publications=2)
+        change(desk)
+        desk.take()
+        desk.publish(**publish)
+        assert [i for i in desk.take() if isinstance(i, wire.Again)] == []
+
+    check(lambda desk: desk.publish())  # some are behind
+    check(lambda desk: None, workers=[0])
+    check(lambda desk: None, dtype=F64)
+    check(lambda desk: None, lent=True)
+    check(lambda desk: None, settings=Settings(checksum=True))
+    check(lambda desk: None, settings=Settings(eager_bytes=0))
+    check(lambda desk: desk.hello(1))  # it has connected again, and has not said what fits
+    check(lambda desk: (desk.hello(1, 2), desk.ready(1)))  # a new incarnation
+    check(lambda desk: desk.publish(dtype=F64))  # which has still to be accepted
+    check(lambda desk: desk.refuse(1, F64))
+
+
+def test_it_is_said_in_full_where_a_worker_is_to_have_weights_of_its_own() -> None:
+    desk = Desk(3)
+    desk.join(0, 1)
+    desk.publisher.assemble("policy")
+    trained(desk, 0, 1)
+    desk.publish(workers=[2])  # who is not there
+    assert desk.take() == []
+    desk.publish()
+    assert [type(i) for i in desk.take()] == [wire.Update] * 2
+    target = desk.publisher.targets.target(2, "policy")
+    assert target is not None
+    assert target.version == 3, "what is for everybody replaces what was for one"
+
+
+def test_an_again_is_not_said_to_who_comes_later_or_back() -> None:
+    desk = Desk(3)
+    desk.join(0, 1)
+    desk.publisher.assemble("policy")
+    trained(desk, 0, 1)
+    desk.publisher.lost(1, nonce(1), "gone", desk.now)
+    desk.publish()
+    (again,) = desk.take()
+    assert isinstance(again, wire.Again)
+    desk.receive(0, wire.Done(EPOCH, again.serial))
+    desk.join(1, 2)  # the one that was lost, still the same incarnation, and a new one
+    desk.publisher.peers[1].applied["policy"] = 1
+    for worker in (1, 2):
+        desk.ready(worker)
+    assert desk.publisher.peers[1].transfer is not None
+    assert desk.publisher.peers[2].transfer is not None
+    desk.publish()
+    assert desk.take(wire.Again) == []
+
+
+def test_an_again_that_is_lost_is_repaired_by_an_update() -> None:
+    desk = joined(0, 1)
+    trained(desk, 0, 1)
+    desk.publish(7.0)
+    again = desk.take()[0]
+    assert isinstance(again, wire.Again)
+    desk.receive(1, wire.Done(EPOCH, again.serial))
+    desk.pass_time(20.0)
+    desk.take()
+    desk.pong(0, {"policy": 1})
+    desk.ready(0)
+    (update,) = desk.take(wire.Update)
+    assert isinstance(update, wire.Update)
+    assert update.parts[0].version == 2
+    desk.applied(0, update.serial, policy=2)
+    desk.publish(8.0)
+    assert [type(i) for i in desk.take()] == [wire.Update] * 2, "the two had had different updates last"
+
+
+def test_a_done_of_an_update_that_is_over_changes_nothing() -> None:
+    desk = joined(0, 1)
+    trained(desk, 0, 1)
+    desk.publish()
+    desk.publish()  # waits until the one before is through
+    (first, _) = desk.take()
+    assert isinstance(first, wire.Again)
+    for _ in range(2):
+        desk.receive(0, wire.Done(EPOCH, first.serial))
+    assert desk.publisher.peers[0].applied == {"policy": 2}
+    assert [type(i) for i in desk.take()] == [wire.Update]
+    desk.receive(0, wire.Done(EPOCH, 99))
+    assert desk.publisher.peers[0].applied == {"policy": 2}
+    with pytest.raises(ProtocolError):
+        desk.receive(0, wire.Done((1, 1), first.serial))

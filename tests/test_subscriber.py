@@ -10,9 +10,10 @@ import torch
 from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.settings import Settings
+from asyncsync.slab import SlabPool
 from asyncsync.staging import KEPT_LAYOUTS
 from asyncsync.subscriber import FRUITLESS_RESTARTS, Subscriber
-from helpers.machines import EPOCH, SMALL, Station, layout, nonce
+from helpers.machines import EPOCH, SMALL, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
 NEWER = (EPOCH[0] + 1, 2)
@@ -272,7 +273,7 @@ def test_an_update_that_the_gate_has_begun_with_is_finished_before_the_next(stat
     first.run()
     station.update(2, {"policy": (2, 20)})
     assert not first.abandoned
-    station.subscriber.applied(first, station.now)
+    station.subscriber.applied(first)
     assert station.subscriber.version("policy") == 1
     station.apply()
     assert station.subscriber.version("policy") == 2
@@ -301,7 +302,7 @@ def test_all_or_nothing_when_one_model_has_changed_meanwhile(pair: Station) -> N
     pair.models["critic"]["a"] = torch.zeros(3)
     with pytest.raises(SchemaMismatch) as caught:
         staging.run()
-    pair.subscriber.failed(staging, caught.value, pair.now)
+    pair.subscriber.failed(staging, caught.value)
     assert pair.content("policy") == {0}
     (failed,) = pair.take(wire.Failed)
     assert isinstance(failed, wire.Failed)
@@ -469,11 +470,11 @@ def test_a_lent_slab_that_is_being_copied_is_kept_when_an_earlier_update_is_told
     second.run()
     station.lend(3, {"policy": (3, 30)})
     station.take()
-    station.subscriber.applied(first, station.now)
+    station.subscriber.applied(first)
     (applied,) = station.take()
     assert reported(applied) == (3, (("policy", 1), ("policy", 2), ("policy", 3)))
     second.over = True
-    station.subscriber.applied(second, station.now)
+    station.subscriber.applied(second)
     (applied,) = station.take()
     assert reported(applied) == (3, (("policy", 2), ("policy", 3)))
     station.apply()
@@ -690,7 +691,7 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     station.take()
-    station.subscriber.applied(begun, station.now)
+    station.subscriber.applied(begun)
     assert not station.take()
     assert station.subscriber.version("policy") == 0
     assert station.subscriber.pool.slabs == 1
@@ -909,3 +910,172 @@ def test_values_of_a_setting_are_those_that_are_documented() -> None:
     settings = Settings()
     assert settings.window_bytes >= 2 * settings.chunk_bytes  # credit comes before the last chunk has gone
     assert settings.slow_after > settings.ping_interval
+
+
+# -- AGAIN -------------------------------------------------------------------------------------------------------------
+
+
+def content_of(value: float) -> bytes:
+    return bytes(slab_of(SlabPool(), value).memory)
+
+
+def repeat(station: Station, serial: int, version: int, value: float, *, since: int | None = None) -> None:
+    since = serial - 1 if since is None else since
+    station.receive(wire.Again(EPOCH, serial, since, version, None), [content_of(value)])
+
+
+def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
+    station.update(3, {"policy": (5, 50)})
+    station.apply()
+    station.take()
+    for serial, version in ((4, 6), (7, 9), (8, 10)):
+        repeat(station, serial, version, version, since={4: 3, 7: 4, 8: 7}[serial])
+        assert station.take() == [wire.Staged(EPOCH, serial, serial)]
+        station.subscriber.outbox.clear()
+        station.apply()
+        assert station.content() == {version}
+        assert station.subscriber.version("policy") == version
+        assert station.take() == [wire.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
+    repeat(station, 9, 11, 11)
+    station.apply()
+    assert station.take() == [wire.Done(EPOCH, 9)], "instead of STAGED"
+    assert station.subscriber.targets == {"policy": 11}
+
+
+def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None:
+    for mapped in (False, True):
+        for version in (1, 2, 3):
+            station.offered[b"%d" % version] = slab_of(SlabPool(), version), mapped
+        before = station.subscriber.version("policy")
+        serial = 10 if mapped else 1
+        station.update(serial, {"policy": (before + 1, 1)}, descriptor=b"1")
+        station.apply()
+        station.take()
+        for version in (2, 3):
+            station.receive(wire.Again(EPOCH, serial + version, serial + version - 1 - (version == 2), before + version,
+                                       b"%d" % version))  # fmt: skip
+            station.apply()
+            assert station.content() == {version}
+            (said,) = station.take()
+            # A slab that is read where it is stays in use until the next one is applied.
+            kept = (("policy", before + version),)
+            shown = wire.Applied(EPOCH, {"policy": before + version}, serial + version, kept)
+            assert said == (shown if mapped else wire.Done(EPOCH, serial + version))
+
+
+def test_an_again_without_its_update_is_dropped(station: Station) -> None:
+    def dropped(serial: int, since: int) -> None:
+        with pytest.raises(ProtocolError, match="has not come"):
+            repeat(station, serial, 9, 9.0, since=since)
+        assert station.take() == []
+
+    dropped(2, 1)
+    station.update(3, {"policy": (1, 10)})
+    station.take()
+    dropped(5, 4)
+    dropped(5, 2)
+    station.receive(wire.Ping(EPOCH, 1, 4))  # the UPDATE 4 is lost
+    station.take()
+    dropped(6, 3)
+    dropped(6, 4)
+    station.welcome(epoch=NEWER)
+    station.take()
+    with pytest.raises(ProtocolError):
+        station.receive(wire.Again(NEWER, 4, 3, 9, None), [content_of(9.0)])
+    repeat_of_old = wire.Again(EPOCH, 4, 3, 9, None)
+    with pytest.raises(ProtocolError):
+        station.receive(repeat_of_old, [content_of(9.0)])
+
+
+def test_an_again_needs_an_update_of_one_part() -> None:
+    station = Station(("policy", "value"))
+    station.join()
+    station.update(1, {"policy": (1, 10), "value": (1, 20)})
+    station.apply()
+    station.take()
+    with pytest.raises(ProtocolError, match="has not come"):
+        repeat(station, 2, 2, 2.0)
+    station.update(3, {"value": (3, 30)})
+    station.apply()
+    repeat(station, 4, 4, 40)
+    station.apply()
+    assert (station.content("policy"), station.content("value")) == ({10}, {40})
+
+
+def test_an_again_that_comes_twice_or_late_changes_nothing(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    repeat(station, 2, 2, 20)
+    station.apply()
+    station.take()
+    repeat(station, 2, 2, 99)
+    assert station.subscriber.staged is None
+    assert station.take() == []
+
+
+def test_an_again_with_too_few_bytes_is_refused(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    with pytest.raises(ProtocolError, match="bytes for a slab"):
+        station.receive(wire.Again(EPOCH, 2, 1, 2, None), [b"short"])
+    repeat(station, 2, 2, 20)
+    station.apply()
+    assert station.content() == {20}
+
+
+def test_an_again_replaces_what_still_waits(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    repeat(station, 2, 2, 20)
+    station.take()
+    station.apply()
+    assert station.content() == {20}
+    assert station.take() == [wire.Applied(EPOCH, {"policy": 2}, 2)]
+
+
+def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> None:
+    station.offered[b"1"] = slab_of(SlabPool(), 1), False
+    station.update(1, {"policy": (1, 1)}, descriptor=b"1")
+    station.apply()
+    station.take()
+    station.unavailable.add("policy")
+    station.receive(wire.Again(EPOCH, 2, 1, 2, b"2"))
+    (told,) = station.take()
+    assert isinstance(told, wire.Failed)
+    assert (told.serial, told.versions, told.last, told.message) == (2, {"policy": 2}, 2, "it is not here")
+    station.unavailable.clear()
+    station.update(3, {"policy": (3, 30)})
+    station.apply()
+    station.take()
+    station.bindings["policy"].broken = OSError("no")
+    repeat(station, 4, 4, 40)
+    (told,) = station.take()
+    assert isinstance(told, wire.Failed)
+    assert (told.serial, told.versions) == (4, {"policy": 4})
+    station.bindings["policy"].broken = None
+    repeat(station, 5, 5, 50)
+    station.apply()
+    assert station.content() == {50}
+    assert station.subscriber.pool._in_use == 1
+
+
+def test_an_again_that_a_transport_has_to_fetch_is_fetched(station: Station) -> None:
+    station.update(1, {"policy": (1, 1)})
+    station.apply()
+    station.take()
+    station.receive(wire.Again(EPOCH, 2, 1, 2, b"elsewhere"))
+    ((serial, index, part, slab),) = station.subscriber.fetches
+    assert (serial, index, part.descriptor) == (2, 0, b"elsewhere")
+    slab.memory[:] = content_of(2)
+    station.subscriber.fetched(serial, index, slab, None, station.now)
+    station.apply()
+    assert station.content() == {2}
+
+
+def test_whoever_leaves_looks_at_no_again(station: Station) -> None:
+    station.update(1, {"policy": (1, 1)})
+    station.apply()
+    station.take()
+    station.subscriber.leave()
+    repeat(station, 2, 2, 2.0)
+    assert station.subscriber.staged is None
+    assert station.take() == []

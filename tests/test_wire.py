@@ -15,9 +15,11 @@ from asyncsync import wire
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.wire import (
     INSTRUCTIONS,
+    Again,
     Applied,
     Bye,
     Chunk,
+    Done,
     Failed,
     Fetch,
     Granted,
@@ -73,6 +75,15 @@ def welcomes(draw: st.DrawFn) -> tuple[Welcome, list[bytes]]:
     return Welcome(*fixed, models), [b"layout" for digest in models.values() if digest]
 
 
+@st.composite
+def agains(draw: st.DrawFn) -> tuple[Again, list[bytes]]:
+    since = draw(st.integers(1, (1 << 64) - 2))
+    serial = draw(st.integers(since + 1, (1 << 64) - 1))
+    descriptor = draw(st.none() | st.binary(max_size=40))
+    payload = [draw(st.binary(max_size=99))] if descriptor is None else []
+    return Again(draw(epochs), serial, since, draw(positive), descriptor), payload
+
+
 def alone(instructions: st.SearchStrategy[Instruction]) -> st.SearchStrategy[tuple[Instruction, list[bytes]]]:
     return instructions.map(lambda instruction: (instruction, []))
 
@@ -96,6 +107,8 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
     Released: alone(st.builds(Released, epochs, digests, u64, kept)),
     Granted: alone(st.builds(Granted, epochs, positive)),
+    Again: agains(),
+    Done: alone(st.builds(Done, epochs, positive)),
 }
 EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Hello: (Hello(3, bytes(16), 1, 4711, "boot", 99, (1, 2), {"policy": 7}), []),
@@ -114,12 +127,14 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
     Released: (Released((1, 2), bytes(16), 5, (("policy", 7), ("v", 1))), []),
     Granted: (Granted((1, 2), 5), []),
+    Again: (Again((1, 2), 6, 5, 8, None), [b"data"]),
+    Done: (Done((1, 2), 6), []),
 }  # fmt: skip
 
 
 def test_every_instruction_is_tried_here() -> None:
     assert set(ANY) == set(EXAMPLES) == set(INSTRUCTIONS)
-    assert sorted(cls.kind for cls in INSTRUCTIONS) == list(range(1, 16))
+    assert sorted(cls.kind for cls in INSTRUCTIONS) == list(range(1, 18))
 
 
 @pytest.mark.parametrize("kind", ANY, ids=lambda cls: cls.__name__)
@@ -211,7 +226,7 @@ def test_a_truncated_or_prolonged_message_is_refused(kind: type[Instruction]) ->
         refused(header, *payload[:-1])
 
 
-@pytest.mark.parametrize("kind", INSTRUCTIONS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("kind", sorted(set(INSTRUCTIONS) - {Again, Done}, key=str), ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize(
     "wrong", [True, -1, 1 << 64, 1.5, "text" * 200_000, b"xx", {"a": {}}, {1: 1}, [[]], [1, 2, 3], [1, True]], ids=type
 )
@@ -263,6 +278,8 @@ def test_the_first_number_of_an_epoch_leaves_room_for_a_higher_one() -> None:
         (EXAMPLES[Released][0], {"kept": ((b"m", 1),)}),
         (EXAMPLES[Released][0], {"kept": (("x" * 513, 1),)}),
         (EXAMPLES[Staged][0], {"kept": (("m", 1),) * (wire.MAX_KEPT + 1)}),
+        (EXAMPLES[Done][0], {"serial": 0}),
+        (EXAMPLES[Done][0], {"epoch": (1 << 63, 0)}),
     ],
 )
 def test_a_field_out_of_bounds_is_refused(instruction: Instruction, changes: dict[str, Any]) -> None:
@@ -285,6 +302,34 @@ def test_a_field_out_of_bounds_is_refused(instruction: Instruction, changes: dic
 def test_a_part_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
     part = replace(Part("m", 1, bytes(16), 0), **changes)
     refused(encode(Update((1, 2), 1, False, (part,))), b"")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epoch": (1 << 63, 0)},
+        {"serial": 5},
+        {"since": 0},
+        {"since": 7},
+        {"version": 0},
+        {"descriptor": b"x" * (wire.MAX_DESCRIPTOR + 1)},
+    ],
+)
+def test_an_again_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    again = with_field(EXAMPLES[Again][0], **changes)
+    refused(again) if "descriptor" in changes else refused(again, b"data")
+
+
+def test_an_instruction_of_fixed_form_is_known_by_its_kind_and_as_long_as_it_should_be() -> None:
+    header = encode(Again((1, 2), 6, 5, 8, b"slot"))
+    assert decode([header])[0] == Again((1, 2), 6, 5, 8, b"slot")
+    refused(header, b"payload")
+    refused(header[:-1])
+    refused(b"\xc1")
+    for kind in set(range(256)) - {Again.kind, Done.kind}:
+        refused(bytes([0xC1, kind]) + header[2:])
+    for kind in (Again.kind, Done.kind):
+        refused(msgpack.packb([wire.PROTOCOL, kind, [1, 2], 6]))
 
 
 def test_a_message_needs_a_known_protocol_and_kind() -> None:

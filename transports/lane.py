@@ -44,13 +44,13 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.wire import Applied, Buffer, Failed, Fetch, Granted, Instruction, Staged, Update, decode
+from asyncsync.wire import Again, Applied, Buffer, Done, Failed, Fetch, Granted, Instruction, Staged, Update, decode
 
 __all__ = ["BY_LANE", "Lane", "Lanes", "connect", "join", "read", "split"]
 
 logger = logging.getLogger("asyncsync")
 
-BY_LANE: frozenset[type[Instruction]] = frozenset({Update, Granted, Fetch, Staged, Applied, Failed})
+BY_LANE: frozenset[type[Instruction]] = frozenset({Update, Again, Granted, Fetch, Staged, Applied, Done, Failed})
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_FRAMES = 255
 INTRODUCTION = b"asyncsync lane 1:"

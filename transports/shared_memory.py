@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SLOTS", "BlockingSharedMemTransport", "SharedMemTransport", "SlotTransport"]
 
 SLOTS = 4
+KEPT_PLACES = 8
 
 
 class SlotTransport(base.TransportCore):
@@ -41,6 +42,7 @@ class SlotTransport(base.TransportCore):
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         self.pool = SlotPool(slots, map_above)
         self._attachments = Attachments()
+        self._places: dict[bytes, Place] = {}  # of the latest descriptors: slots come again and again
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Where the slab's slot is. Nothing is copied: it was packed there."""
@@ -54,7 +56,11 @@ class SlotTransport(base.TransportCore):
             WeightSyncError: this process cannot open the sender's memory.
             MemoryError: it cannot be mapped.
         """
-        place = Place.decode(descriptor)
+        place = self._places.get(descriptor)
+        if place is None:
+            while len(self._places) >= KEPT_PLACES:
+                del self._places[next(iter(self._places))]
+            place = self._places[descriptor] = Place.decode(descriptor)
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
         attachment = self._attachments.find(place)

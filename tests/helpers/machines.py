@@ -297,7 +297,7 @@ class Station:
         staging = self.subscriber.staged
         assert staging is not None
         staging.run()
-        self.subscriber.applied(staging, self.now)
+        self.subscriber.applied(staging)
 
     def content(self, model: str = "policy") -> set[float]:
         return {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}

@@ -58,6 +58,7 @@ OPERATIONS = {
     "corrupt": 1,
     "tick": 6,
     "publish": 8,
+    "train": 3,
     "publish_some": 3,
     "publish_each": 3,
     "pack": 6,
@@ -181,6 +182,19 @@ class Simulation(Oracle):
         """For everybody: one model, or all of them together."""
         self._publish(self._some_models(a), None, self._dtype(b), each=False)
 
+    def _do_train(self, a: int, b: int) -> None:
+        """A few turns of a training loop: everything arrives, is applied, and the same model is published again."""
+        models = self._some_models(a)
+        for _ in range(2 + b % 3):
+            for _ in range(100):
+                self.trainer.pack(64)
+                if self.network:
+                    self._deliver(self.network.pop(0))
+                self._settle()
+                if not self.network:
+                    break
+            self._publish(models, None, torch.float32, each=False)
+
     def _do_publish_some(self, a: int, b: int) -> None:
         """For some worker_ids."""
         self._publish(self._some_models(a), self._some_workers(a // 2), self._dtype(b), each=False)
@@ -230,7 +244,7 @@ class Simulation(Oracle):
             staging.run()
         except SchemaMismatch as error:
             worker.failures += 1
-            worker.subscriber.failed(staging, error, self.now)
+            worker.subscriber.failed(staging, error)
         else:
             raise AssertionError(f"{worker} applied an update to a model that cannot take it")
         finally:
@@ -626,7 +640,7 @@ class Simulation(Oracle):
     def _finish(self, worker: Worker) -> None:
         staging, worker.running = worker.running, None
         assert staging is not None
-        worker.subscriber.applied(staging, self.now)
+        worker.subscriber.applied(staging)
 
     def _fetch(self, worker: Worker, serial: int, index: int, part: wire.Part, slab: Slab) -> None:
         assert part.descriptor is not None
