@@ -69,6 +69,9 @@ BAD: dict[str, list[bytes]] = {
     "an unknown peer's FETCH": [wire.encode(wire.Fetch(EPOCH, 1, 0, 0, 1 << 30))],
     "an unknown peer's BYE": [wire.encode(wire.Bye(EPOCH, b"n" * 16, "closed", ""))],
     "what only a trainer sends": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+    "an AGAIN": [wire.encode(wire.Again(EPOCH, 2, 1, 2, None)), b"abcd"],
+    "an unknown peer's DONE": [wire.encode(wire.Done(EPOCH, 1))],
+    "a fixed form of no kind": [b"\xc1\xff" + bytes(40)],
 }
 
 
@@ -130,6 +133,8 @@ def from_trainer(hello: wire.Hello) -> dict[str, list[bytes]]:
         "another epoch": [wire.encode(wire.Update((0, 0), 1, True, (PART,))), b"", b"abcd"],
         "lengths that differ": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcdef"],
         "what only a worker sends": [wire.encode(wire.Ready(EPOCH, {}))],
+        "a DONE": [wire.encode(wire.Done(EPOCH, 1))],
+        "an AGAIN of nothing": [wire.encode(wire.Again(EPOCH, 1 << 40, 1 << 39, 2, None)), b"abcd"],
         "another worker's goodbye": [wire.encode(wire.Bye(EPOCH, b"x" * 16, "closed", ""))],
         "an older trainer": [wire.encode(wire.Welcome((0, 0), hello.nonce, hello.attempt, 0, "", 0, {}))],
         "another worker's welcome": [wire.encode(wire.Welcome(EPOCH, b"x" * 16, hello.attempt, 0, "", 0, {}))],

@@ -279,14 +279,14 @@ async def test_r029_every_worker_gets_a_copy_of_its_own(api: Api) -> None:
 @pytest.mark.schemes("process")
 async def test_r029_it_is_applied_by_the_strategy_and_the_handle_comes_with_the_instruction(api: Api) -> None:
     async with api.crew(1, scheme=api.scheme(Noting())) as everybody:
-        told: list[wire.Update] = []
+        told: list[wire.Part] = []
         subscriber = everybody.receivers[0].bus._link.subscriber
-        on_update = subscriber._on_update
-        subscriber._on_update = lambda update, *rest: (told.append(update), on_update(update, *rest))
+        attach = subscriber.attach
+        subscriber.attach = lambda part, layout: (told.append(part), attach(part, layout))[1]
         for value in (1, 2):
             await everybody.sender.send_async(fill(everybody.source, value))
         assert everybody.receivers[0].strategy.noted == [{0}, {1}, {2}]
-        places = [Place.decode(update.parts[0].descriptor) for update in told]  # type: ignore[arg-type]
+        places = [Place.decode(part.descriptor) for part in told]  # type: ignore[arg-type]
         assert [place.pid for place in places] == [os.getpid()] * 2
         late = receiver_of(everybody.sender, 0, model := Model())
         async with late:  # as a queue would not, it serves a worker that comes later

@@ -485,6 +485,9 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
         (wire.Update(EPOCH, 1, True, (part,)), b"", b"much too short"),
         (wire.Update(EPOCH, 1, False, (part, part)), b"", b""),
         (wire.Update(EPOCH, 1, False, (part,)), bytes(30 << 20)),  # values
+        (wire.Again(EPOCH, 2, 1, 2, None), bytes(nbytes)),  # of an update that has not come
+        (wire.Again(EPOCH, 2, 1, 2, b"/proc/1/mem"),),
+        (wire.Done(EPOCH, 1),),
         (wire.Ready(EPOCH, {}),),
         (wire.Pong(EPOCH, 10**6, {"policy": 3}, {}, 0),),
     )

@@ -396,8 +396,8 @@ class Worker(_Party):
             subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
             original = subscriber.applied
 
-            def applied(staging: Any, now: float) -> None:
-                original(staging, now)
+            def applied(staging: Any) -> None:
+                original(staging)
                 self.applied += staging.versions.values()
 
             subscriber.applied = applied  # type: ignore[method-assign, union-attr]
