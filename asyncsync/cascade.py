@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensordict import TensorDict
@@ -41,7 +41,7 @@ class Cascade:
         if callable(getattr(context, "update_policy_weights_", None)):
             self._contexts[model_id] = context
 
-    def concerns(self, models: Mapping[str, Any]) -> bool:
+    def concerns(self, models: Iterable[str]) -> bool:
         """Whether one of these models is passed on."""
         return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -73,6 +73,7 @@ class ReceiverLink(Link):
         self._inline: list[tuple[Staging, BaseException | None]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
         self._fetches = Fetches(self.subscriber, self._fetched)
+        self.subscriber.waits = self._waits
         self._watch: ProcessWatch | None = None
         self._watched = 0
         self.lane: Lane | None = None
@@ -171,6 +172,11 @@ class ReceiverLink(Link):
     def _flush(self, now: float) -> None:
         self._offer()
         self._fetches.start()
+        self._send_all()
+        if self.subscriber.give_back():
+            self._send_all()
+
+    def _send_all(self) -> None:
         self.subscriber.flush()
         outbox = self.subscriber.outbox
         if not self.subscriber.online:
@@ -218,6 +224,15 @@ class ReceiverLink(Link):
             self._applied(*done)
         if not finished and self.gate.pending and self._gate_timer is None:
             self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def _waits(self, models: Iterable[str]) -> bool:
+        """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to.
+
+        A reader may still come before they are applied: then they wait in their slot.
+        """
+        if self.gate.readers or self.gate.pending or self.cascade.task is not None:
+            return True
+        return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
 
     def _done(self, staging: Staging, error: BaseException | None) -> None:
         """Called by the gate in the thread that applied."""

@@ -135,6 +135,8 @@ class SenderLink(Link):
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
+        if type(instruction) is Released:
+            self._watch()
         self.settle()
 
     def _watch(self) -> None:

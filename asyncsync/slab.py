@@ -89,6 +89,7 @@ class Slab:
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         lent: workers read this very memory, and it is theirs until they say otherwise; see :mod:`asyncsync.loans`.
         in_place: such a slab that workers do not copy out: they ask for it before they read it.
+        borrowed: such a slab, in a worker that applies it where it is, and copies it out when it has said so.
         adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
         adopted, is_home: some of them have; all that can.
         exposed: a user's code had views of it, and may have written them.
@@ -98,6 +99,7 @@ class Slab:
 
     lent = False
     in_place = False
+    borrowed = False
     adoptable = False
     adopted = False
     is_home = False

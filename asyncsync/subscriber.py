@@ -16,10 +16,11 @@ a higher epoch replaces everything that was under way, a lower one is ignored.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncsync import wire
 from asyncsync.binding import Binding
+from asyncsync.copying import copy_tensors
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
 from asyncsync.layout import Layout
 from asyncsync.settings import Identity, Settings
@@ -46,6 +47,7 @@ class Subscriber:
         outbox: ``(instruction, payload frames)`` to be sent, in order.
         attach: brings the slab of a part with a descriptor at once, or None: then it is one of these:
         fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
+        waits: whether updates of these models will not be applied at once, as far as one knows.
         staged: what should go through the gate next.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
@@ -74,8 +76,9 @@ class Subscriber:
         self.last_seen: float | None = None
         self.bytes_received = 0
         self.attach: Callable[[wire.Part, Layout], Slab | None] = _nothing_at_hand
+        self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
         self._kept: dict[tuple[str, int], Slab] = {}
-        self._owes = False
+        self._owes = self._borrows = False
         self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
         self._interrupted: list[Staging] = []
         self._versions: dict[str, int] = {}
@@ -124,6 +127,7 @@ class Subscriber:
                 if held is not None:
                     held[2].release()
                 self._held[model_id] = (staging.epoch, part.version, part.slab.retain())
+                self._borrows = self._borrows or part.slab.borrowed
         staging.release()
         failure = self._failure
         if failure is not None and all(self.version(self._local(m)) >= v for m, v in failure.versions.items()):
@@ -138,6 +142,32 @@ class Subscriber:
                 self._send(wire.Done(staging.epoch, staging.serial))
             else:
                 self._send(wire.Applied(staging.epoch, self._named(self._versions), last, kept))
+
+    def give_back(self) -> bool:
+        """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
+        again. True if that is to be told: :meth:`flush` again."""
+        if not self._borrows:
+            return False
+        self._borrows = False
+        found = [(model_id, held) for model_id, held in self._held.items() if held[2].borrowed]
+        try:
+            for model_id, (epoch, version, slab) in found:
+                self._held[model_id] = epoch, version, self._copied_out(slab)
+        except (MemoryError, RuntimeError):  # torch raises the latter
+            pass  # kept until a newer one is applied
+        return bool(found)
+
+    def _copied_out(self, slab: Slab) -> Slab:
+        """A slab of this worker's own with the same content, for the one that is let go of."""
+        mine = self.pool.acquire(slab.layout)
+        try:
+            copy_tensors([mine.buffer], [slab.sent])
+            mine.values = slab.values
+        except BaseException:
+            mine.release()
+            raise
+        slab.release()
+        return mine
 
     def failed(self, staging: Staging, error: BaseException) -> None:
         """Applying has raised; the versions that the models hold are unchanged."""
@@ -359,6 +389,10 @@ class Subscriber:
             whole = update.eager and all(
                 p.descriptor is None or slab is not None for p, slab in zip(update.parts, attached, strict=True)
             )
+            if not whole or self.waits(versions):
+                for i, slab in enumerate(attached):
+                    if slab is not None and slab.borrowed:
+                        attached[i] = self._copied_out(slab)
             if whole:
                 slabs = fill_eagerly(update.parts, layouts, payload, self.pool, attached)
             else:
@@ -417,6 +451,8 @@ class Subscriber:
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return
+            elif slab.borrowed and self.waits((model_id,)):
+                slab = self._copied_out(slab)
             slab.values = b""
             self._serial = again.serial
             self._base = again.serial, part
@@ -663,3 +699,7 @@ def _nothing_at_hand(part: wire.Part, layout: Layout) -> Slab | None:
 
 def _expanded(again: wire.Again, part: wire.Part) -> wire.Update:
     return wire.Update(again.epoch, again.serial, True, (part,))
+
+
+def _nothing_waits(models: Iterable[str]) -> bool:
+    return False

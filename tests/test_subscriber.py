@@ -440,6 +440,104 @@ def test_a_lent_slab_that_is_copied_out_is_not_kept(station: Station) -> None:
     assert station.content() == {50}
 
 
+def test_a_borrowed_slab_is_applied_where_it_is_and_given_back_when_that_was_told(station: Station) -> None:
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    assert station.take() == [wire.Staged(EPOCH, 1, 1, (("policy", 5),))]
+    assert not station.subscriber.give_back()  # it waits for the gate
+    station.apply()
+    station.flush()
+    assert station.take() == [wire.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
+    assert station.subscriber.give_back()
+    station.overwrite(5)
+    station.flush()
+    assert station.take() == [wire.Released(EPOCH, nonce(7), 1, ())]
+    held = station.subscriber.held("policy")
+    assert held is not None
+    assert {x for view in held[2].views for x in view.reshape(-1).tolist()} == station.content() == {50}
+    assert not station.subscriber.give_back()
+    station.flush()
+    assert not station.take()
+
+
+def test_a_borrowed_slab_is_copied_out_at_once_if_its_update_has_to_wait(station: Station) -> None:
+    asked: list[list[str]] = []
+    station.subscriber.waits = lambda models: asked.append(list(models)) or True  # type: ignore[func-returns-value]
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    station.overwrite(5)
+    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    assert asked == [["policy"]]
+    station.apply()
+    assert station.content() == {50}
+    assert not station.subscriber.give_back()
+
+
+def test_a_borrowed_slab_is_copied_out_at_once_if_the_rest_of_its_update_is_still_to_come(pair: Station) -> None:
+    whole, streamed = slab_of(SlabPool(), 50), slab_of(SlabPool(), 60)
+    pair.offered[b"here"], pair.borrows = (whole, True), True
+    parts = (
+        wire.Part("policy", 5, whole.layout.digest, whole.nbytes, None, b"here"),
+        wire.Part("critic", 5, streamed.layout.digest, streamed.nbytes, None, None),
+    )
+    pair.receive(wire.Update(EPOCH, 1, False, parts), [b"", b""])
+    whole.memory[:] = bytes(whole.nbytes)
+    pair.receive(wire.Ping(EPOCH, 1))
+    (pong,) = pair.take(wire.Pong)
+    assert reported(pong) == (1, ())
+    pair.chunk(1, 0, streamed.nbytes, 60, part=1)
+    pair.apply()
+    assert (pair.content(), pair.content("critic")) == ({50}, {60})
+
+
+def test_a_borrowed_slab_that_somebody_copies_is_given_back_after_that(station: Station) -> None:
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    station.apply()
+    held = station.subscriber.held("policy")
+    assert held is not None
+    reader = held[2].retain()
+    station.take()
+    assert station.subscriber.give_back()
+    station.flush()
+    assert not station.take()
+    reader.release()
+    station.flush()
+    assert station.take() == [wire.Released(EPOCH, nonce(7), 1, ())]
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
+    station: Station, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def acquire(*args: object, **options: object) -> None:
+        raise error
+
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    station.apply()
+    station.take()
+    monkeypatch.setattr(station.subscriber.pool, "acquire", acquire)
+    station.subscriber.give_back()
+    station.flush()
+    assert not station.take()
+    station.lend(2, {"policy": (6, 60)}, borrowed=True)
+    station.apply()
+    *_, applied = station.take()
+    assert reported(applied) == (2, (("policy", 6),))
+    monkeypatch.undo()
+    assert station.subscriber.give_back()
+    station.flush()
+    assert station.take() == [wire.Released(EPOCH, nonce(7), 2, ())]
+
+
+def test_a_borrowed_slab_whose_update_cannot_be_applied_is_given_back(station: Station) -> None:
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    staging = station.subscriber.staged
+    assert staging is not None
+    station.take()
+    station.subscriber.failed(staging, RuntimeError("no"))
+    (failed,) = station.take()
+    assert reported(failed) == (1, ())
+    assert not station.subscriber.give_back()
+
+
 def test_a_lent_slab_that_is_replaced_before_the_gate_is_not_kept(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     station.lend(2, {"policy": (2, 20)})
@@ -1079,3 +1177,20 @@ def test_whoever_leaves_looks_at_no_again(station: Station) -> None:
     repeat(station, 2, 2, 2.0)
     assert station.subscriber.staged is None
     assert station.take() == []
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: Station, waits: bool) -> None:
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    station.apply()
+    station.take()
+    station.subscriber.give_back()
+    station.flush()
+    station.take()
+    station.subscriber.waits = lambda models: waits
+    station.offered[b"slot"] = slab_of(SlabPool(), 60), True
+    station.receive(wire.Again(EPOCH, 2, 1, 6, b"slot"))
+    assert station.take() == [wire.Staged(EPOCH, 2, 2, () if waits else (("policy", 6),))]
+    station.apply()
+    assert station.content() == {60}
+    assert station.subscriber.give_back() is not waits

@@ -4,6 +4,9 @@ A mapping is private, copy on write: reading it costs no copy, and what a worker
 BatchNorm) stays its own. The price is that a page it has written shows nothing newer any more, so such pages are
 thrown away before the slot is used for another version.
 
+A slot that the sender wants back soon is *borrowed*: an update is applied from it, and then it is copied out. No
+Parameter lies there.
+
 Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.binding` has pointed here, and only as long as
 this worker has not said that it is done with the slot. :meth:`Attachments.detach` makes them the process's own, for
 models that live on when their scheme does not; a forked child does so at once, while the parent keeps the slot for it.
@@ -41,16 +44,19 @@ class Mapped(Slab):
     """A slab that is read in its slot."""
 
     lent = True
-    adoptable = True
 
-    def __init__(self, layout: Layout, attachment: Attachment) -> None:
+    def __init__(self, layout: Layout, attachment: Attachment, *, borrowed: bool) -> None:
         super().__init__(layout, attachment.buffer[: layout.nbytes])
         self._attachment = attachment
+        self.borrowed = borrowed
+        self.adoptable = not borrowed
 
     @property
     def views(self) -> list[torch.Tensor]:
         """A typed view per entry of the layout, each a storage of its own: whoever pickles a Parameter, saves it or
         shares it with another process, does so with its bytes, not with the whole slab's."""
+        if self.borrowed:  # no Parameter ever lies here
+            return super().views
         if self._views is None:
             with normal_tensors():
                 self._views = [self._attachment.tensor(entry) for entry in self.layout.entries]
@@ -90,6 +96,7 @@ class Attachment:
 
     def __init__(self, place: Place) -> None:
         self.key = (place.device, place.inode)
+        self._borrowed = not place.mapped
         number = _open(place)
         try:
             self._size = os.fstat(number).st_size
@@ -153,7 +160,7 @@ class Attachment:
             return slab.retain()  # told twice; it cannot have been written meanwhile
         self.clean()
         if slab is None or slab.nbytes != layout.nbytes:
-            slab = self._slab = Mapped(layout, self)
+            slab = self._slab = Mapped(layout, self, borrowed=self._borrowed)
         else:
             slab._reuse(layout)
         return slab

@@ -11,8 +11,8 @@ or hangs up. Until the greeting has come the receiver writes nothing else. Both 
 (``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver gives its lane up too, and opens
 another one with the next WELCOME. That a lane ends means nothing else: deaths are the pidfd's affair.
 
-**Order.** Only :data:`BY_LANE` goes this way: UPDATE and GRANTED to the worker; FETCH, STAGED, APPLIED and FAILED to
-the trainer. Two channels do not keep their messages in order, and need not, because:
+**Order.** Only :data:`BY_LANE` goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH, STAGED, APPLIED, DONE,
+FAILED and RELEASED to the trainer. Two channels do not keep their messages in order, and need not, because:
 
 - What goes through ZeroMQ never overtakes what has gone by lane: a packet is in the other's buffer when the sending
   call returns, and each side empties the lane before it looks at a message from ZeroMQ. So BYE comes after the UPDATE
@@ -22,9 +22,9 @@ the trainer. Two channels do not keep their messages in order, and need not, bec
   or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or its chunks, arriving
   late, are known by their serial number and dropped.
 - GRANTED answers a FETCH, so the UPDATE that it names has come.
-- What the worker says by lane may overtake its READY, REFUSED, PING or PONG. FETCH and STAGED name the UPDATE that they
-  are about; APPLIED and FAILED carry versions, of which the highest counts. A PONG that comes late is told by its
-  number from one that has seen the latest UPDATE. HELLO is not overtaken: the lane begins with the WELCOME to it.
+- What the worker says by lane may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and DONE name the UPDATE
+  that they are about; APPLIED and FAILED carry versions, of which the highest counts; RELEASED says up to which UPDATE
+  it knows. A PONG that comes late is told by its number from one that has seen the latest UPDATE. HELLO is not overtaken: the lane begins with the WELCOME to it.
 
 What is lost with a lane that breaks is repaired like any lost message, by the next PING and PONG.
 
@@ -44,13 +44,28 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.wire import Again, Applied, Buffer, Done, Failed, Fetch, Granted, Instruction, Staged, Update, decode
+from asyncsync.wire import (
+    Again,
+    Applied,
+    Buffer,
+    Done,
+    Failed,
+    Fetch,
+    Granted,
+    Instruction,
+    Released,
+    Staged,
+    Update,
+    decode,
+)
 
 __all__ = ["BY_LANE", "Lane", "Lanes", "connect", "join", "read", "split"]
 
 logger = logging.getLogger("asyncsync")
 
-BY_LANE: frozenset[type[Instruction]] = frozenset({Update, Again, Granted, Fetch, Staged, Applied, Done, Failed})
+BY_LANE: frozenset[type[Instruction]] = frozenset(
+    {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
+)
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_FRAMES = 255
 INTRODUCTION = b"asyncsync lane 1:"

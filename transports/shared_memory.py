@@ -2,8 +2,9 @@
 
 The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction says where
 the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). Small slabs it copies out at once, and the slot
-is free; of larger ones a module's Parameters get their memory there, and it keeps the slot until it has applied a newer
-version. When a slot may be written again is in :mod:`asyncsync.loans`.
+is free; others (1 MiB) once it has applied them and said so, if they need not wait for a reader of the model. Of large
+ones (16 MiB) a module's Parameters get their memory there, and it keeps the slot until it has applied a newer version.
+When a slot may be written again is in :mod:`asyncsync.loans`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = ["SLOTS", "BlockingSharedMemTransport", "SharedMemTransport", "SlotTra
 
 SLOTS = 4
 KEPT_PLACES = 8
+# To copy so much takes longer than to tell the sender that it has been done.
+BORROWED_BYTES = 1 << 20
 
 
 class SlotTransport(base.TransportCore):
@@ -64,7 +67,9 @@ class SlotTransport(base.TransportCore):
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
         attachment = self._attachments.find(place)
-        return attachment.slab(layout) if place.mapped else attachment.copy(layout, pool)
+        if place.mapped or layout.nbytes >= BORROWED_BYTES:
+            return attachment.slab(layout)
+        return attachment.copy(layout, pool)
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked: :meth:`attach` has brought the slab.

@@ -53,7 +53,7 @@ class Place(NamedTuple):
     """Where a slot is; the content of a descriptor.
 
     Attributes:
-        mapped: workers read it there until they have something newer; else they copy it out at once.
+        mapped: workers read it there until they have something newer; else they copy it out soon.
         pid: the owner's.
         number: its file descriptor there.
         device, inode: of the file, which tell whether that is still the one.

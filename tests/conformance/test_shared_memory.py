@@ -29,6 +29,7 @@ from asyncsync import (
 )
 from asyncsync.slab import is_foreign
 from asyncsync.transports import attachments
+from asyncsync.transports.shared_memory import BORROWED_BYTES
 from asyncsync.transports.slots import Place, SlotPool
 from helpers.apis import Api, bare, in_thread, is_instant
 from helpers.memory import mappings
@@ -136,9 +137,11 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
 
 
 @pytest.mark.schemes("in place")
-async def test_r028_small_weights_are_copied_out_and_their_slot_is_free_at_once(api: Api) -> None:
-    scheme = api.scheme(slots=2, map_above=1 << 20)
-    async with api.crew(2, scheme=scheme) as everybody:
+@pytest.mark.parametrize("width", [64, BORROWED_BYTES // 4])
+async def test_r028_small_weights_are_copied_out_and_their_slot_is_free_at_once(api: Api, width: int) -> None:
+    scheme = api.scheme(slots=2, map_above=16 << 20)
+    source, models = Model(0, width), [Model(width=width) for _ in range(2)]
+    async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
         before = [addresses(model) for model in everybody.models]
         with held(everybody.receivers[1]):
             for value in range(1, 6):
@@ -148,6 +151,23 @@ async def test_r028_small_weights_are_copied_out_and_their_slot_is_free_at_once(
         await everybody.receivers[1].wait_version(6, timeout=5)
         assert everybody.read == [{5}, {5}]
         assert [addresses(model) for model in everybody.models] == before
+        assert pool(everybody.sender).peak <= 2
+
+
+@pytest.mark.schemes("in place")
+async def test_r028_a_slot_that_is_applied_where_it_is_comes_back_soon(api: Api) -> None:
+    scheme = api.scheme(slots=2, map_above=16 << 20)
+    source, models = Model(0, BORROWED_BYTES // 4), [Model(width=BORROWED_BYTES // 4) for _ in range(2)]
+    async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
+        before = [addresses(model) for model in models]
+        loans = bare(everybody.sender).bus._link.publisher.loans
+        for value in range(1, 6):
+            await everybody.sender.send_async(fill(source, value))
+            assert everybody.read == [{value}, {value}]
+            await until(lambda: not any(map(len, loans.values())))
+        assert [addresses(model) for model in models] == before, "nothing was re-pointed"
+        assert not any(is_foreign(tensor) for model in models for tensor in model.parameters())
+        assert [read(receiver.weights) for receiver in everybody.receivers] == [{5}, {5}]
         assert pool(everybody.sender).peak <= 2
 
 
@@ -470,10 +490,10 @@ class Keeping(WeightStrategy):
 
 
 @pytest.mark.schemes("in place")
-@pytest.mark.parametrize("width", [64, 2 << 20])
-async def test_r218_nothing_that_anybody_was_given_is_overwritten(api: Api, width: int) -> None:
+@pytest.mark.parametrize(("width", "map_above"), [(64, 0), (2 << 20, 0), (BORROWED_BYTES // 4, 16 << 20)])
+async def test_r218_nothing_that_anybody_was_given_is_overwritten(api: Api, width: int, map_above: int) -> None:
     source, model = Model(1, width), Model(width=width)
-    scheme = api.scheme(slots=2, map_above=0)
+    scheme = api.scheme(slots=2, map_above=map_above)
     async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
         buffer, other = TensorDict.from_module(Model(0, width)).detach().clone(), Model(0, width)
         await sender.send_async(fill(source, 2))

@@ -195,6 +195,7 @@ class Station:
         self.subscriber.attach = self._attach
         self.offered: dict[bytes, tuple[Slab, bool]] = {}
         self.borrowed: dict[bytes, Borrowed] = {}
+        self.borrows = False
         self.unavailable: set[str] = set()
         self.models: dict[str, dict[str, torch.Tensor]] = {}
         self.bindings: dict[str, Fickle] = {}
@@ -251,9 +252,17 @@ class Station:
         self.receive(wire.Update(epoch, serial, eager, parts), [*(b"" for _ in parts), *whole])
 
     def lend(
-        self, serial: int, values: dict[str, tuple[int, float]], *, mapped: bool = True, epoch: wire.Epoch = EPOCH
+        self,
+        serial: int,
+        values: dict[str, tuple[int, float]],
+        *,
+        mapped: bool = True,
+        borrowed: bool = False,
+        epoch: wire.Epoch = EPOCH,
     ) -> None:
-        """An update whose slabs the worker reads where they are, or copies out at once."""
+        """An update whose slabs the worker reads where they are, until it has applied them if ``borrowed``, or copies
+        out at once."""
+        self.borrows = borrowed
         parts = []
         for model, (version, value) in values.items():
             descriptor = f"{epoch} {model} {version}".encode()
@@ -281,8 +290,9 @@ class Station:
         known = self.borrowed.get(part.descriptor)
         if known is not None and known.references:
             return known.retain()
-        self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
-        return self.borrowed[part.descriptor]
+        slab = self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
+        slab.borrowed = self.borrows
+        return slab
 
     def flush(self) -> None:
         """What a shell does before it sends."""
