@@ -24,7 +24,8 @@ FAILED and RELEASED to the trainer. Two channels do not keep their messages in o
 - GRANTED answers a FETCH, so the UPDATE that it names has come.
 - What the worker says by lane may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and DONE name the UPDATE
   that they are about; APPLIED and FAILED carry versions, of which the highest counts; RELEASED says up to which UPDATE
-  it knows. A PONG that comes late is told by its number from one that has seen the latest UPDATE. HELLO is not overtaken: the lane begins with the WELCOME to it.
+  it knows. A PONG that comes late is told by its number from one that has seen the latest UPDATE. HELLO is not
+  overtaken: the lane begins with the WELCOME to it.
 
 What is lost with a lane that breaks is repaired like any lost message, by the next PING and PONG.
 
