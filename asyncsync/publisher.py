@@ -174,23 +174,26 @@ class Publisher(Overview):
         if isinstance(instruction, wire.Hello):
             self._hello(route, instruction, now)
             return
+        kind = type(instruction)
         peer = self._routes.get(route)
-        if peer is None and not isinstance(instruction, wire.Released):
-            raise ProtocolError(f"{type(instruction).__name__} from an unknown peer")
+        if peer is None and kind is not wire.Released:
+            raise ProtocolError(f"{kind.__name__} from an unknown peer")
         epoch = getattr(instruction, "epoch", None)
         if epoch != self.epoch:
             whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{type(instruction).__name__} of another epoch from {whom}")
         if isinstance(instruction, wire.Released):  # perhaps from one that is no peer any more
-            self._reported(instruction.nonce, instruction)
+            self._reported(instruction.nonce, instruction.last, instruction.kept)
         if peer is None:
             return
-        handler = _HANDLERS.get(type(instruction))
+        handler = _HANDLERS.get(kind)
         if handler is None:
-            raise ProtocolError(f"worker {peer.worker} sent {type(instruction).__name__}, which only a trainer sends")
+            raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         handler(self, peer, instruction, now)
-        if isinstance(instruction, wire.Staged | wire.Applied | wire.Failed | wire.Pong):
-            self._reported(peer.nonce, instruction)
+        if isinstance(instruction, wire.Done):
+            self._reported(peer.nonce, instruction.serial, ())
+        elif isinstance(instruction, wire.Staged | wire.Applied | wire.Failed | wire.Pong):
+            self._reported(peer.nonce, instruction.last, instruction.kept)
         peer.last_seen = now
         peer.slow = False
         peer.unreachable_since = None
@@ -329,12 +332,10 @@ class Publisher(Overview):
             peer.bytes_sent += len(piece)
             self._send(peer.route, chunk, [piece])
 
-    def _reported(
-        self, nonce: bytes, report: wire.Staged | wire.Applied | wire.Failed | wire.Pong | wire.Released
-    ) -> None:
+    def _reported(self, nonce: bytes, last: int, kept: wire.Kept) -> None:
         """A worker says which lent slabs it still uses."""
         if (loans := self.loans.get(nonce)) is not None:
-            loans.report(report.last, report.kept)
+            loans.report(last, kept)
             if not loans:
                 del self.loans[nonce]
 
@@ -354,14 +355,12 @@ class Publisher(Overview):
 
     def _on_done(self, peer: Peer, done: wire.Done, now: float) -> None:
         transfer = peer.transfer
-        if transfer is not None and transfer.serial == done.serial:
-            peer.note_applied(transfer.versions)
-        # Of an update that is over already: there is nothing new in that.
-        self._pump(peer)
-        if (loans := self.loans.get(peer.nonce)) is not None:
-            loans.report(done.serial, ())
-            if not loans:
-                del self.loans[peer.nonce]
+        if transfer is None or transfer.serial != done.serial:
+            return  # of an update that is over already: there is nothing new in that
+        versions = transfer.versions
+        peer.note_applied(versions)
+        if len(self.targets.models) > 1 or self.targets.version not in versions.values():
+            self._pump(peer)  # something else may be due
 
     def _on_failed(self, peer: Peer, failed: wire.Failed, now: float) -> None:
         self._check_versions(peer, failed.versions)

@@ -258,7 +258,6 @@ class Staging:
 
     Attributes:
         number: larger than that of every earlier one of this process.
-        repeats: it came by AGAIN, when nothing else waited: DONE tells all of it.
         abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
         over: the gate has said how it ended, though perhaps in another thread, so that it is still to be heard here.
     """
@@ -268,7 +267,6 @@ class Staging:
         self.serial = serial
         self.parts = parts
         self.number = next(_numbers)
-        self.repeats = False
         self.abandoned = False
         self.over = False
         self._begun = False

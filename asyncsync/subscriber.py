@@ -79,6 +79,7 @@ class Subscriber:
         self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
         self._kept: dict[tuple[str, int], Slab] = {}
         self._owes = self._borrows = False
+        self._unsaid: Staging | None = None  # what STAGED has not told of; DONE will, if it is applied at once
         self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
         self._interrupted: list[Staging] = []
         self._versions: dict[str, int] = {}
@@ -133,12 +134,11 @@ class Subscriber:
         if failure is not None and all(self.version(self._local(m)) >= v for m, v in failure.versions.items()):
             self._failure = None
         if staging.epoch == self.epoch:
-            repeats = False
             if self.outbox and type(said := self.outbox[-1][0]) is wire.Staged and said.serial == staging.serial:
-                self.outbox.pop()  # what follows says it all
-                repeats = staging.repeats
+                self.outbox.pop()  # APPLIED says it all
+            at_once, self._unsaid = self._unsaid is staging, None
             last, kept = self._report()
-            if repeats and last == staging.serial and not kept:
+            if at_once and last == staging.serial and not kept:
                 self._send(wire.Done(staging.epoch, staging.serial))
             else:
                 self._send(wire.Applied(staging.epoch, self._named(self._versions), last, kept))
@@ -284,7 +284,9 @@ class Subscriber:
         if self.ended is not None:
             return
         epoch: Epoch = instruction.epoch  # type: ignore[attr-defined]
-        if isinstance(instruction, wire.Welcome):
+        if type(instruction) is wire.Again and epoch == self.epoch:
+            self._on_again(instruction, payload, now)
+        elif isinstance(instruction, wire.Welcome):
             self._on_welcome(instruction, payload, now)
         elif isinstance(instruction, wire.Bye):
             self._on_bye(instruction)
@@ -292,8 +294,6 @@ class Subscriber:
             if self.epoch is not None and epoch > self.epoch and self.welcomed:
                 self._hello(now)  # we have missed its WELCOME
             raise ProtocolError(f"{type(instruction).__name__} of another epoch")
-        elif isinstance(instruction, wire.Again):
-            self._on_again(instruction, payload, now)
         elif isinstance(instruction, wire.Update):
             self._on_update(instruction, payload, now)
         elif isinstance(instruction, wire.Chunk):
@@ -465,9 +465,8 @@ class Subscriber:
             self._serial = again.serial
             self._fail(again.serial, {model_id: again.version}, error)
             return
-        self.staged = Staging(again.epoch, again.serial, {model_id: StagedPart(again.version, slab, prepared)})
-        self.staged.repeats = True
-        self._send(wire.Staged(again.epoch, again.serial, *self._report()))
+        parts = {model_id: StagedPart(again.version, slab, prepared)}
+        self.staged = self._unsaid = Staging(again.epoch, again.serial, parts)
 
     def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
@@ -492,7 +491,12 @@ class Subscriber:
         return self._serial, tuple(kept)
 
     def flush(self) -> None:
-        """Before the outbox is sent: tell of slabs that nothing else has told of."""
+        """Before the outbox is sent: tell of an AGAIN that has not been applied at once, and of slabs that nothing else
+        has told of."""
+        if (unsaid := self._unsaid) is not None:
+            self._unsaid = None
+            if unsaid.epoch == self.epoch and not unsaid.abandoned:
+                self._send(wire.Staged(unsaid.epoch, unsaid.serial, *self._report()))
         if self._owes and self.epoch is not None and self.ended is None:
             before = len(self._kept)
             last, kept = self._report()

@@ -48,6 +48,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 GIVE = "; self.loans.pop(peer.nonce, Loans(0, 0)).close()"
 NO_PONG = (Publisher, "receive", "wire.Failed | wire.Pong)", "wire.Failed)")
+DONE_REPORTS = "self._reported(peer.nonce, instruction.serial, ())\n    elif isinstance(instruction, "
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
     if not parts:"""
 
@@ -149,7 +150,14 @@ MUTATIONS = {
     ],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
     "AGAIN leaves the slab before where it is": [(Publisher, "_repeat", "current.slab.release()", "pass")],
-    "DONE gives nothing back": [(Publisher, "_on_done", "loans.report(done.serial, ())", "pass"), NO_PONG],
+    "DONE gives nothing back": [
+        (
+            Publisher,
+            "receive",
+            DONE_REPORTS + "wire.Staged | wire.Applied | wire.Failed | wire.Pong)",
+            "pass\n    elif isinstance(instruction, wire.Staged | wire.Applied | wire.Failed)",
+        )
+    ],
     "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],
 }
 

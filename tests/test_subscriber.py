@@ -1028,8 +1028,9 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
     station.take()
     for serial, version in ((4, 6), (7, 9), (8, 10)):
         repeat(station, serial, version, version, since={4: 3, 7: 4, 8: 7}[serial])
+        assert station.take() == []
+        station.flush()  # it has to wait
         assert station.take() == [wire.Staged(EPOCH, serial, serial)]
-        station.subscriber.outbox.clear()
         station.apply()
         assert station.content() == {version}
         assert station.subscriber.version("policy") == version
@@ -1190,6 +1191,7 @@ def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: 
     station.subscriber.waits = lambda models: waits
     station.offered[b"slot"] = slab_of(SlabPool(), 60), True
     station.receive(wire.Again(EPOCH, 2, 1, 6, b"slot"))
+    station.flush()
     assert station.take() == [wire.Staged(EPOCH, 2, 2, () if waits else (("policy", 6),))]
     station.apply()
     assert station.content() == {60}
