@@ -25,7 +25,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
 from asyncsync.transports.zmq import LoopSocket, router
-from asyncsync.wire import Buffer, Bye, Hello, Instruction, Ping, Released, Update, decode, encode
+from asyncsync.wire import Again, Buffer, Bye, Hello, Instruction, Ping, Released, Update, decode, encode
 
 __all__ = ["SenderLink"]
 
@@ -208,7 +208,7 @@ class SenderLink(Link):
                 elif outcome == zmq.EHOSTUNREACH:
                     failed = True
                     self.publisher.unreachable(route, now)
-                elif self._served and isinstance(instruction, Update):
+                elif self._served and isinstance(instruction, Update | Again):
                     self._serve(route, instruction)
         finally:
             if by_zmq:
@@ -221,14 +221,15 @@ class SenderLink(Link):
         lane = None if nonce is None else self.lanes.of.get(nonce)
         return lane is not None and lane.send(frames)
 
-    def _serve(self, route: bytes, update: Update) -> None:
+    def _serve(self, route: bytes, update: Update | Again) -> None:
         """A worker is being told to fetch: the transport's turn, where that acts for each worker."""
         whom = self.publisher.whose(route)
-        for part in update.parts:
-            transport = self._served.get(part.descriptor or b"")
+        parts = update.parts if isinstance(update, Update) else (update,)
+        for descriptor in (part.descriptor for part in parts):
+            transport = self._served.get(descriptor or b"")
             if transport is not None and whom is not None:
-                assert part.descriptor is not None
-                transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
+                assert descriptor is not None
+                transport.serve(descriptor, *whom, partial(self._undeliverable, *whom, descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         with self.guard():
