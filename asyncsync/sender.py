@@ -34,8 +34,8 @@ logger = logging.getLogger("asyncsync")
 # A slab whose last bytes libzmq is just letting go of is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
-# off its core by the first worker that it wakes, and would tell the others when that one has finished; so it pauses
-# before, and is rested. A pause takes some 0.06 ms.
+# off its core by the first worker that it wakes: it would tell the others when that one has finished, and hear of its
+# acknowledgement late. So it pauses before, and is rested. A pause takes some 0.06 ms.
 BUSY_SECONDS = 0.0007
 
 Source = FlatWeights | Mapping[int, FlatWeights]
@@ -188,7 +188,7 @@ class SenderLink(Link):
         outbox = self.publisher.outbox
         if self._busy:
             self._busy = False
-            if len(outbox) > 1 and self.lanes.of:
+            if outbox and self.lanes.of:
                 time.sleep(1e-6)
         last, header = None, b""
         by_zmq = failed = False
