@@ -136,7 +136,9 @@ class Subscriber:
         if staging.epoch == self.epoch:
             if self.outbox and type(said := self.outbox[-1][0]) is wire.Staged and said.serial == staging.serial:
                 self.outbox.pop()  # APPLIED says it all
-            at_once, self._unsaid = self._unsaid is staging, None
+            at_once = self._unsaid is staging
+            if at_once:
+                self._unsaid = None
             last, kept = self._report()
             if at_once and last == staging.serial and not kept:
                 self._send(wire.Done(staging.epoch, staging.serial))

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 from tensordict import TensorDict, TensorDictBase
 
+import asyncsync.sender as sender_module
 from asyncsync import (
     AckTimeout,
     ClosedError,
@@ -123,7 +124,7 @@ async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_
         sender = everybody.sender
         await sender.send_async(Model(1), worker_ids=0)
         assert everybody.read == [{1}, {0}, {0}]
-        await sender.send_async(Model(2), worker_ids=[1, 2])
+        await sender.send_async(Model(2), worker_ids=iter([1, 2]))
         assert everybody.read == [{1}, {2}, {2}]
         assert [r.version for r in everybody.receivers] == [2, 3, 3]
         await sender.send_async(Model(3), worker_ids=None)
@@ -487,3 +488,45 @@ async def test_an_update_that_nobody_has_time_to_wait_for_goes_out_all_the_same(
             with pytest.raises(asyncio.CancelledError):
                 await task
         await until(lambda: everybody.read == [{2}, {2}])
+
+
+@pytest.mark.schemes("all")
+async def test_r199_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        said = []
+        publisher = bare(everybody.sender).bus._link.publisher
+        send = publisher._send
+
+        def telling(route: bytes, instruction: wire.Instruction, *rest: Any) -> None:
+            said.append(type(instruction))
+            send(route, instruction, *rest)
+
+        publisher._send = telling
+        for value in range(2, 6):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+        # What workers read where it is, they ask for first.
+        short = not api.options
+        assert said.count(wire.Again) == 8 * short
+        assert said.count(wire.Update) == 8 * (not short)
+        with held(everybody.receivers[0]):
+            await everybody.sender.publish(fill(everybody.source, 6))
+            await everybody.sender.wait_version(everybody.sender.version, worker_ids=1)
+            await everybody.sender.publish(fill(everybody.source, 7))  # one of them is behind
+        await everybody.sender.wait_version(everybody.sender.version)
+        assert everybody.read == [{7}, {7}]
+        assert said.count(wire.Again) == 10 * short
+
+
+@pytest.mark.schemes("some")
+async def test_r199_a_sender_that_has_been_busy_pauses_before_it_wakes_the_workers(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the first of them takes its core, and the others hear of the update when that one has finished with it."""
+    pauses: list[float] = []
+    async with api.crew(2) as everybody:
+        monkeypatch.setattr(sender_module.time, "sleep", pauses.append)
+        for busy, seconds in ((0, 10.0), (1, -1.0), (1, 10.0)):
+            monkeypatch.setattr(sender_module, "BUSY_SECONDS", seconds)
+            await everybody.sender.send_async(fill(everybody.source, 1))
+            assert len(pauses) == busy
