@@ -239,6 +239,11 @@ class Binding:
     def _strategy_apply(self, weights: Any) -> None:
         self.strategy.apply_weights(self.model, weights, inplace=self.inplace)
 
+    @property
+    def shows_slabs(self) -> bool:
+        """Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory."""
+        return self._own_convert and self._custom is None
+
     def left_behind(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
         """Parameters that are the model's no more, and still lie in a slab."""
         present = set(map(id, found))

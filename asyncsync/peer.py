@@ -72,7 +72,9 @@ class Announcement:
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
         only = told[0]
-        self.repeatable = len(told) == 1 and not values[0] and only.crc is None and not only.in_place and eager
+        # (What is granted was asked for, this once: the next one is offered like any other.)
+        self.repeatable = len(told) == 1 and eager and not (values[0] or granted or only.in_place)
+        self.repeatable = self.repeatable and only.crc is None
         self._at_hand = only.descriptor is not None
 
     def can_be(self, slab: Slab) -> bool:

@@ -500,7 +500,7 @@ class ReceiverLink(Link):
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
         done = True
         for transport in {id(t): t for t in self._fetches.transports.values()}.values():
-            if transport.is_adopted or self.gate.applying:
+            if transport.is_adopted or self.gate.applying or self.gate.pending:
                 done = await finish(self.thread.submit(transport.detach)) and done
         # What is being passed on is copied first, by a thread that nobody can stop.
         return done and self.cascade.task is None

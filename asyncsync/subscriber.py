@@ -154,13 +154,15 @@ class Subscriber:
         found = [(model_id, held) for model_id, held in self._held.items() if held[2].borrowed]
         try:
             for model_id, (epoch, version, slab) in found:
-                self._held[model_id] = epoch, version, self._copied_out(slab)
+                # In this order an interrupt costs a slot at worst.
+                self._held[model_id] = epoch, version, self._copy(slab)
+                slab.release()
         except (MemoryError, RuntimeError):  # torch raises the latter
             pass  # kept until a newer one is applied
         return bool(found)
 
-    def _copied_out(self, slab: Slab) -> Slab:
-        """A slab of this worker's own with the same content, for the one that is let go of."""
+    def _copy(self, slab: Slab) -> Slab:
+        """A slab of this worker's own with the same content."""
         mine = self.pool.acquire(slab.layout)
         try:
             copy_tensors([mine.buffer], [slab.sent])
@@ -168,8 +170,12 @@ class Subscriber:
         except BaseException:
             mine.release()
             raise
-        slab.release()
         return mine
+
+    def _is_copied_first(self, models: Iterable[str]) -> bool:
+        """Whether what could be applied where it is, and copied out then, had better be copied at once."""
+        models = list(models)
+        return self.waits(models) or any(self.models[m].shows_slabs for m in models)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
         """Applying has raised; the versions that the models hold are unchanged."""
@@ -391,10 +397,11 @@ class Subscriber:
             whole = update.eager and all(
                 p.descriptor is None or slab is not None for p, slab in zip(update.parts, attached, strict=True)
             )
-            if not whole or self.waits(versions):
+            if not whole or self._is_copied_first(versions):
                 for i, slab in enumerate(attached):
                     if slab is not None and slab.borrowed:
-                        attached[i] = self._copied_out(slab)
+                        attached[i] = self._copy(slab)
+                        slab.release()
             if whole:
                 slabs = fill_eagerly(update.parts, layouts, payload, self.pool, attached)
             else:
@@ -453,8 +460,9 @@ class Subscriber:
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return
-            elif slab.borrowed and self.waits((model_id,)):
-                slab = self._copied_out(slab)
+            elif slab.borrowed and self._is_copied_first((model_id,)):
+                borrowed, slab = slab, self._copy(slab)
+                borrowed.release()
             slab.values = b""
             self._serial = again.serial
             self._base = again.serial, part
@@ -467,6 +475,10 @@ class Subscriber:
             self._serial = again.serial
             self._fail(again.serial, {model_id: again.version}, error)
             return
+        except BaseException:
+            if slab is not None:
+                slab.release()
+            raise
         parts = {model_id: StagedPart(again.version, slab, prepared)}
         self.staged = self._unsaid = Staging(again.epoch, again.serial, parts)
 

@@ -13,8 +13,10 @@ import torch
 
 from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.peer import Announcement
 from asyncsync.publisher import Publisher
 from asyncsync.settings import Settings
+from asyncsync.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32
@@ -1184,3 +1186,16 @@ def test_a_done_of_an_update_that_is_over_changes_nothing() -> None:
     assert desk.publisher.peers[0].applied == {"policy": 2}
     with pytest.raises(ProtocolError):
         desk.receive(0, wire.Done((1, 1), first.serial))
+
+
+def test_what_was_granted_is_not_said_again_in_short() -> None:
+    """Or every later one would be lent without being asked for."""
+    slab = slab_of(SlabPool(), 1)
+    slab.lent = slab.in_place = True
+    slab.descriptor = b"slot"
+    for granted in (False, True):
+        parts = {"policy": (1, slab)}
+        said = Announcement(1, parts, EPOCH, eager_bytes=1 << 16, checksum=False, granted=granted)
+        assert not said.repeatable
+    slab.in_place = False
+    assert Announcement(1, parts, EPOCH, eager_bytes=1 << 16, checksum=False).repeatable

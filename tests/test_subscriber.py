@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncsync import wire
+from asyncsync.binding import Binding
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.settings import Settings
 from asyncsync.slab import SlabPool
@@ -1196,3 +1197,48 @@ def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: 
     station.apply()
     assert station.content() == {60}
     assert station.subscriber.give_back() is not waits
+
+
+def test_what_a_users_convert_sees_is_copied_out_first(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may keep the tensors, or move their memory to another process."""
+    monkeypatch.setattr(Binding, "shows_slabs", property(lambda binding: True))
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    station.apply()
+    station.offered[b"slot"] = slab_of(SlabPool(), 60), True
+    station.take()
+    station.receive(wire.Again(EPOCH, 2, 1, 6, b"slot"))
+    station.apply()
+    assert station.take() == [wire.Done(EPOCH, 2)]
+    assert station.content() == {60}
+    assert not station.subscriber.give_back()
+
+
+def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    station.lend(1, {"policy": (5, 50)}, borrowed=True)
+    station.apply()
+    held = station.subscriber.held("policy")
+    assert held is not None
+
+    def strike() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(held[2], "release", strike)
+    with pytest.raises(KeyboardInterrupt):
+        station.subscriber.give_back()
+    after = station.subscriber.held("policy")
+    assert after is not None
+    assert not after[2].borrowed
+    assert held[2].references == 1
+
+
+def test_an_interrupt_while_an_again_is_prepared_leaves_no_slab(station: Station) -> None:
+    station.update(1, {"policy": (1, 10)})
+    station.apply()
+    before = station.subscriber.pool._in_use
+    station.bindings["policy"].broken = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        repeat(station, 2, 2, 20)
+    assert station.subscriber.pool._in_use == before

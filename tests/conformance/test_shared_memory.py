@@ -933,3 +933,41 @@ async def test_r195_a_worker_that_fails_every_update_holds_up_nobody(api: Api) -
 class Healthy(Failing):
     def set_extra_state(self, state: Any) -> None:
         pass
+
+
+# -- slabs that are applied where they are, and copied out then
+
+
+class Sharing(WeightStrategy):
+    """Moves what it is given into memory that other processes can open, as a multiprocessing queue would."""
+
+    def convert(self, weights: Any, model: Any) -> Any:
+        return {name: tensor.share_memory_() for name, tensor in weights.flatten_keys(".").items()}
+
+
+@pytest.mark.schemes("shared")
+async def test_r035_a_convert_that_moves_its_tensors_gets_the_next_version_all_the_same(api: Api) -> None:
+    source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
+    assert 1 << 20 < sum(p.nbytes for p in source.parameters()) < 16 << 20
+    scheme = api.scheme(Sharing(), map_above=16 << 20)
+    async with api.crew(1, scheme=scheme, source=source, models=[model]) as everybody:
+        for value in range(2, 7):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}]
+
+
+@pytest.mark.schemes("shared")
+async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_the_slot_no_more(api: Api) -> None:
+    source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
+    scheme = api.scheme(map_above=16 << 20)
+    async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
+        link = bare(receiver).bus._link
+        link.subscriber.waits = lambda models: False  # as if the reader came after it had been looked for
+        with held(receiver):
+            await sender.publish(fill(source, 3))
+            await until(lambda: link.gate.pending)
+            waiting = [a for a in link._fetches.transports["policy"]._attachments._known.values() if a.in_use]
+            assert waiting
+            link.gate.withdraw = lambda: False  # as after an interrupt in the middle of an apply
+            await receiver.shutdown()
+        assert all(one.is_detached for one in waiting)

@@ -177,7 +177,7 @@ class Borrowed(Slab):
 class Fickle(Binding):
     """A binding whose conversion raises while ``broken`` is set."""
 
-    broken: Exception | None = None
+    broken: BaseException | None = None
 
     def prepare(self, slab: Slab) -> Prepared | None:
         if self.broken is not None:
