@@ -9,7 +9,7 @@ Usage::
 The thread starts with the first call that needs it and ends with the last open bus, so that nothing is left running
 that nobody uses. A forked child starts without it. At the interpreter's exit, and at that of a multiprocessing child,
 whatever is still open is shut down, within bounds: the other sides learn of it, and no file stays behind. Daemon
-threads that are in a call then end silently, by SystemExit.
+threads that are in a call then end silently, by SystemExit, and are waited for (:mod:`asyncsync.ending`).
 
 Calls from the loop's own thread would wait for themselves, and are refused.
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
+from asyncsync import ending
 from asyncsync.threads import finish, interruptibly, join
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
@@ -41,7 +42,6 @@ Make = Callable[[], Coroutine[Any, Any, T]]
 # How long an interrupted caller waits until its coroutine has cleaned up, and an ending process for its open buses.
 CLEANUP_SECONDS = 5.0
 EXIT_SECONDS = 1.0
-ENDING = ("asyncsync-loop", "asyncsync-unmapping", "asyncsync-collector-end")  # threads that end by themselves
 
 
 class Open(Protocol):
@@ -172,7 +172,7 @@ class _Call:
         self.thread: _LoopThread | None = None
         self._make = make
         self._task: asyncio.Task[Any] | None = None
-        self._daemon = _is_daemon()
+        self._daemon = ending.daemon()
         self._value: Any = None
         self._error: BaseException | None = None
         self._tell: Callable[[], object] | None = None
@@ -225,7 +225,7 @@ class _Call:
         thread.calls.discard(self)
         thread.end_if_idle()
         if error is not None and thread.exiting:
-            error = SystemExit() if self._daemon else _at_exit(error)
+            error = _at_exit(error) if self._daemon is None else ending.end(self._daemon)
         self._value, self._error = value, error
         self.done = True
         self._arrived.release()
@@ -288,11 +288,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
     return True
 
 
-def _is_daemon() -> bool:
-    thread = threading.current_thread()
-    return thread.daemon and thread is not threading.main_thread()
-
-
 def _at_exit(error: BaseException) -> BaseException:
     if isinstance(error, asyncio.CancelledError):
         return RuntimeError("the process ends, and asyncsync's event loop with it")
@@ -322,8 +317,8 @@ def is_here() -> bool:
 
 def check_exit() -> None:
     """End the calling thread silently if it is a daemon and the process ends."""
-    if _exiting and _is_daemon() and asyncio._get_running_loop() is None:
-        raise SystemExit
+    if _exiting and (daemon := ending.daemon()) is not None and asyncio._get_running_loop() is None:
+        raise ending.end(daemon)
 
 
 def run(make: Make[T]) -> T:
@@ -416,17 +411,6 @@ def _exit() -> None:
         if not call.wait(2 * EXIT_SECONDS):
             call.cancel()
         thread.stop()
-
-
-def _let_end() -> None:
-    """What is about to end is let end: a thread that the interpreter stops inside torch aborts the process."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    for thread in threading.enumerate():
-        if thread.daemon and thread.name in ENDING and thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-Finalize(None, _let_end, exitpriority=0)  # after _exit
 
 
 def _after_fork() -> None:

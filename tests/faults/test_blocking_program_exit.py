@@ -113,12 +113,46 @@ def test_r201_a_program_ends_while_daemon_threads_are_blocked(
 ) -> None:
     took, status, _, err = run(BLOCKED, tmp_path, what, end)
     record_property("seconds to exit", took)
-    assert status == {"end": 0, "raise": 1, "exit": 3}[end]
+    assert status == {"end": 0, "raise": 1, "exit": 3}[end], err
     if end == "raise":
         assert err.count("Traceback") == 1
         assert err.endswith("LookupError: of the user's\n")
     else:
         assert err == ""
+    assert took < PROMISED
+
+
+LADEN = """
+import torch
+if sys.argv[1] == "fork" and (child := os.fork()):
+    print("open", flush=True)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+SIZE = 1 << 26
+memory = os.memfd_create("laden")
+os.ftruncate(memory, SIZE)
+
+def connect():
+    # Unmapped when the call is ended, one after another: a tenth of a second, and all of it in torch, without the GIL.
+    laden = [torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=SIZE, dtype=torch.uint8) for _ in range(200)]
+    for tensor in laden:
+        tensor[::4096].sum()
+    entered.set()
+    new_receiver(new_sender(10)).connect()
+
+entered = threading.Event()
+threading.Thread(target=connect, daemon=True).start()
+entered.wait()
+time.sleep(0.1)
+if sys.argv[1] == "whole":
+    print("open", flush=True)
+"""
+
+
+@pytest.mark.parametrize("process", ["whole", "fork"])
+def test_r201_the_exit_waits_for_what_its_daemon_threads_free(process: str, tmp_path: Path) -> None:
+    # A thread that the interpreter stops inside torch, be it while a tensor is freed, aborts the process.
+    took, status, _, err = run(LADEN, tmp_path, process)
+    assert (status, err) == (0, "")
     assert took < PROMISED
 
 
