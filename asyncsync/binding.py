@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
-from asyncsync.copying import copy_tensors, normal_tensors
+from asyncsync.copying import FEW_BYTES, KnownMemory, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
 from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest
 from asyncsync.layout import Layout, unpack_values
@@ -32,6 +32,7 @@ __all__ = ["Binding", "Prepared", "apply_now"]
 
 _is_meta = attrgetter("is_meta")
 SHOWN_KEYS = 12
+_Known = tuple[Plan, list[int], list[tuple[str, int]], KnownMemory]
 KEPT_PLANS = 4
 
 
@@ -49,8 +50,10 @@ class Prepared:
         states: Mapping[str, torch.Tensor],
         values: Mapping[str, Any],
         home: Slab | None = None,
+        direct: tuple[KnownMemory, list[memoryview]] | None = None,
     ) -> None:
         self._binding = binding
+        self._direct = direct  # the bytes of the sources, if it takes no more than copying those
         self._home = home  # where Parameters may get their memory
         self._plan = plan
         self._sources = sources
@@ -59,6 +62,11 @@ class Prepared:
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
+
+    def is_again(self, binding: Binding, slab: Slab) -> bool:
+        """Whether preparing the same slab again, for another version, would bring nothing else."""
+        known = binding._plans.get(slab.layout.digest)
+        return known is not None and binding is self._binding and known[0] is self._plan and self._direct is not None
 
     def resolve(self) -> None:
         """Find the destinations and check them once more; nothing is changed yet.
@@ -85,6 +93,7 @@ class Prepared:
         if self._binding.inplace and not away and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
         else:
+            self._direct = None
             self._elsewhere(found)
             self._repointed += [(left, clone(left)) for left in self._binding.left_behind(found)]
         for name, value in self._values.items():
@@ -157,7 +166,7 @@ class Prepared:
     def apply(self) -> None:
         """Copy. Nothing that :meth:`resolve` could have seen fails here; a user's ``set_extra_state`` may, last."""
         destinations, sources = self._copies
-        if destinations:
+        if destinations and not self._copy_directly(destinations):
             copy_tensors(destinations, sources)
         if self._home is not None and self._repointed:
             self._home.adopted = self._binding.abroad = True
@@ -176,6 +185,17 @@ class Prepared:
                 module.set_extra_state(self._values[name])
             elif name in self._states:
                 module.set_extra_state(clone(self._states[name]))
+
+    def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
+        if self._direct is None:
+            return False
+        known, pieces = self._direct
+        memory = known.of(destinations)
+        if memory is None:
+            return False
+        copy_bytes(memory, pieces)
+        torch.autograd.graph.increment_version(destinations)
+        return True
 
 
 class _Custom(Prepared):
@@ -232,7 +252,7 @@ class Binding:
         if apply is None and type(strategy).apply_weights is not Base.apply_weights and model is not None:
             apply = self._strategy_apply
         self._custom = apply
-        self._plans: dict[bytes, tuple[Plan, list[int], list[tuple[str, int]]]] = {}
+        self._plans: dict[bytes, _Known] = {}
         self.places: Places | None = None
         self.refresh()
 
@@ -288,14 +308,24 @@ class Binding:
         if self._own_convert:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
+        if slab.prepared is not None and slab.prepared.is_again(self, slab):
+            return slab.prepared
         if (known := self._plans.get(slab.layout.digest)) is None:
             known = self._remember(slab.layout)
-        plan, order, states = known
+        plan, order, states, memory = known
         views = slab.views
         sources = [views[i] for i in order]
         home = slab if self.adopts and slab.adoptable and plan.model.is_module else None
         named = {dotted(p): v for p, v in values.items()} if values else {}
-        return self._prepared(plan, sources, {n: views[i] for n, i in states} if states else {}, named, home)
+        direct = None
+        if slab.nbytes <= FEW_BYTES and not (self.cast or slab.lent):
+            pieces = slab.pieces
+            direct = memory, [pieces[i] for i in order]
+        prepared = self._prepared(
+            plan, sources, {n: views[i] for n, i in states} if states else {}, named, home, direct
+        )
+        slab.prepared = prepared if direct is not None and self.inplace and not (states or values) else None
+        return prepared
 
     def prepare_flat(self, flat: FlatWeights) -> Prepared:
         """The same for weights that are at hand already and may not fit at all."""
@@ -312,7 +342,7 @@ class Binding:
         states = {n: t for n, t in tensors.items() if n in places.extra_state}
         return self._prepared(plan, [tensors[n] for n in plan.names], states, values)
 
-    def _remember(self, layout: Layout) -> tuple[Plan, list[int], list[tuple[str, int]]]:
+    def _remember(self, layout: Layout) -> _Known:
         """The plan for a layout, so that an update needs no names: per place, and per extra state, the view's index."""
         places = self.places
         assert places is not None
@@ -324,7 +354,7 @@ class Binding:
         states = [(n, i) for n, i in index.items() if n in places.extra_state]
         while len(self._plans) >= KEPT_PLANS:
             del self._plans[next(iter(self._plans))]
-        known = self._plans[layout.digest] = (plan, [index[n] for n in plan.names], states)
+        known = self._plans[layout.digest] = (plan, [index[n] for n in plan.names], states, KnownMemory())
         return known
 
     def _prepared(
@@ -334,6 +364,7 @@ class Binding:
         states: Mapping[str, torch.Tensor],
         values: Mapping[str, Any],
         home: Slab | None = None,
+        direct: tuple[KnownMemory, list[memoryview]] | None = None,
     ) -> Prepared:
         if self.cast:
             plan, sources = plan.cast(sources)
@@ -344,7 +375,7 @@ class Binding:
                 sources[other] = sources[first]
         if not self.inplace:
             sources = [clone(s) for s in sources]  # one for each name: the sender may have tied what this model has not
-        return Prepared(self, plan, sources, states, values, home)
+        return Prepared(self, plan, sources, states, values, home, direct)
 
     def _convert(self, weights: TensorDictBase) -> dict[str, torch.Tensor]:
         with normal_tensors():

@@ -262,12 +262,13 @@ class BusCore:
         self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None
     ) -> tuple[SenderLink, list[int] | None]:
         """Refuse what cannot be published, before anything is done."""
-        if unknown := sorted(set(weights) - set(self._schemes)):
+        if not weights.keys() <= self._schemes.keys():
+            unknown = sorted(weights.keys() - self._schemes.keys())
             raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
         if not weights:
             raise ValueError("nothing to publish: name at least one model_id")
         link = self._sender()
-        return link, link.check_workers(as_workers(worker_ids))
+        return link, None if worker_ids is None else link.check_workers(as_workers(worker_ids))
 
     async def _publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> int:
         workers = as_workers(worker_ids)
@@ -311,8 +312,8 @@ class BusCore:
             await self._receiver().wait_version(version, models or list(self._schemes), timeout)
         else:
             link = self._sender()
-            if not 0 < version <= link.publisher.version:
-                raise ValueError(f"version {version} has not been published; the newest is {link.publisher.version}")
+            if not 0 < version <= link.version:
+                raise ValueError(f"version {version} has not been published; the newest is {link.version}")
             workers = link.check_workers(as_workers(worker_ids))
             await link.wait_version(version, workers, models, timeout, spent=spent)
 
@@ -331,6 +332,15 @@ class BusCore:
         link = self._sender()
         link.check_quorum()
         start = link.loop.time()
+        if workers is None and link.may_repeat(timeout):
+            sources = extract()
+            transports = {topic: self._schemes[topic]._transport() for topic in topics}
+            if (version := link.repeat(sources, transports)) is not None:
+                if self._on_published is not None:
+                    self._on_published(version, workers)
+                await link.repeated(version, list(topics), timeout, start)
+                return version
+            extract = lambda: sources  # noqa: E731 (they are published here and now)
         try:
             try:
                 version = await self._publish_sources(extract, topics, workers, timeout, at_once=False)
@@ -371,7 +381,7 @@ class BusCore:
     def version(self) -> int:
         """Sender: the last version published. Receiver: the newest version applied to any model. 0: none."""
         if isinstance(self._link, SenderLink):
-            return self._link.publisher.version
+            return self._link.version
         if isinstance(self._link, ReceiverLink):
             return max((self._link.subscriber.version(m) for m in self._schemes), default=0)
         return 0

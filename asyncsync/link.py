@@ -70,6 +70,11 @@ class Conditions:
         self._deadlines: dict[asyncio.Future[None], float] = {}  # of those without a timer of their own
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def waiters(self) -> int:
+        """How many there are."""
+        return len(self._waiters)
+
     def notify(self) -> None:
         """The state may have changed: look for every waiter, and wake those whose predicate holds."""
         if not self._waiters:

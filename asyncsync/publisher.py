@@ -15,7 +15,7 @@ dropped, duplicated, delayed or reordered without harm. Bytes go out on the work
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
@@ -73,6 +73,11 @@ class Publisher(Overview):
     @property
     def version(self) -> int:
         return self.targets.version
+
+    @property
+    def serial(self) -> int:
+        """Of the last UPDATE or AGAIN."""
+        return self._serial
 
     def serve(self, model_id: str, now: float) -> None:
         """Announce a model; workers that wait for it can connect, its weights come later."""
@@ -534,13 +539,24 @@ class Publisher(Overview):
         is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
         nothing but version and bytes. Then the rest of what :meth:`publish` looks at cannot have changed.
         """
-        said = self._said
-        if said is None or not said.repeatable or len(parts) != 1 or self.targets.pending:
+        if len(parts) != 1:
             return None
         ((model_id, slab),) = parts.items()
+        if not isinstance(slab, Slab) or (peers := self.steady(model_id, slab)) is None:
+            return None
+        self._retell(model_id, self.targets.version + 1, self._serial + 1, slab.retain(), peers, now)
+        for peer in peers:
+            self._give(peer, model_id)
+        return self.targets.version
+
+    def steady(self, model_id: str, slab: Slab) -> list[Peer] | None:
+        """Those who are to be told of this slab by AGAIN, and nobody else; None where it takes more than that."""
+        said = self._said
+        if said is None or not said.repeatable or self.targets.pending:
+            return None
         model = self.targets.models[model_id]
         current = model.common.current
-        if current is None or model.own or not isinstance(slab, Slab):
+        if current is None or model.own:
             return None
         layout = model_id, slab.layout.digest
         if said.key[0][:2] != (model_id, current.version) or layout not in said.layouts or not said.can_be(slab):
@@ -555,21 +571,67 @@ class Publisher(Overview):
                 return None
             if layout not in peer.accepted or peer.announced.get(model_id) != layout[1]:
                 return None
-        self.targets.version = version = self.targets.version + 1
+        return peers
+
+    def _retell(self, model_id: str, version: int, serial: int, slab: Slab, peers: list[Peer], now: float) -> None:
+        """Make this slab the target, and AGAIN the last that was said. Takes over the caller's reference."""
+        said = self._said
+        assert said is not None
+        common = self.targets.models[model_id].common
+        current = common.current
+        assert current is not None
+        self.targets.version = version
         publication = Publication(version, frozenset(said.layouts), None, now + self.settings.layout_patience)
-        model.common.current = Target(version, slab.retain(), publication)
+        common.current = Target(version, slab, publication)
         current.slab.release()
-        self._serial = serial = self._serial + 1
-        self._said = said = said.again(serial, model_id, version, slab, self.epoch)
-        told = {model_id: (version, slab)}
+        self._serial = serial
+        self._said = said.again(serial, model_id, version, slab, self.epoch)
         for peer in peers:
-            peer.transfer = Transfer(said, told, peer.ping_seq)
-            if said.lends:
-                self._loans(peer).lend(serial, told)
             peer.serial = serial
-            peer.bytes_sent += said.nbytes
+
+    def _give(self, peer: Peer, model_id: str, *, tell: bool = True) -> None:
+        """What was said last (:meth:`_retell`) is on its way to this worker, or, with ``tell``, is to be sent."""
+        said = self._said
+        assert said is not None
+        current = self.targets.models[model_id].common.current
+        assert current is not None
+        told = {model_id: (current.version, current.slab)}
+        peer.transfer = Transfer(said, told, peer.ping_seq)
+        if said.lends:
+            self._loans(peer).lend(said.serial, told)
+        peer.bytes_sent += said.nbytes
+        if tell:
             self._send(peer.route, said.instruction, said.payload)
-        return version
+
+    def catch_up(
+        self,
+        model_id: str,
+        slab: Slab,
+        updates: int,
+        peers: list[Peer],
+        waiting: Collection[Peer],
+        untold: Collection[Peer],
+        now: float,
+    ) -> None:
+        """Take over from a :class:`asyncsync.routine.Routine`, which has gone on from :meth:`steady` without this.
+
+        Args:
+            model_id: the model.
+            slab: the newest version, with the caller's reference.
+            updates: how many there were, each of the next version and serial number.
+            peers: those who were told; everybody has applied all of them, but for the newest:
+            waiting: who has not said so of that.
+            untold: who has yet to be told of it.
+            now: when it was published.
+        """
+        version, serial = self.targets.version + updates, self._serial + updates
+        assert self._said is not None
+        self._said.serial = serial - 1  # what AGAIN refers to; nobody else looks at that one any more
+        self._retell(model_id, version, serial, slab, peers, now)
+        for peer in peers:
+            peer.applied[model_id] = version - 1 if peer in waiting else version
+            if peer in waiting:
+                self._give(peer, model_id, tell=peer in untold)
 
     def _pump(self, peer: Peer, *, granted: bool = False) -> None:
         """Start the next UPDATE for a worker that has none outstanding and is behind its target. ``granted``: what is

@@ -170,10 +170,13 @@ class ReceiverLink(Link):
         return self.subscriber.next_tick(now)
 
     def _flush(self, now: float) -> None:
-        self._offer()
-        self._fetches.start()
+        subscriber = self.subscriber
+        if subscriber.staged is not None:
+            self._offer()
+        if subscriber.fetches:
+            self._fetches.start()
         self._send_all()
-        if self.subscriber.give_back():
+        if subscriber.borrows and subscriber.give_back():
             self._send_all()
 
     def _send_all(self) -> None:

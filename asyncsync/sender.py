@@ -17,13 +17,15 @@ from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.flat import FlatWeights
 from asyncsync.layout import Layout
-from asyncsync.link import INLINE_BYTES, LINGER_MS, Link, ProcessWatch, this_process
+from asyncsync.link import INLINE_BYTES, LINGER_MS, MAX_TICK, Link, ProcessWatch, this_process
 from asyncsync.peer import Peer
 from asyncsync.publisher import Publisher, Settings
+from asyncsync.routine import Routine
 from asyncsync.slab import Slab, SlabPool, cuda_events, pack, pack_slab_values
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
+from asyncsync.transports.slots import SlotPool
 from asyncsync.transports.zmq import LoopSocket, router
 from asyncsync.wire import Again, Buffer, Bye, Hello, Instruction, Ping, Released, Update, decode, encode
 
@@ -37,6 +39,8 @@ DRAIN_PATIENCE = 0.05
 # off its core by the first worker that it wakes: it would tell the others when that one has finished, and hear of its
 # acknowledgement late. So it pauses before, and is rested. A pause takes some 0.06 ms.
 BUSY_SECONDS = 0.0007
+# Of more, workers do not say that they are done with it when they say that they have it.
+ROUTINE_BYTES = (1 << 20) - 1
 
 Source = FlatWeights | Mapping[int, FlatWeights]
 
@@ -72,7 +76,8 @@ class SenderLink(Link):
         self._claim = claim
         self.min_workers = min_workers
         epoch = (time.time_ns(), secrets.randbits(62))
-        self.publisher = Publisher(epoch, this_process(), num_workers, settings)
+        self._publisher = Publisher(epoch, this_process(), num_workers, settings)
+        self._routine: Routine | None = None
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self._busy = False  # whether this thread has run for long when it tells of the latest publication
@@ -103,6 +108,19 @@ class SenderLink(Link):
         if claim is not None and self.lanes.path is not None:
             claim.beside.append(self.lanes.path)
 
+    @property
+    def publisher(self) -> Publisher:
+        """The state machine. Where there is a routine, that ends here."""
+        if self._routine is not None:
+            routine, self._routine = self._routine, None
+            routine.end()
+        return self._publisher
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return self._publisher.version if self._routine is None else self._routine.version
+
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _receive(self, frames: list[Any]) -> None:
@@ -126,6 +144,8 @@ class SenderLink(Link):
         return next((partial(self._receive_packet, p) for p in peers if p.nonce == nonce and not p.lost), None)
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
+        if self._routine is not None and self._routine.answer(peer, packet, self.loop.time()):
+            return
         try:
             said, instruction = self._said
             if packet != said:  # mostly, all workers say the same
@@ -186,10 +206,7 @@ class SenderLink(Link):
 
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
-        if self._busy:
-            self._busy = False
-            if outbox and self.lanes.of:
-                time.sleep(1e-6)
+        self._rest()
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -215,6 +232,11 @@ class SenderLink(Link):
                 self._socket.flushed()
         if failed:
             self.conditions.notify()
+
+    def _rest(self) -> None:
+        busy, self._busy = self._busy, False
+        if busy and self.lanes.of:
+            time.sleep(1e-6)
 
     def _send_by_lane(self, route: bytes, frames: Sequence[Buffer]) -> bool:
         nonce = self.publisher.settled_at(route) if self.lanes.of else None
@@ -244,7 +266,88 @@ class SenderLink(Link):
         except RuntimeError:
             pass  # the loop is closed: nobody waits
 
+    def crash(self, error: BaseException) -> None:
+        super().crash(error)
+        if self._routine is not None:
+            self._routine.wake()
+
     # -- publishing -------------------------------------------------------------------------------------------------
+
+    def may_repeat(self, timeout: float) -> bool:
+        """Whether :meth:`repeat` is worth a try."""
+        # The link's timer ends a routine where an answer stays out.
+        if timeout < 4 * MAX_TICK or self._timer is None or self._in_line or self.order.locked():
+            return False
+        return not self.conditions.waiters
+
+    def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, TransportCore]) -> int | None:
+        """:meth:`publish` where that is routine (:class:`asyncsync.routine.Routine`) and :meth:`may_repeat`, for
+        everybody. The announcement has still to depart, by :meth:`repeated`. None: it is not, and nothing was done."""
+        self.check()
+        if len(sources) != 1:
+            return None
+        ((model_id, flat),) = sources.items()
+        if not isinstance(flat, FlatWeights) or cuda_events(flat) is not None:
+            return None
+        begun = self.loop.time()
+        routine = self._routine
+        if routine is None and (routine := self._begin(model_id, transports[model_id])) is None:
+            return None
+        if routine.model_id != model_id or routine.waiting or not routine.publish(flat, begun):
+            return None
+        self._busy = self.loop.time() - begun > BUSY_SECONDS
+        return routine.version
+
+    def _begin(self, model_id: str, transport: TransportCore) -> Routine | None:
+        """A routine, if all is ready for one."""
+        pool, layout, publisher = transport.pool, self._layouts.get(model_id), self._publisher
+        if not isinstance(pool, SlotPool) or layout is None or not transport.is_at_hand:
+            return None
+        if layout.nbytes > ROUTINE_BYTES or not pool.is_quick(layout.nbytes):
+            return None
+        model = publisher.targets.models.get(model_id)
+        target = None if model is None else model.common.current
+        if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.in_place:
+            return None
+        peers = publisher.steady(model_id, target.slab)
+        if not peers or publisher.outbox or publisher.fenced is not None:
+            return None
+        workers = []
+        for peer in peers:
+            lane = self.lanes.of.get(peer.nonce)
+            if lane is None or peer.unsettled or peer.slow or peer.nonce in publisher.loans:
+                return None
+            workers.append((peer, lane))
+        slab = pool.acquire(layout)
+        self._describe(transport, slab, pool.describe(slab))
+        self._routine = Routine(publisher, model_id, (target.slab.retain(), slab), workers)
+        return self._routine
+
+    async def repeated(self, version: int, models: list[str], timeout: float, begun: float) -> None:
+        """:meth:`wait_version` of what :meth:`repeat` has just published, after telling everybody of it.
+
+        Args:
+            version: what that returned.
+            models: whose version it is.
+            timeout: seconds from ``begun`` on, a time of the loop's.
+            begun: the call.
+
+        Raises:
+            PartialSendError: as :meth:`wait_version`.
+        """
+        routine = self._routine
+        if routine is not None and routine.version == version:
+            waiter = routine.waiter = self.loop.create_future()
+            self._rest()
+            if routine.tell():
+                await waiter
+            if not routine.waiting:
+                return
+        try:
+            await self.wait_version(version, None, models, timeout, spent=self.loop.time() - begun)
+        finally:
+            if self._publisher.outbox and not self.closed:
+                self.settle()
 
     async def publish(
         self,
@@ -456,10 +559,13 @@ class SenderLink(Link):
     async def _offer(self, transport: TransportCore, slab: Slab, workers: Iterable[int] | None) -> None:
         descriptor = await transport.offer(slab, workers)
         if descriptor is not None:
-            slab.descriptor = descriptor
-            slab.on_release = partial(self._retire, transport, descriptor)
+            self._describe(transport, slab, descriptor)
             if type(transport).serve is not TransportCore.serve:
                 self._served[descriptor] = transport
+
+    def _describe(self, transport: TransportCore, slab: Slab, descriptor: bytes) -> None:
+        slab.descriptor = descriptor
+        slab.on_release = partial(self._retire, transport, descriptor)
 
     def _retire(self, transport: TransportCore, descriptor: bytes) -> None:
         self._served.pop(descriptor, None)
@@ -516,7 +622,7 @@ class SenderLink(Link):
         Raises:
             ValueError: a worker_idx that cannot exist.
         """
-        count = self.publisher.num_workers
+        count = self._publisher.num_workers
         chosen = None if workers is None else list(workers)
         for worker in chosen or ():
             if worker < 0 or (count is not None and worker >= count):
@@ -531,7 +637,7 @@ class SenderLink(Link):
         Raises:
             NotConnected: elastic, and fewer than ``min_workers`` are there.
         """
-        if self.publisher.num_workers is not None:
+        if self._publisher.num_workers is not None:
             return
         there = len(self.publisher.expected())
         if there < self.min_workers:

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -32,6 +32,9 @@ from asyncsync.layout import ALIGNMENT, Layout, pack_values, unpack_values
 
 PROGRESS_BYTES = 4 << 20
 _is_cpu = attrgetter("is_cpu")
+
+if TYPE_CHECKING:
+    from asyncsync.binding import Prepared
 
 __all__ = [
     "FOREIGN",
@@ -93,6 +96,7 @@ class Slab:
         adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
         adopted, is_home: some of them have; all that can.
         exposed: a user's code had views of it, and may have written them.
+        prepared: what is to be done with it, time and again; :class:`asyncsync.binding.Binding` knows.
         on_release: called when the last reference is released.
         packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
     """
@@ -117,6 +121,8 @@ class Slab:
         self.packed = layout.nbytes
         self._pool = pool
         self._views: list[torch.Tensor] | None = None
+        self._pieces: list[memoryview] | None = None
+        self.prepared: Prepared | None = None
         self._contents: bytes | None = None
 
     @property
@@ -145,6 +151,13 @@ class Slab:
             with normal_tensors():
                 self._views = _views(self.buffer, self.layout)
         return self._views
+
+    @property
+    def pieces(self) -> list[memoryview]:
+        """The bytes of each entry of the layout."""
+        if self._pieces is None:
+            self._pieces = [self.memory[e.offset : e.end] for e in self.layout.entries]
+        return self._pieces
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """Views into the slab under every key path; tied paths share one view."""
@@ -197,7 +210,7 @@ class Slab:
     def _reuse(self, layout: Layout) -> None:
         """Start again, as a slab of another layout of the same size."""
         if layout is not self.layout and layout.digest != self.layout.digest:
-            self._views = None
+            self._views = self._pieces = self.prepared = None
         self.layout = layout
         self.references = 1
         self.values = b""

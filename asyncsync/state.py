@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import nn
 
 from asyncsync.binding import Binding
 from asyncsync.bus import BusCore
@@ -180,6 +181,8 @@ def _packed(slab: Slab) -> Slab:
 
 def by_worker(weights: Any) -> bool:
     """Whether these are ``{worker_idx: weights}``."""
+    if weights is None or isinstance(weights, nn.Module):
+        return False
     # A TensorDict is a Mapping too, but has no truth value.
     mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
     return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)

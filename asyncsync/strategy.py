@@ -133,7 +133,8 @@ def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
         TypeError, ValueError: as :func:`asyncsync.flat.flatten` and the strategy document.
     """
     plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
-    if plain and isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+    # (isinstance() of an abstract class takes as long as the rest.)
+    if plain and isinstance(source, nn.Module) and TensorDictBase not in type(source).__mro__:
         return _flatten_module(source)
     return flatten(strategy.extract_weights(source))
 

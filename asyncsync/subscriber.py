@@ -49,6 +49,7 @@ class Subscriber:
         fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
         waits: whether updates of these models will not be applied at once, as far as one knows.
         staged: what should go through the gate next.
+        borrows: whether there may be something to :meth:`give_back`.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
         error: per model, the last update that could not be applied.
@@ -78,7 +79,7 @@ class Subscriber:
         self.attach: Callable[[wire.Part, Layout], Slab | None] = _nothing_at_hand
         self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
         self._kept: dict[tuple[str, int], Slab] = {}
-        self._owes = self._borrows = False
+        self._owes = self.borrows = False
         self._unsaid: Staging | None = None  # what STAGED has not told of; DONE will, if it is applied at once
         self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
         self._interrupted: list[Staging] = []
@@ -128,7 +129,7 @@ class Subscriber:
                 if held is not None:
                     held[2].release()
                 self._held[model_id] = (staging.epoch, part.version, part.slab.retain())
-                self._borrows = self._borrows or part.slab.borrowed
+                self.borrows = self.borrows or part.slab.borrowed
         staging.release()
         failure = self._failure
         if failure is not None and all(self.version(self._local(m)) >= v for m, v in failure.versions.items()):
@@ -148,9 +149,7 @@ class Subscriber:
     def give_back(self) -> bool:
         """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
         again. True if that is to be told: :meth:`flush` again."""
-        if not self._borrows:
-            return False
-        self._borrows = False
+        self.borrows = False
         found = [(model_id, held) for model_id, held in self._held.items() if held[2].borrowed]
         try:
             for model_id, (epoch, version, slab) in found:

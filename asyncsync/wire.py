@@ -79,7 +79,7 @@ MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
 MAX_TEXT = 64 << 10
 MAX_DESCRIPTOR = 64 << 10
-_FIXED = 0xC1  # which msgpack does not use
+FIXED = 0xC1  # which msgpack does not use
 _SMALL_HEADER = 512
 _SMALL_ARRAY = 128  # a kept slab takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
@@ -416,7 +416,7 @@ class Again(Instruction):
     def encode(self) -> bytes:
         descriptor = self.descriptor
         length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
-        return self.form.pack(_FIXED, 16, *self.epoch, self.serial, self.since, self.version, length) + tail
+        return self.form.pack(FIXED, 16, *self.epoch, self.serial, self.since, self.version, length) + tail
 
     @classmethod
     def decode(cls, header: Buffer) -> Again:
@@ -441,7 +441,7 @@ class Done(Instruction):
     form: ClassVar[struct.Struct] = struct.Struct("<BBQQQ")
 
     def encode(self) -> bytes:
-        return self.form.pack(_FIXED, self.kind, *self.epoch, self.serial)
+        return self.form.pack(FIXED, self.kind, *self.epoch, self.serial)
 
     @classmethod
     def decode(cls, header: Buffer) -> Done:
@@ -513,8 +513,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     header = frames[0]
     if len(header) > MAX_HEADER:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
-    if len(header) > 1 and header[0] == _FIXED:
-        return _decode_fixed(header, frames[1:])
+    if len(header) > 1 and header[0] == FIXED:
+        return decode_fixed(header, frames[1:])
     try:
         # In a small header even nested, lying counts cannot make the decoder allocate much.
         if len(header) <= _SMALL_HEADER:
@@ -547,7 +547,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     return instruction, payload
 
 
-def _decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    """:func:`decode` for a header that begins with :data:`FIXED`."""
     cls = _OF_FIXED_FORM.get(header[1])
     if cls is None or len(header) < cls.form.size:
         raise ProtocolError(f"{len(header)} bytes of fixed form {header[1]}")

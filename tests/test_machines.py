@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from asyncsync.loans import Loans
 from asyncsync.peer import Announcement, Peer, Transfer
 from asyncsync.publisher import Publisher
+from asyncsync.routine import Routine
 from asyncsync.staging import Coverage, Incoming
 from asyncsync.subscriber import Subscriber
 from asyncsync.targets import Targets
@@ -149,7 +150,13 @@ MUTATIONS = {
         (Subscriber, "_on_granted", "incoming.serial != granted.serial", "False")
     ],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
-    "AGAIN leaves the slab before where it is": [(Publisher, "_repeat", "current.slab.release()", "pass")],
+    "AGAIN leaves the slab before where it is": [(Publisher, "_retell", "current.slab.release()", "pass")],
+    "a routine goes on with what it has written, and not who has it": [
+        (Routine, "end", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
+    ],
+    "a routine forgets whom it has not told": [(Routine, "end", "[peer for peer, _ in self._untold]", "[]"), NO_PONG],
+    "a routine begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
+    "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
     "DONE gives nothing back": [
         (
             Publisher,

@@ -62,6 +62,12 @@ class TransportCore:
         """
         return None
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Sender: whether workers find each slab of :attr:`pool` by what the pool says of it, and all that there is to
+        :meth:`offer`, :meth:`serve` and :meth:`retire` is that."""
+        return False
+
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
         """Sender: the instruction to fetch this slab is on its way to a worker. For channels where the sender must act
         for each worker. May come again for the same slab. Does not block.

@@ -46,6 +46,7 @@ from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.wire import (
+    FIXED,
     Again,
     Applied,
     Buffer,
@@ -58,6 +59,7 @@ from asyncsync.wire import (
     Staged,
     Update,
     decode,
+    decode_fixed,
 )
 
 __all__ = ["BY_LANE", "Lane", "Lanes", "connect", "join", "read", "split"]
@@ -124,6 +126,8 @@ def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
     Raises:
         LimitExceeded, ProtocolError: malformed, or no instruction that goes by lane.
     """
+    if packet[:1] == _ALONE and len(packet) > 2 and packet[1] == FIXED:
+        return decode_fixed(packet[1:], ())  # one of those that come by lane
     instruction, payload = decode(split(packet))
     if type(instruction) not in BY_LANE:
         raise ProtocolError(f"{type(instruction).__name__} by lane")
@@ -159,9 +163,20 @@ class Lane:
         self.closed = False
         self.sent = 0
         _of_this_process.add(self)
-        self._loop.add_reader(connection.fileno(), self._read)
+        self._is_watched = True
+        self._loop.add_reader(connection.fileno(), self.take)
 
-    def _read(self) -> bool:
+    def watch(self, wanted: bool) -> None:
+        """Whether the loop calls when there is a packet; otherwise somebody has to :meth:`take` it."""
+        if self.closed or wanted is self._is_watched:
+            return
+        self._is_watched = wanted
+        if wanted:
+            self._loop.add_reader(self._socket.fileno(), self.take)
+        else:
+            self._loop.remove_reader(self._socket.fileno())
+
+    def take(self) -> bool:
         """Take in one packet; False if there was none."""
         if self.closed:
             return False
@@ -189,7 +204,7 @@ class Lane:
     def drain(self) -> None:
         """Take in all that has come: it was sent before the message that the caller is about to look at."""
         for _ in range(MAX_QUEUED):
-            if not self._read():
+            if not self.take():
                 return
 
     def send(self, frames: Sequence[Buffer]) -> bool:

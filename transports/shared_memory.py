@@ -51,6 +51,12 @@ class SlotTransport(base.TransportCore):
         """Where the slab's slot is. Nothing is copied: it was packed there."""
         return self.pool.describe(slab)
 
+    @property
+    def is_at_hand(self) -> bool:
+        mine = type(self).offer is SlotTransport.offer
+        others = type(self).serve is base.TransportCore.serve and type(self).retire is base.TransportCore.retire
+        return mine and others
+
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab:
         """The slot, mapped, or a copy of it.
 

@@ -136,7 +136,7 @@ class Slot(Slab):
             return
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
-        self._views = None
+        self._views = self._pieces = None
         with contextlib.suppress(BufferError):  # somebody has kept a view: with that it goes
             self.memory.release()
             del self.buffer

@@ -494,28 +494,31 @@ async def test_an_update_that_nobody_has_time_to_wait_for_goes_out_all_the_same(
 async def test_r199_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> None:
     async with api.crew(2) as everybody:
         said = []
-        publisher = bare(everybody.sender).bus._link.publisher
-        send = publisher._send
+        link = bare(everybody.sender).bus._link
+        send, start = link.publisher._send, link.version
 
         def telling(route: bytes, instruction: wire.Instruction, *rest: Any) -> None:
             said.append(type(instruction))
             send(route, instruction, *rest)
 
-        publisher._send = telling
+        link.publisher._send = telling
         for value in range(2, 6):
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
         # What workers read where it is, they ask for first.
         short = not api.options
-        assert said.count(wire.Again) == 8 * short
+        # The first needs a second slot; the others are routine, in which the state machine has no part.
+        told = 2 if api.kind in ("SharedMem", "MultiProcess") else 8
+        assert said.count(wire.Again) == told * short
         assert said.count(wire.Update) == 8 * (not short)
+        assert everybody.sender.version == start + 4
         with held(everybody.receivers[0]):
             await everybody.sender.publish(fill(everybody.source, 6))
             await everybody.sender.wait_version(everybody.sender.version, worker_ids=1)
             await everybody.sender.publish(fill(everybody.source, 7))  # one of them is behind
         await everybody.sender.wait_version(everybody.sender.version)
         assert everybody.read == [{7}, {7}]
-        assert said.count(wire.Again) == 10 * short
+        assert said.count(wire.Again) == (told + 2) * short
 
 
 @pytest.mark.schemes("some")

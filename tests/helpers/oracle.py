@@ -103,7 +103,7 @@ class Oracle:
 
     def _number(self, worker: Worker, epoch: tuple[int, int], version: int, model: str) -> int:
         """What this version of a model is for this worker."""
-        trainer = next(t for t in self.trainers if t.publisher.epoch == epoch)
+        trainer = next(t for t in self.trainers if t.epoch == epoch)
         number = trainer.records[version - 1].number_for(worker.index, "" if self.world.models == ("",) else model)
         assert number is not None
         return number
@@ -124,12 +124,12 @@ class Oracle:
             owner = record.number_for(worker.index, topic)
             assert owner == number, f"{worker} holds the weights of another worker or model in {model!r}: {record}"
             assert not record.rejected, f"{worker} holds a publication that was rejected: {record}"
-            mark = (record.trainer.publisher.epoch, record.version)
+            mark = (record.trainer.epoch, record.version)
             before = worker.epochs.get(model)
             assert before is None or mark > before, f"{worker} went back from {before} to {mark} of {model!r}"
             worker.epochs[model] = mark
-            publisher = record.trainer.publisher
             for objector in record.objectors:
+                publisher = record.trainer.publisher
                 if self._overtaken(record, objector.index):
                     continue
                 peer = publisher.peers.get(objector.index)

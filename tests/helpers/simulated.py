@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,12 +14,14 @@ from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.flat import FlatWeights
 from asyncsync.layout import Layout
 from asyncsync.publisher import Publisher
+from asyncsync.routine import Routine
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab, SlabPool
 from asyncsync.staging import Staging
 from asyncsync.strategy import WeightStrategy
 from asyncsync.subscriber import Subscriber
 from asyncsync.targets import Publication
+from asyncsync.transports.lane import split
 from helpers.machines import Borrowed
 
 __all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
@@ -175,7 +178,8 @@ class Trainer:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.publisher = Publisher(
+        self.routine: Routine | None = None
+        self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
         for model in world.models:
@@ -183,6 +187,33 @@ class Trainer:
         # Only the publisher knows whether a refusal came in time; what follows from it is checked.
         self._reject = self.publisher.targets.reject
         self.publisher.targets.reject = self.rejected  # type: ignore[method-assign]
+
+    @property
+    def publisher(self) -> Publisher:
+        """As :class:`asyncsync.sender.SenderLink` has it."""
+        if self.routine is not None:
+            routine, self.routine = self.routine, None
+            routine.end()
+        return self._publisher
+
+    @property
+    def epoch(self) -> wire.Epoch:
+        return self._publisher.epoch
+
+    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> Routine | None:
+        publisher = self.publisher
+        target = publisher.targets.models[model].common.current
+        if not self.usable or target is None or target.slab not in self.slots or target.slab.in_place:
+            return None
+        peers = publisher.steady(model, target.slab)
+        if not peers or any(p.unsettled or p.slow or p.nonce in publisher.loans for p in peers):
+            return None
+        slab = self.slots.acquire(target.slab.layout)
+        slab.in_place = False
+        slab.descriptor = self.slots.describe(slab, mapped=False)
+        workers = [(peer, lanes[peer.route]) for peer in peers]
+        self.routine = Routine(publisher, model, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        return self.routine
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
         assert refusals
@@ -212,6 +243,28 @@ class Trainer:
     @property
     def usable(self) -> bool:
         return self.alive and self.publisher.fenced is None and not self.publisher.closed
+
+
+class SimulatedLane:
+    """As :class:`asyncsync.transports.lane.Lane`: what is written is on its way, unless the lane is broken."""
+
+    def __init__(self, connection: Connection, network: list[Message], *, broken: bool) -> None:
+        self._connection = connection
+        self._network = network
+        self.broken = broken
+
+    def write(self, buffers: Sequence[wire.Buffer]) -> bool:
+        if self.broken or not self._connection.open:
+            return False
+        frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
+        self._network.append(Message(self._connection, False, frames))
+        return True
+
+    def watch(self, wanted: bool) -> None:
+        pass
+
+    def take(self) -> bool:
+        return False
 
 
 class FlakyBinding(Binding):

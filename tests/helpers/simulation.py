@@ -26,6 +26,7 @@ from asyncsync import wire
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.flat import FlatWeights
 from asyncsync.slab import Slab, pack
+from asyncsync.transports.lane import join
 from helpers.oracle import Oracle
 from helpers.simulated import (
     DTYPES,
@@ -33,6 +34,7 @@ from helpers.simulated import (
     Connection,
     Message,
     Record,
+    SimulatedLane,
     Trainer,
     Worker,
     World,
@@ -59,6 +61,7 @@ OPERATIONS = {
     "tick": 6,
     "publish": 8,
     "train": 3,
+    "routine": 3,
     "publish_some": 3,
     "publish_each": 3,
     "pack": 6,
@@ -194,6 +197,54 @@ class Simulation(Oracle):
                 if not self.network:
                     break
             self._publish(models, None, torch.float32, each=False)
+
+    def _do_routine(self, a: int, b: int) -> None:
+        """Some turns of a training loop with one model, each begun when everybody has the last; in the end, not all
+        has arrived, or somebody could not be told."""
+        trainer, models = self.trainer, sorted(self.world.lent)
+        if not models:
+            return
+        model = models[a % len(models)]
+        self._do_assemble(a, b)
+        for _ in range(2):
+            self._flow_up_and_down()
+            self._publish([model], None, torch.float32, each=False, copied=True)
+        self._flow_up_and_down()
+        routes = {c.route: SimulatedLane(c, self.network, broken=False) for c in self.connections}
+        if (routine := trainer.begin_routine(model, routes)) is None:
+            return
+        turns = b % 4
+        for turn in range(1 + turns):
+            if turn == turns and a % 3 == 0:
+                next(reversed(routes.values())).broken = True
+            number = len(self.records) + 1
+            record = Record(routine.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
+            flat = FlatWeights({path: torch.full(shape, float(number)) for path, shape in SHAPES.items()})
+            if self.network or routine.waiting or not routine.publish(flat, self.now):
+                break
+            trainer.records.append(record)
+            self.records[number] = record
+            self.images[number] = bytes(routine._newest.memory)
+            if not routine.tell():
+                break
+            if turn < turns:
+                self._flow_up_and_down()
+                if trainer.routine is not routine:
+                    return
+        for _ in range(a % 8):
+            if self.network:
+                self._deliver(self.network.pop(b % len(self.network)))
+                self._settle_workers()
+
+    def _flow_up_and_down(self) -> None:
+        """All that is on its way arrives."""
+        for _ in range(100):
+            if not self.network:
+                return
+            self._deliver(self.network.pop(0))
+            self._settle_workers()
+            if self.trainer.routine is None:
+                self._settle()
 
     def _do_publish_some(self, a: int, b: int) -> None:
         """For some worker_ids."""
@@ -591,15 +642,39 @@ class Simulation(Oracle):
         try:
             instruction, payload = wire.decode(message.frames)
             if message.upward:
-                if connection.trainer.alive:
+                if connection.trainer.alive and not self._answers(message):
                     connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
             elif connection.worker.running_on:
                 connection.worker.subscriber.receive(instruction, payload, self.now)
         except ProtocolError as error:
             self.dropped[str(error).partition(":")[0]] += 1
 
+    def _answers(self, message: Message) -> bool:
+        """Whether a routine has waited for just this."""
+        routine = message.connection.trainer.routine
+        if routine is None:
+            return False
+        packet = memoryview(b"".join(join(message.frames)))
+        peers = [peer for peer in routine.waiting if peer.route == message.connection.route]
+        return any(routine.answer(peer, packet, self.now) for peer in peers)
+
     def _settle(self) -> None:
         """The shells: send what the machines want sent, fetch, and let updates through the gates that are open."""
+        self._settle_workers()
+        for trainer in self.trainers:
+            outbox = trainer.publisher.outbox
+            while outbox:
+                route, instruction, payload = outbox.popleft()
+                if not trainer.alive:
+                    continue
+                connection = next(c for c in reversed(self.connections) if c.route == route)
+                if connection.open:
+                    frames = [wire.encode(instruction), *map(bytes, payload)]
+                    self.network.append(Message(connection, False, frames))
+                else:
+                    trainer.publisher.unreachable(route, self.now)
+
+    def _settle_workers(self) -> None:
         for worker in self.workers:
             if worker.alive:
                 while worker.subscriber.fetches:
@@ -614,18 +689,6 @@ class Simulation(Oracle):
                         self._observe(worker)
                         self._finish(worker)
             self._send_up(worker)
-        for trainer in self.trainers:
-            outbox = trainer.publisher.outbox
-            while outbox:
-                route, instruction, payload = outbox.popleft()
-                if not trainer.alive:
-                    continue
-                connection = next(c for c in reversed(self.connections) if c.route == route)
-                if connection.open:
-                    frames = [wire.encode(instruction), *map(bytes, payload)]
-                    self.network.append(Message(connection, False, frames))
-                else:
-                    trainer.publisher.unreachable(route, self.now)
 
     def _send_up(self, worker: Worker) -> None:
         if worker.running_on:
@@ -656,7 +719,15 @@ class Simulation(Oracle):
         if worker.alive:
             worker.subscriber.fetched(serial, index, slab, error, self.now)
 
-    def _publish(self, models: Iterable[str], workers: list[int] | None, dtype: torch.dtype, *, each: bool) -> None:
+    def _publish(
+        self,
+        models: Iterable[str],
+        workers: list[int] | None,
+        dtype: torch.dtype,
+        *,
+        each: bool,
+        copied: bool = False,
+    ) -> None:
         trainer = self.trainer
         publisher = trainer.publisher
         if not trainer.usable:
@@ -669,7 +740,7 @@ class Simulation(Oracle):
 
         def make(model: str, whom: Iterable[int | None], dtype: torch.dtype) -> Slab:
             number = len(self.records) + len(dtypes) + 1
-            slab = self._slab(trainer, model, number, dtype)
+            slab = self._slab(trainer, model, number, dtype, copied=copied)
             slabs.append(slab)
             dtypes[number] = dtype
             numbers.setdefault(model, {}).update(dict.fromkeys(whom, number))
@@ -706,14 +777,14 @@ class Simulation(Oracle):
             slab.release()
         self._settle()
 
-    def _slab(self, trainer: Trainer, model: str, number: int, dtype: torch.dtype) -> Slab:
+    def _slab(self, trainer: Trainer, model: str, number: int, dtype: torch.dtype, *, copied: bool) -> Slab:
         flat = FlatWeights({path: torch.full(shape, number, dtype=dtype) for path, shape in SHAPES.items()})
         lent = model in self.world.lent
         slab = (trainer.slots if lent else trainer.pool).acquire(layout_of(dtype))
         pack(slab, flat)
         if lent:
             self.images[number] = bytes(slab.memory)
-            slab.in_place = number % 3 > 0
+            slab.in_place = number % 3 > 0 and not copied
             slab.descriptor = trainer.slots.describe(slab, mapped=slab.in_place)
         elif self.world.descriptors:
             slab.descriptor = descriptor = b"%d" % number

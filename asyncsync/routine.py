@@ -1,0 +1,144 @@
+"""Routine: a training loop's steady state in as few steps as can be, beside the sender's state machine.
+
+For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
+it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
+Routine has two slots for itself: the newest version, and one to write the next into. It tells all workers of it with
+one packet (AGAIN), by lane, and counts the answers, which are all the same packet too (DONE). It listens to one worker
+at a time, first to the one that was told last: to be woken by each would take the core from those that are not done.
+
+Meanwhile the :class:`asyncsync.publisher.Publisher` stands still. Before anybody looks at it, be it because anything
+else has come from a worker, because a worker has gone, because time has passed or somebody asks for the status, it is
+told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the last. That is
+all there is to know, for a routine goes on to the next version only when everybody has answered. From there on it goes
+on by itself, and finds out what was lost as it always does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncsync.copying import FEW_BYTES, KnownMemory, copy_bytes
+from asyncsync.flat import FlatWeights
+from asyncsync.layout import Layout
+from asyncsync.peer import Peer
+from asyncsync.publisher import Publisher
+from asyncsync.slab import Slab, pack
+from asyncsync.transports.lane import Lane, join
+from asyncsync.wire import Again, Buffer, Done
+
+__all__ = ["Routine"]
+
+
+class Routine:
+    """The steady state of one model.
+
+    Args:
+        publisher: in the steady state (:meth:`asyncsync.publisher.Publisher.steady`).
+        model_id: the model.
+        slots: the newest version's slab, and the next one's; both with the caller's reference, and a descriptor.
+        workers: everybody, and their lanes.
+
+    Attributes:
+        version: the newest.
+        waiting: who has not answered it.
+        waiter: to be woken when everybody has answered, or this has ended.
+    """
+
+    def __init__(
+        self, publisher: Publisher, model_id: str, slots: tuple[Slab, Slab], workers: Sequence[tuple[Peer, Lane]]
+    ) -> None:
+        self.model_id = model_id
+        self.version, self._serial = publisher.version, publisher.serial
+        self.waiting: dict[Peer, Lane] = {}
+        self.waiter: asyncio.Future[None] | None = None
+        self._publisher = publisher
+        self._layout: Layout = slots[0].layout
+        self._newest, self._next = slots
+        self._workers = workers
+        self._peers = [peer for peer, _ in workers]
+        self._memory = KnownMemory()
+        self._updates = 0
+        self._is_over = False
+        self._asking: dict[Peer, Lane] | None = None
+        self._heard = workers[0][1]  # told last
+        for _, lane in workers[1:]:
+            lane.watch(False)
+        self._began = 0.0
+        self._untold: list[tuple[Peer, Lane]] = []
+        self._again: list[Buffer] = []
+        self._done = b""
+
+    def publish(self, flat: FlatWeights, now: float) -> bool:
+        """Write the next version; :meth:`tell` is to follow. False: these weights are not like the others."""
+        tensors = None if flat.values else self._layout.arrange(flat)
+        if tensors is None:
+            return False
+        slab = self._next
+        memory = self._memory.of(tensors) if slab.nbytes <= FEW_BYTES else None
+        if memory is None:
+            pack(slab, flat, tensors=tensors)
+        else:
+            copy_bytes(slab.pieces, memory)
+        epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
+        again = join([Again(epoch, serial, self._serial, version, slab.descriptor).encode()])
+        done = b"".join(join([Done(epoch, serial).encode()]))
+        waiting, untold = dict(self._workers), list(self._workers)
+        # All at once: no exception strikes where nothing is called.
+        self._next, self._newest, self._began = self._newest, slab, now
+        self.version, self._serial, self._updates = version, serial, self._updates + 1
+        self._again, self._done, self.waiting, self._untold = again, done, waiting, untold
+        return True
+
+    def tell(self) -> bool:
+        """Tell everybody of it; False: somebody cannot be reached by lane."""
+        untold = self._untold
+        while untold:
+            if not untold[-1][1].write(self._again):
+                return False
+            untold.pop()
+        return True
+
+    def answer(self, peer: Peer, packet: memoryview, now: float) -> bool:
+        """A worker has said something; False if it is not what is waited for."""
+        waiting = self.waiting
+        if packet != self._done or peer not in waiting:
+            return False
+        peer.last_seen = now
+        del waiting[peer]
+        if not waiting:
+            self.wake()
+        elif waiting is not self._asking:
+            self._ask(waiting)
+        return True
+
+    def _ask(self, waiting: dict[Peer, Lane]) -> None:
+        """Take in what the others have said; then listen to one that has not."""
+        self._asking = waiting
+        try:
+            for lane in list(waiting.values()):
+                lane.take()
+        finally:
+            self._asking = None
+        if waiting and not self._is_over:
+            self._heard.watch(False)
+            self._heard = next(iter(waiting.values()))
+            self._heard.watch(True)
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def end(self) -> None:
+        """Let the publisher go on."""
+        self._is_over = True
+        for _, lane in self._workers:
+            lane.watch(True)
+        self._next.release()
+        if self._updates:
+            untold = [peer for peer, _ in self._untold]
+            peers, waiting = self._peers, self.waiting
+            self._publisher.catch_up(self.model_id, self._newest, self._updates, peers, waiting, untold, self._began)
+        else:
+            self._newest.release()
+        self.wake()
