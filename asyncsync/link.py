@@ -52,7 +52,7 @@ def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
         TypeError: not a number; None where a deadline is needed.
         ValueError: negative, or not a number of seconds at all.
     """
-    if timeout is None and or_none:
+    if (timeout is None and or_none) or (type(timeout) is float and timeout >= 0):
         return
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
         hint = "; only receive() waits without a limit" if timeout is None else ""
@@ -62,24 +62,23 @@ def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
 
 
 class Conditions:
-    """Coroutines that wait until a predicate over the link's state holds."""
+    """Coroutines that wait until a predicate over the link's state holds.
+
+    Attributes:
+        waiters: the predicate of each that waits.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._deadlines: dict[asyncio.Future[None], float] = {}  # of those without a timer of their own
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def waiters(self) -> int:
-        """How many there are."""
-        return len(self._waiters)
-
     def notify(self) -> None:
         """The state may have changed: look for every waiter, and wake those whose predicate holds."""
-        if not self._waiters:
+        if not self.waiters:
             return
-        for waiter, predicate in list(self._waiters.items()):
+        for waiter, predicate in list(self.waiters.items()):
             if not waiter.done():
                 try:
                     if predicate():
@@ -109,14 +108,14 @@ class Conditions:
                         self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
                 else:
                     timer = self._loop.call_at(deadline, _wake, waiter)
-            self._waiters[waiter] = predicate
+            self.waiters[waiter] = predicate
             try:
                 if begin is not None:
                     begin()
                     begin = None
                 await waiter
             finally:
-                del self._waiters[waiter]
+                del self.waiters[waiter]
                 if timer is not None:
                     timer.cancel()
                 else:
@@ -217,8 +216,10 @@ class Link(ABC):
         """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
         now = self.loop.time()
         self._flush(now)
-        self.conditions.notify()
-        self._set_timer(now)
+        if self.conditions.waiters:
+            self.conditions.notify()
+        if self._timer is None:
+            self._set_timer(now)
 
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:

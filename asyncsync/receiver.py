@@ -26,7 +26,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lane, connect, read
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
-from asyncsync.wire import Buffer, Epoch, Welcome, decode, encode
+from asyncsync.wire import Buffer, Done, Epoch, Welcome, decode, encode
 
 __all__ = ["Mark", "ReceiverLink"]
 
@@ -190,12 +190,18 @@ class ReceiverLink(Link):
         by_zmq = False
         while outbox:
             instruction, payload = outbox.popleft()
+            if type(instruction) is Done and self._send_done(instruction):
+                continue
             frames = (encode(instruction), *payload)
             if not (type(instruction) in BY_LANE and self._send_by_lane(frames)):
                 self._socket.send(frames)
                 by_zmq = True
         if by_zmq:
             self._socket.flushed()
+
+    def _send_done(self, done: Done) -> bool:
+        lane = self.lane
+        return lane is not None and lane.open and self.subscriber.welcomed and lane.send_alone(done.encode())
 
     def _send_by_lane(self, frames: Sequence[Buffer]) -> bool:
         # Not between HELLO and WELCOME: what is said then must not come before the HELLO.

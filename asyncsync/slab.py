@@ -301,8 +301,9 @@ class SlabPool:
         with self._lock:
             slab, self._spare = self._spare, None
             self._in_use += 1
-        self._settle()
-        if slab is not None and slab.buffer.numel() == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
+        if self._came_back:
+            self._settle()
+        if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab._reuse(layout)
         else:
             slab = None  # its memory goes before the new one's comes
@@ -312,8 +313,7 @@ class SlabPool:
                 with self._lock:
                     self._in_use -= 1
                 raise
-        if (count := self.slabs) > self.peak:
-            self.peak = count
+            self.peak = max(self.peak, self.slabs)
         return slab
 
     def close(self) -> None:
@@ -338,7 +338,8 @@ class SlabPool:
                 self._draining.add(slab)
             else:
                 self._keep(slab)
-        self._settle()
+        if self._came_back:
+            self._settle()
 
     def _returned(self, slab: Slab) -> None:
         self._came_back.append(slab)

@@ -120,7 +120,8 @@ class Subscriber:
             return
         self._done(staging)
         for model_id, part in staging.parts.items():
-            self._move_out(model_id, (staging.epoch, part.version))
+            if self._homes:
+                self._move_out(model_id, (staging.epoch, part.version))
             if staging.epoch == self.epoch and part.version > self._versions.get(model_id, 0):
                 self._versions[model_id] = part.version
                 self.error.pop(model_id, None)
@@ -140,6 +141,10 @@ class Subscriber:
             at_once = self._unsaid is staging
             if at_once:
                 self._unsaid = None
+            if at_once and self._serial == staging.serial and not (self._kept or self._incoming):
+                self._owes = False
+                self._send(wire.Done(staging.epoch, staging.serial))
+                return
             last, kept = self._report()
             if at_once and last == staging.serial and not kept:
                 self._send(wire.Done(staging.epoch, staging.serial))
@@ -193,8 +198,6 @@ class Subscriber:
 
     def _move_out(self, model_id: str, since: tuple[Epoch, int]) -> None:
         """All of the model's memory has been elsewhere since this version."""
-        if not self._homes:
-            return
         homes = self._homes.pop(model_id, [])
         for epoch, version, slab in homes:
             if (epoch, version) < since:

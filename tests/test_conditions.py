@@ -85,7 +85,7 @@ async def test_what_begins_a_wait_and_raises_ends_it() -> None:
 
     with pytest.raises(OSError, match="broken"):
         await conditions.until(lambda: False, 10, begin)
-    assert not conditions._waiters
+    assert not conditions.waiters
 
 
 async def test_long_waits_share_a_timer_and_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +123,4 @@ async def test_a_long_wait_that_is_cancelled_leaves_nothing(monkeypatch: pytest.
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not conditions._deadlines
-    assert not conditions._waiters
+    assert not conditions.waiters

@@ -217,6 +217,13 @@ class Lane:
         self.sent += 1
         return True
 
+    def send_alone(self, header: bytes) -> bool:
+        """The same of a short one without payload frames."""
+        if not self.write((_ALONE, header)):
+            return False
+        self.sent += 1
+        return True
+
     def write(self, buffers: Sequence[Buffer]) -> bool:
         """Send a packet; False if it has not been sent."""
         try:

@@ -121,7 +121,7 @@ def check_idle(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncScheme) -> 
         and not sender.bus._link.order.locked()
         and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
         and all(not r.bus._link.wanted for r in receivers)
-        and all(not link.conditions._waiters for link in links)
+        and all(not link.conditions.waiters for link in links)
         and all(link.failure is None for link in links)
     )
 
