@@ -85,13 +85,12 @@ def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> _Bytes:
-    # Not by tensor.numpy(), after which the storage could never be resized.
     return np.frombuffer(_memory(tensor), np.uint8)
 
 
-def _memory(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """Its bytes, as long as it has them."""
-    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Its bytes, as long as it has them. (After tensor.numpy(), its storage could never be resized.)"""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class KnownMemory:
@@ -120,7 +119,7 @@ class KnownMemory:
                 return None
         pointers = list(map(torch.Tensor.data_ptr, tensors))
         if pointers != self._pointers:
-            self._views = [memoryview(_memory(tensor)).cast("B") for tensor in tensors]
+            self._views = [_memory(tensor) for tensor in tensors]
             self._pointers = pointers
         return self._views
 

@@ -240,6 +240,7 @@ SETS: dict[str, list[Api]] = {
     "all": _ALL,
     "some": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.name in ("asyncio-mapped", "blocking-process"))],
     "slots": [api for api in _ALL if api.kind != "ZMQ"],
+    "copied": [api for api in _ALL if api.kind != "ZMQ" and not api.options],
     "in place": _IN_PLACE,
     "shared": [api for api in _ALL if api.kind == "SharedMem"],
     "instant": [api for api in _ALL if api.is_instant],
@@ -247,5 +248,6 @@ SETS: dict[str, list[Api]] = {
     "process": [api for api in _ALL if api.kind == "MultiProcess"],
 }
 """What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
-them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; … "in place" is for
+them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
+which they are copied; … "in place" is for
 tests that set ``map_above`` themselves."""

@@ -1,0 +1,174 @@
+"""A training loop's routine (asyncsync/routine.py) and all that interrupts it: nobody notices a difference."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncsync import PartialSendError
+from helpers.apis import Api, bare
+from helpers.pairs import Clock, Crew, Model, fill, held, read, receiver_of, until
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
+
+
+def link_of(everybody: Crew) -> Any:
+    return bare(everybody.sender).bus._link
+
+
+async def begin(everybody: Crew) -> Any:
+    """Some updates; then it is routine."""
+    link = link_of(everybody)
+    for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
+        await everybody.sender.send_async(fill(everybody.source, value))
+        if value == 3 and link._routine is not None:
+            return link
+    raise AssertionError("no routine")
+
+
+def slots(everybody: Crew) -> int:
+    """Slots that the sender has, in all."""
+    (scheme,) = bare(everybody.sender).bus._schemes.values()
+    pool = scheme._transport().pool
+    assert len(pool.used) <= 2
+    return int(pool.slabs)
+
+
+async def test_r199_updates_that_are_routine_arrive_whole_and_in_order(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        link = await begin(everybody)
+        version = everybody.sender.version
+        for value in range(10, 60):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+            assert everybody.sender.version == (version := version + 1)
+        assert slots(everybody) == 2
+        assert everybody.sender.status()[0].version == version
+        assert link._routine is None  # it was asked
+        assert not link.publisher.loans
+        assert slots(everybody) == 2
+        await everybody.sender.send_async(fill(everybody.source, 60))
+        assert everybody.read == [{60}, {60}]
+
+
+async def test_r199_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        link = await begin(everybody)
+        for value in range(10, 16):
+            with held(everybody.receivers[value % 2]):
+                sending = asyncio.create_task(everybody.sender.send_async(fill(everybody.source, value)))
+                await until(lambda v=value: everybody.read[1 - v % 2] == {v})
+                assert not sending.done()
+            await sending
+            assert everybody.read == [{value}, {value}]
+        await begin(everybody)
+        assert slots(everybody) == 2
+        assert not link.publisher.loans
+
+
+async def test_r035_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        with held(everybody.receivers[1]), Clock(1.1) as clock:
+            with pytest.raises(PartialSendError) as caught:
+                await everybody.sender.send_async(fill(everybody.source, 9), timeout=1.1)
+        assert clock.elapsed >= 1.0
+        assert set(caught.value.acked) == {0}
+        assert set(caught.value.failed) == {1}
+        await everybody.sender.wait_version(everybody.sender.version)
+        assert everybody.read == [{9}, {9}]
+
+
+async def test_r199_a_routine_that_is_cancelled_was_published_all_the_same(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        version = everybody.sender.version
+        with held(everybody.receivers[0]):
+            sending = asyncio.create_task(everybody.sender.send_async(fill(everybody.source, 9)))
+            await until(lambda: everybody.read[1] == {9})
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+        await everybody.sender.wait_version(version + 1)
+        assert everybody.read == [{9}, {9}]
+        await begin(everybody)
+        assert slots(everybody) == 2
+
+
+async def test_r199_several_tasks_that_send_at_once_interrupt_each_others_routine(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        version = everybody.sender.version
+        models = [fill(Model(), value) for value in range(10, 16)]
+        await asyncio.gather(*(everybody.sender.send_async(model) for model in models))
+        assert everybody.sender.version == version + len(models)
+        # (The calls of threads have no order.)
+        assert everybody.read[0] == everybody.read[1]
+        assert everybody.read[0] <= set(range(10, 16))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_r199_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing_but_time(api: Api, which: int) -> None:
+    async with api.crew(2) as everybody:
+        link = await begin(everybody)
+        broken = list(link.lanes.of.values())[which]
+        link.loop.call_soon_threadsafe(broken.close)
+        for value in (10, 11, 12):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+
+
+async def test_r199_a_worker_that_joins_during_a_routine_gets_the_newest(api: Api) -> None:
+    scheme = api.scheme()
+    async with api.crew(2, scheme=scheme, sender={"num_workers": None}) as everybody:
+        link = await begin(everybody)
+        late = Model()
+        receiver = receiver_of(scheme, 2, late)
+        await receiver.connect()
+        try:
+            assert read(late) == {3}
+            assert link._routine is None
+            for value in range(10, 14):
+                await everybody.sender.send_async(fill(everybody.source, value))
+                assert [*everybody.read, read(late)] == [{value}] * 3
+        finally:
+            await receiver.shutdown()
+
+
+async def test_r199_weights_that_are_not_like_the_last_end_a_routine(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        # The same Parameters with other memory, or another order of it.
+        for parameter in everybody.source.parameters():
+            parameter.data = torch.full(parameter.shape[::-1], 7.0).t() if parameter.dim() == 2 else parameter + 4
+        await everybody.sender.send_async(fill(everybody.source, 7))
+        assert everybody.read == [{7}, {7}]
+        # A worker's, too.
+        for parameter in everybody.models[0].parameters():
+            if parameter.dim() == 2:
+                parameter.data = torch.zeros(parameter.shape[::-1]).t()
+        for value in (20, 21, 22):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+        await everybody.sender.send_async({n: torch.full_like(p, 30) for n, p in everybody.source.state_dict().items()})
+        assert everybody.read == [{30}, {30}]
+
+
+async def test_r199_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        own = dict(everybody.models[1]._parameters)
+        name = next(iter(own))
+        everybody.models[1]._parameters[name] = nn.Parameter(torch.zeros(3, 3, 3))
+        with pytest.raises(PartialSendError) as caught:
+            await everybody.sender.send_async(fill(everybody.source, 9))
+        assert set(caught.value.failed) == {1}
+        everybody.models[1]._parameters[name] = own[name]
+        for value in (10, 11, 12):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+        assert slots(everybody) == 2

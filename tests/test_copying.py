@@ -1,0 +1,82 @@
+"""Copies of a few small tensors, as bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from asyncsync.copying import FEW, KnownMemory, copy_bytes, copy_tensors
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
+def test_the_bytes_of_tensors_can_be_read_and_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source, destination = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    there, here = KnownMemory().of([source]), KnownMemory().of([destination])
+    assert there is not None
+    assert here is not None
+    copy_bytes(here, there)
+    assert torch.equal(source, destination)
+
+
+class Own(torch.Tensor):
+    """A subclass, whose bytes may mean anything."""
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 3).t(),
+        torch.zeros(6)[::2],
+        torch.zeros(1).expand(5),
+        torch._neg_view(torch.ones(3)),
+        torch.zeros(3, dtype=torch.complex64),
+        torch.empty(3, device="meta"),
+        torch.zeros(3).as_subclass(Own),
+    ],
+    ids=["transposed", "strided", "expanded", "negative", "complex", "meta", "subclass"],
+)
+def test_what_is_more_than_bytes_is_left_to_torch(tensor: torch.Tensor) -> None:
+    assert KnownMemory().of([torch.zeros(2), tensor]) is None
+
+
+def test_inference_tensors_and_many_tensors_are_left_to_torch() -> None:
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    assert KnownMemory().of([inference]) is None
+    assert KnownMemory().of([torch.zeros(1)] * (FEW + 1)) is None
+
+
+def test_memory_is_known_until_it_is_elsewhere() -> None:
+    known = KnownMemory()
+    model = nn.Linear(3, 2)
+    tensors: list[torch.Tensor] = [model.weight, model.bias]
+    first = known.of(tensors)
+    assert first is not None
+    assert known.of(tensors) is first
+    model.weight.data = torch.full((2, 3), 5.0)
+    second = known.of(tensors)
+    assert second is not None
+    assert second is not first
+    assert bytes(second[0]) == model.weight.detach().numpy().tobytes()
+    model.weight.data = torch.zeros(3, 2).t()
+    assert known.of(tensors) is None
+
+
+@pytest.mark.parametrize("numel", [10, 100_000])
+def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
+    """As sharded training does it, to free memory; a storage that numpy() has seen cannot be."""
+    source, destination = torch.ones(numel), torch.zeros(numel)
+    copy_tensors([destination], [source])
+    here, there = KnownMemory().of([destination]), KnownMemory().of([source])
+    assert here is not None
+    assert there is not None
+    copy_bytes(here, there)
+    assert torch.equal(source, destination)
+    for tensor in (source, destination):
+        storage = tensor.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(4 * numel)
