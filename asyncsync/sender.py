@@ -309,13 +309,15 @@ class SenderLink(Link):
         target = None if model is None else model.common.current
         if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.in_place:
             return None
+        if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
+            return None
         peers = publisher.steady(model_id, target.slab)
         if not peers or publisher.outbox or publisher.fenced is not None:
             return None
         workers = []
         for peer in peers:
             lane = self.lanes.of.get(peer.nonce)
-            if lane is None or peer.unsettled or peer.slow or peer.nonce in publisher.loans:
+            if lane is None or peer.unsettled or peer.slow:
                 return None
             workers.append((peer, lane))
         slab = pool.acquire(layout)

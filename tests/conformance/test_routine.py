@@ -172,3 +172,20 @@ async def test_r199_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
         assert slots(everybody) == 2
+
+
+async def test_r084_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by_a_routine(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        link = await begin(everybody)
+        bus = bare(everybody.sender).bus
+
+        def lent() -> Any:
+            return link.publisher.targets.models["policy"].common.current.slab.retain()
+
+        slab = bus._look(lent)
+        content = bytes(slab.memory)
+        for value in range(10, 16):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+            assert bytes(slab.memory) == content
+        bus._look(slab.release)

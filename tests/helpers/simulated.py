@@ -205,8 +205,10 @@ class Trainer:
         target = publisher.targets.models[model].common.current
         if not self.usable or target is None or target.slab not in self.slots or target.slab.in_place:
             return None
+        if target.slab.references > 1:
+            return None
         peers = publisher.steady(model, target.slab)
-        if not peers or any(p.unsettled or p.slow or p.nonce in publisher.loans for p in peers):
+        if not peers or any(p.unsettled or p.slow for p in peers):
             return None
         slab = self.slots.acquire(target.slab.layout)
         slab.in_place = False

@@ -632,10 +632,18 @@ class Simulation(Oracle):
         for trainer in self.trainers:
             if trainer.alive:
                 trainer.publisher.tick(self.now)
+                self._excuse(trainer)
         for worker in self.workers:
             if worker.running_on:
                 worker.subscriber.tick(self.now)
         self._settle()
+
+    def _excuse(self, trainer: Trainer) -> None:
+        """Nobody waits for the answer of a worker that has been silent, also if it speaks again."""
+        silent = {peer.nonce for peer in trainer.publisher.peers.values() if peer.slow or peer.lost}
+        for record in trainer.records:
+            if record.objectors:
+                record.objectors = [o for o in record.objectors if o.subscriber.nonce not in silent]
 
     def _deliver(self, message: Message) -> None:
         connection = message.connection
