@@ -324,7 +324,9 @@ class Binding:
         prepared = self._prepared(
             plan, sources, {n: views[i] for n, i in states} if states else {}, named, home, direct
         )
-        slab.prepared = prepared if direct is not None and self.inplace and not (states or values) else None
+        # (What is tied here, but was not where it comes from, has to be compared each time.)
+        is_simple = direct is not None and self.inplace and not (states or values or plan.ties)
+        slab.prepared = prepared if is_simple else None
         return prepared
 
     def prepare_flat(self, flat: FlatWeights) -> Prepared:

@@ -8,6 +8,7 @@ come too late for that are held where they are.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import threading
@@ -43,7 +44,9 @@ def _wait() -> None:
     deadline = time.monotonic() + SECONDS
     ours = [thread for thread in threading.enumerate() if thread.daemon and thread.name in OURS]
     for thread in {*ours, *_leaving} - {threading.current_thread()}:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        # One that threading has not started, or is just starting, cannot be waited for.
+        with contextlib.suppress(AssertionError, RuntimeError):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _wait_at_exit() -> None:

@@ -55,6 +55,7 @@ class Routine:
         self._publisher = publisher
         self._layout: Layout = slots[0].layout
         self._newest, self._next = slots
+        assert slots[1].layout is self._layout
         self._workers = workers
         self._peers = [peer for peer, _ in workers]
         self._memory = KnownMemory()
@@ -131,9 +132,17 @@ class Routine:
 
     def end(self) -> None:
         """Let the publisher go on."""
+        if self._is_over:
+            return
         self._is_over = True
-        for _, lane in self._workers:
-            lane.watch(True)
+        try:
+            self._hand_over()
+        finally:
+            self.wake()
+            for _, lane in self._workers:
+                lane.watch(True)
+
+    def _hand_over(self) -> None:
         self._next.release()
         if self._updates:
             untold = [peer for peer, _ in self._untold]
@@ -141,4 +150,3 @@ class Routine:
             self._publisher.catch_up(self.model_id, self._newest, self._updates, peers, waiting, untold, self._began)
         else:
             self._newest.release()
-        self.wake()

@@ -112,14 +112,17 @@ class SenderLink(Link):
     def publisher(self) -> Publisher:
         """The state machine. Where there is a routine, that ends here."""
         if self._routine is not None:
-            routine, self._routine = self._routine, None
-            routine.end()
+            try:
+                self._routine.end()
+            finally:
+                self._routine = None
         return self._publisher
 
     @property
     def version(self) -> int:
-        """The newest version."""
-        return self._publisher.version if self._routine is None else self._routine.version
+        """The newest version. From any thread."""
+        routine = self._routine
+        return self._publisher.version if routine is None else routine.version
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
@@ -274,7 +277,8 @@ class SenderLink(Link):
     # -- publishing -------------------------------------------------------------------------------------------------
 
     def may_repeat(self, timeout: float) -> bool:
-        """Whether :meth:`repeat` is worth a try."""
+        """Whether :meth:`repeat` is worth a try. Raises as :meth:`check`."""
+        self.check()
         # The link's timer ends a routine where an answer stays out.
         if timeout < 4 * MAX_TICK or self._timer is None or self._in_line or self.order.locked():
             return False
@@ -283,7 +287,6 @@ class SenderLink(Link):
     def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, TransportCore]) -> int | None:
         """:meth:`publish` where that is routine (:class:`asyncsync.routine.Routine`) and :meth:`may_repeat`, for
         everybody. The announcement has still to depart, by :meth:`repeated`. None: it is not, and nothing was done."""
-        self.check()
         if len(sources) != 1:
             return None
         ((model_id, flat),) = sources.items()
@@ -300,20 +303,23 @@ class SenderLink(Link):
 
     def _begin(self, model_id: str, transport: TransportCore) -> Routine | None:
         """A routine, if all is ready for one."""
-        pool, layout, publisher = transport.pool, self._layouts.get(model_id), self._publisher
-        if not isinstance(pool, SlotPool) or layout is None or not transport.is_at_hand:
-            return None
-        if layout.nbytes > ROUTINE_BYTES or not pool.is_quick(layout.nbytes):
+        pool, publisher = transport.pool, self._publisher
+        if not isinstance(pool, SlotPool) or not transport.is_at_hand:
             return None
         model = publisher.targets.models.get(model_id)
         target = None if model is None else model.common.current
         if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.in_place:
+            return None
+        layout = target.slab.layout
+        if layout.nbytes > ROUTINE_BYTES or not pool.is_quick(layout.nbytes):
             return None
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return None
         peers = publisher.steady(model_id, target.slab)
         if not peers or publisher.outbox or publisher.fenced is not None:
             return None
+        if publisher.num_workers is not None and len(peers) < publisher.num_workers:
+            return None  # of one that is lost, the caller is told
         workers = []
         for peer in peers:
             lane = self.lanes.of.get(peer.nonce)
@@ -641,7 +647,7 @@ class SenderLink(Link):
         """
         if self._publisher.num_workers is not None:
             return
-        there = len(self.publisher.expected())
+        there = len(self._publisher.expected())  # who is there does not change in a routine
         if there < self.min_workers:
             raise NotConnected(
                 f"{there} workers are connected, min_workers={self.min_workers} are needed; "

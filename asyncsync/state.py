@@ -122,7 +122,7 @@ class SchemeState:
         link = self._bus._link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
-            workers = self._bus._look(link.publisher.expected)
+            workers = self._bus._look(lambda: link.publisher.expected())
         if isinstance(self._shared, WrappedSender):
             channels = self._shared.channels
             return {worker: channels[worker] for worker in workers if worker in channels}

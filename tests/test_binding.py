@@ -546,6 +546,33 @@ def test_a_tied_model_takes_equal_values_and_refuses_different_ones(inplace: boo
     assert torch.equal(model.embed.weight[1:], before[1:])
 
 
+def test_the_values_for_tied_tensors_are_compared_each_time_that_a_slab_comes() -> None:
+    model = Tied()
+    binding = bound(model)
+    source = Tied(tied=False)
+    slab = published(source, binding.strategy)
+    binding.check(slab.layout)
+    for tensor in slab.views:
+        tensor.fill_(1)
+    for _ in range(2):
+        resolve(binding.prepare(slab))
+    slab.views[0].fill_(2)
+    with pytest.raises(SchemaMismatch, match="are tied in this model"):
+        resolve(binding.prepare(slab))
+
+
+def test_what_is_prepared_for_a_slab_is_used_again_for_the_same_model_only() -> None:
+    model = nn.Linear(3, 2)
+    binding, other = bound(model), bound(nn.Linear(3, 2))
+    slab = published(nn.Linear(3, 2), binding.strategy)
+    first = binding.prepare(slab)
+    resolve(first)
+    assert binding.prepare(slab) is first
+    assert other.prepare(slab) is not first
+    binding.refresh()
+    assert binding.prepare(slab) is not first
+
+
 def test_tied_weights_on_both_sides_stay_tied() -> None:
     for inplace in (True, False):
         model, source = Tied(), Tied()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -109,6 +110,37 @@ async def test_what_was_sent_before_a_lane_is_closed_arrives(ends: tuple[End, En
     assert b.ended == 1
     assert b.lane.closed
     assert not a.ended
+
+
+@pytest.mark.both_loops
+async def test_a_lane_that_is_not_watched_keeps_what_comes(ends: tuple[End, End]) -> None:
+    a, b = ends
+    b.lane.watch(False)
+    b.lane.watch(False)
+    assert a.lane.send([b"one"])
+    assert a.lane.send([b"two"])
+    await asyncio.sleep(0.05)
+    assert not b.heard
+    assert b.lane.take()
+    assert b.heard == [bytes(packet([b"one"]))]
+    b.lane.watch(True)
+    await until(lambda: len(b.heard) == 2)
+    assert not b.lane.take()
+    b.lane.close()
+    b.lane.watch(False)
+    b.lane.watch(True)
+
+
+def test_a_lane_of_a_loop_that_has_ended_is_not_watched_any_more() -> None:
+    async def make() -> End:
+        return End(there)
+
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here:
+        end = asyncio.run(make())
+        end.lane.watch(False)
+        end.lane.watch(True)
+        end.lane.close()
 
 
 async def test_draining_takes_in_at_once_what_has_come(ends: tuple[End, End]) -> None:

@@ -168,7 +168,7 @@ class Lane:
 
     def watch(self, wanted: bool) -> None:
         """Whether the loop calls when there is a packet; otherwise somebody has to :meth:`take` it."""
-        if self.closed or wanted is self._is_watched:
+        if self.closed or wanted is self._is_watched or self._loop.is_closed():
             return
         self._is_watched = wanted
         if wanted:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 from torch import nn
 
 from asyncsync import PartialSendError
-from helpers.apis import Api, bare
-from helpers.pairs import Clock, Crew, Model, fill, held, read, receiver_of, until
+from helpers.apis import Api, bare, in_thread
+from helpers.pairs import Clock, Crew, Model, fill, held, passed_on, read, receiver_of, until
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
 
@@ -189,3 +191,61 @@ async def test_r084_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_writt
             assert everybody.read == [{value}, {value}]
             assert bytes(slab.memory) == content
         bus._look(slab.release)
+
+
+@pytest.mark.schemes("shared")
+async def test_r199_a_routine_has_the_layout_of_what_was_sent_not_of_what_was_tried(api: Api) -> None:
+    def weights(value: float, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+        return {str(i): torch.full((32,), value, dtype=dtype) for i in range(20)}
+
+    bus = api.bus(num_workers=1)
+    senders = [api.scheme(bus=bus) for _ in "ab"]
+    senders[0].init_on_sender(model_id="a", weights=weights(0))
+    senders[1].init_on_sender(model_id="b", weights={"x": torch.zeros(3)})
+    receivers = passed_on(senders)
+    models: list[Any] = [weights(-1), {"x": torch.zeros(3)}]
+    for receiver, model_id, model in zip(receivers, "ab", models, strict=True):
+        receiver.init_on_receiver(model_id, model=model, worker_idx=0)
+    await asyncio.gather(bus.connect(), receivers[0].bus.connect())
+    try:
+        for value in (1, 2, 3):
+            await senders[0].send_async(weights(value))
+        with pytest.raises(TypeError, match="sparse"):
+            await bus.send_async({"a": weights(4, torch.bfloat16), "b": {"x": torch.zeros(3).to_sparse()}})
+        for value in (5, 6, 7):
+            await senders[0].send_async(weights(value))
+            assert read(models[0]) == {value}
+    finally:
+        await receivers[0].bus.shutdown()
+        await bus.shutdown()
+
+
+async def test_r199_an_elastic_sender_has_its_routine_too(api: Api) -> None:
+    async with api.crew(2, scheme=api.scheme(min_workers=2), sender={"num_workers": None}) as everybody:
+        link = await begin(everybody)
+        seen = []
+        for value in range(30):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            seen.append(link._routine)
+        assert sum(a is not b for a, b in itertools.pairwise(seen)) < 10  # only timers end it
+
+
+async def test_r201_the_version_that_another_thread_reads_never_goes_back(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        bus = bare(everybody.sender).bus
+        seen: list[int] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                seen.append(bus.version)
+
+        looking = asyncio.create_task(in_thread(look))
+        try:
+            for _ in range(300):
+                await everybody.sender.send_async()
+                everybody.sender.status()
+        finally:
+            over.set()
+            await looking
+        assert seen == sorted(seen)

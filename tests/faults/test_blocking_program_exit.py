@@ -148,6 +148,26 @@ if sys.argv[1] == "whole":
 """
 
 
+FOREIGN = """
+import _thread
+sender, receiver = opened()
+
+def wait():
+    while True:
+        receiver.receive(timeout=30)
+
+_thread.start_new_thread(wait, ())
+time.sleep(0.1)
+print("open", flush=True)
+"""
+
+
+def test_r201_a_call_in_a_thread_that_threading_does_not_know_ends_with_the_program(tmp_path: Path) -> None:
+    took, status, _, err = run(FOREIGN, tmp_path)
+    assert (status, err) == (0, "")
+    assert took < PROMISED
+
+
 @pytest.mark.parametrize("process", ["whole", "fork"])
 def test_r201_the_exit_waits_for_what_its_daemon_threads_free(process: str, tmp_path: Path) -> None:
     # A thread that the interpreter stops inside torch, be it while a tensor is freed, aborts the process.

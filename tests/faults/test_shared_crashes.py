@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(90)
 
 PROMISED = 1.0  # seconds until a death on this host is reported
 STOPPED = 10.0  # seconds
+SMALL = 1000  # elements
 BOTH = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
 every_kind = pytest.mark.parametrize("kind", BOTH, ids=["shared", "process"])
 
@@ -106,6 +107,52 @@ async def test_r195_r196_a_killed_worker_gives_its_slot_back_at_once(
     assert [await w.value() for w in (workers[0], back)] == [7, 7]
     await has_freed_all_but_the_target(pool)
     assert pool.peak <= slots
+
+
+@every_kind
+async def test_r195_r199_a_worker_that_dies_in_a_routine_is_named_from_then_on(
+    kind: Any, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    workers = [start(SharedWorker), start(SharedWorker)]
+    sender, pool = await crew(schemes, workers, SMALL, kind=kind, map_above=1 << 20)
+    for value in range(2, 20):
+        await sender.send_async(sender.model.fill(value))
+    workers[1].signal(signal.SIGKILL)
+    for value in range(20, 24):
+        with pytest.raises(PartialSendError) as caught:
+            await sender.send_async(sender.model.fill(value), timeout=10)
+        assert caught.value.acked == {0: value}
+        assert isinstance(caught.value.failed[1], PeerLost)
+    assert await workers[0].value() == 23
+    await has_freed_all_but_the_target(pool)
+    back = start(SharedWorker)
+    await back.connect(fresh(sender), 1, SMALL)
+    for value in range(24, 30):
+        assert await sender.send_async(sender.model.fill(value)) == value
+        assert [await w.value() for w in (workers[0], back)] == [value, value]
+    assert pool.slabs == 2
+
+
+async def test_r084_what_a_superseded_worker_may_still_read_is_not_written_by_a_routine(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    old = start(SharedWorker)
+    sender, pool = await crew(schemes, [old], SMALL, map_above=1 << 20)
+    for value in range(2, 6):
+        await sender.send_async(sender.model.fill(value))
+    old.signal(signal.SIGSTOP)
+    with pytest.raises(PartialSendError):
+        await sender.send_async(sender.model.fill(6), timeout=0.3)  # lent to the one that is stopped
+    slot = sender.bus._link.publisher.targets.newest(-1, "policy").slab
+    content = bytes(slot.memory)
+    new = start(SharedWorker)
+    await new.connect(fresh(sender), 0, SMALL)
+    for value in range(7, 20):
+        await sender.send_async(sender.model.fill(value))
+        assert await new.value() == value
+        assert bytes(slot.memory) == content
+    old.signal(signal.SIGKILL)
+    await has_freed_all_but_the_target(pool)
 
 
 async def test_r196_workers_that_are_killed_again_and_again_cost_no_slot(
