@@ -86,6 +86,8 @@ class Prepared:
         if not fits:
             self._plan_again()
             raise SchemaMismatch("the model has changed since its layout was accepted")
+        if _lack_memory(found):
+            _check_memory(plan.names, found)
         if len(set(map(id, found))) != len(found):
             self._check_ties(found)
         self._copies, self._repointed, self._replaced = ([], []), [], []
@@ -497,6 +499,21 @@ def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
     processes were given, would lose touch."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.is_shared()  # type: ignore[no-untyped-call]
+
+
+def _lack_memory(tensors: list[torch.Tensor]) -> bool:
+    """Whether some of them may have none."""
+    try:
+        return 0 in map(torch.Tensor.data_ptr, tensors)
+    except RuntimeError:  # torch knows no memory of such a tensor
+        return True
+
+
+def _check_memory(names: list[str], tensors: list[torch.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
+        if plain and tensor.numel() and not tensor.data_ptr():  # torch itself would crash
+            raise SchemaMismatch(f"{name!r} has no memory any more: its storage was resized")
 
 
 def _is_locked(owner: Any) -> bool:

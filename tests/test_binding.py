@@ -641,3 +641,19 @@ def test_a_binding_lets_go_of_a_model_when_it_is_dropped() -> None:
 def test_copying_into_nothing_is_allowed() -> None:
     copy_tensors([torch.zeros(0)], [torch.zeros(0)])
     update(bound(nn.Identity()), nn.Identity())
+
+
+@pytest.mark.parametrize("numel", [4, 100_000])
+def test_a_tensor_whose_storage_was_freed_is_refused(numel: int) -> None:
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(0))
+    source = nn.Module()
+    source.a, source.b = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.zeros(0))
+    binding = bound(model)
+    update(binding, source)
+    model.a.untyped_storage().resize_(0)
+    with pytest.raises(SchemaMismatch, match="'a' has no memory any more"):
+        update(binding, source)
+    model.a.untyped_storage().resize_(4 * numel)
+    update(binding, source)
+    assert torch.equal(model.a, source.a)
