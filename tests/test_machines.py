@@ -146,15 +146,15 @@ MUTATIONS = {
         (Publisher, "_grant", "target.version != version", "False")
     ],
     "a report says nothing of what is asked for": [(Subscriber, "_report", "self._incoming.claims", "False")],
-    "what was granted to an earlier UPDATE is taken": [
-        (Subscriber, "_on_granted", "incoming.serial != granted.serial", "False")
-    ],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
     "AGAIN leaves the slab before where it is": [(Publisher, "_retell", "current.slab.release()", "pass")],
     "a routine goes on with what it has written, and not who has it": [
-        (Routine, "end", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
+        (Routine, "_hand_over", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
     ],
-    "a routine forgets whom it has not told": [(Routine, "end", "[peer for peer, _ in self._untold]", "[]"), NO_PONG],
+    "a routine forgets whom it has not told": [
+        (Routine, "_hand_over", "[peer for peer, _ in self._untold]", "[]"),
+        NO_PONG,
+    ],
     "a routine begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
     "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
     "DONE gives nothing back": [
