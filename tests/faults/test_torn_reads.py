@@ -13,6 +13,7 @@ import pytest
 
 from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.loans import Loans
+from asyncsync.routine import Routine
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
@@ -56,9 +57,11 @@ async def read_under_fire(
     kind: Any = ZMQWeightSyncScheme,
     receiver: dict[str, Any] | None = None,
     broken: bool = False,
+    sends: bool = False,
     **options: Any,
 ) -> list[tuple[int, int]]:
-    """How many reads were torn, and how many versions were seen, by each worker."""
+    """How many reads were torn, and how many versions were seen, by each worker. ``sends``: the next version when
+    everybody has the last."""
     sender = schemes.sender(numel, kind=kind, num_workers=len(workers), **options)
     await asyncio.gather(
         sender.connect(),
@@ -67,7 +70,8 @@ async def read_under_fire(
 
     async def fire() -> None:
         while True:
-            await sender.publish(sender.model.fill(sender.version + 1))
+            publish = sender.send_async if sends else sender.publish
+            await publish(sender.model.fill(sender.version + 1))
             await asyncio.sleep(0)
 
     firing = asyncio.create_task(fire())
@@ -148,6 +152,67 @@ async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
     case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     await read_slots(case, MIB, SOAK, schemes, start, record_property)
+
+
+async def read_routine(
+    kind: Any,
+    numel: int,
+    forwards: int,
+    schemes: Schemes,
+    start: Callable[..., Remote],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    by_routine: list[int] = []
+    publish = Routine.publish
+
+    def counting(routine: Routine, *arguments: Any) -> bool:
+        done = publish(routine, *arguments)
+        by_routine.append(done)
+        return done
+
+    monkeypatch.setattr(Routine, "publish", counting)
+    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
+    results = await read_under_fire(schemes, workers, numel, forwards, kind=kind, sends=True)
+    record_property("versions seen by each worker", [seen for _, seen in results])
+    record_property("updates that were routine", sum(by_routine))
+    assert [torn for torn, _ in results] == [0, 0]
+    assert min(seen for _, seen in results) >= VERSIONS
+    assert sum(by_routine) >= VERSIONS
+    pool = schemes.made[0].shared_transport.pool
+    assert pool.peak <= pool.slots_allowed
+
+
+WAYS = [
+    pytest.param(SharedMemWeightSyncScheme, 30_000, id="shared, as bytes"),
+    pytest.param(MultiProcessWeightSyncScheme, 200_000, id="process, by torch"),
+]
+
+
+@pytest.mark.parametrize(("kind", "numel"), WAYS)
+async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
+    kind: Any,
+    numel: int,
+    schemes: Schemes,
+    start: Callable[..., Remote],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    await read_routine(kind, numel, FORWARDS, schemes, start, monkeypatch, record_property)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("kind", "numel"), WAYS)
+async def test_r194_no_forward_of_a_million_is_torn_in_a_training_loops_routine(
+    kind: Any,
+    numel: int,
+    schemes: Schemes,
+    start: Callable[..., Remote],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    await read_routine(kind, numel, SOAK, schemes, start, monkeypatch, record_property)
 
 
 async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
