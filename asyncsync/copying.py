@@ -96,7 +96,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 class KnownMemory:
     """Where the few tensors of a small model have their bytes: mostly, where they had them the last time.
 
-    To copy bytes takes none of torch's operators. Those take 2 µs in a loop, but ten times as long in a process that
+    To copy bytes takes none of torch's operators. Those take 2 µs in a loop, but five times as long in a process that
     has just been woken, whose caches have none of torch's code. Looking where tensors are takes less.
     """
 

@@ -533,12 +533,7 @@ class Publisher(Overview):
             self._send(peer.route, welcome, layouts)
 
     def _repeat(self, parts: Mapping[str, Slab | Mapping[int, Slab]], now: float) -> int | None:
-        """:meth:`publish` in the steady state of a training loop, by AGAIN; None: something is different, nothing done.
-
-        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
-        is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
-        nothing but version and bytes. Then the rest of what :meth:`publish` looks at cannot have changed.
-        """
+        """:meth:`publish` in the steady state of a training loop, by AGAIN; None: something is different, nothing done."""
         if len(parts) != 1:
             return None
         ((model_id, slab),) = parts.items()
@@ -550,7 +545,12 @@ class Publisher(Overview):
         return self.targets.version
 
     def steady(self, model_id: str, slab: Slab) -> list[Peer] | None:
-        """Those who are to be told of this slab by AGAIN, and nobody else; None where it takes more than that."""
+        """Those who are to be told of this slab by AGAIN, and nobody else; None where it takes more than that.
+
+        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
+        is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
+        nothing but version and bytes. Then the rest of what :meth:`publish` looks at cannot have changed.
+        """
         said = self._said
         if said is None or not said.repeatable or self.targets.pending:
             return None

@@ -154,7 +154,15 @@ async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
     await read_slots(case, MIB, SOAK, schemes, start, record_property)
 
 
-async def read_routine(
+@pytest.mark.parametrize(
+    "forwards", [FORWARDS, pytest.param(SOAK, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+@pytest.mark.parametrize(
+    ("kind", "numel"),
+    [(SharedMemWeightSyncScheme, 30_000), (MultiProcessWeightSyncScheme, 200_000)],
+    ids=["shared, as bytes", "process, by torch"],
+)
+async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
     kind: Any,
     numel: int,
     forwards: int,
@@ -181,38 +189,6 @@ async def read_routine(
     assert sum(by_routine) >= VERSIONS
     pool = schemes.made[0].shared_transport.pool
     assert pool.peak <= pool.slots_allowed
-
-
-WAYS = [
-    pytest.param(SharedMemWeightSyncScheme, 30_000, id="shared, as bytes"),
-    pytest.param(MultiProcessWeightSyncScheme, 200_000, id="process, by torch"),
-]
-
-
-@pytest.mark.parametrize(("kind", "numel"), WAYS)
-async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
-    kind: Any,
-    numel: int,
-    schemes: Schemes,
-    start: Callable[..., Remote],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> None:
-    await read_routine(kind, numel, FORWARDS, schemes, start, monkeypatch, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kind", "numel"), WAYS)
-async def test_r194_no_forward_of_a_million_is_torn_in_a_training_loops_routine(
-    kind: Any,
-    numel: int,
-    schemes: Schemes,
-    start: Callable[..., Remote],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> None:
-    await read_routine(kind, numel, SOAK, schemes, start, monkeypatch, record_property)
 
 
 async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
