@@ -533,7 +533,7 @@ class Publisher(Overview):
             self._send(peer.route, welcome, layouts)
 
     def _repeat(self, parts: Mapping[str, Slab | Mapping[int, Slab]], now: float) -> int | None:
-        """:meth:`publish` in the steady state of a training loop, by AGAIN; None: something is different, nothing done."""
+        """:meth:`publish` in the steady state of a training loop, by AGAIN. None: it is not; nothing was done."""
         if len(parts) != 1:
             return None
         ((model_id, slab),) = parts.items()
