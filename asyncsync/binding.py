@@ -65,7 +65,7 @@ class Prepared:
 
     def is_again(self, binding: Binding, slab: Slab) -> bool:
         """Whether preparing the same slab again, for another version, would bring nothing else."""
-        known = binding._plans.get(slab.layout.digest)
+        known = binding.plans.get(slab.layout.digest)
         return known is not None and binding is self._binding and known[0] is self._plan and self._direct is not None
 
     def resolve(self) -> None:
@@ -188,6 +188,24 @@ class Prepared:
             elif name in self._states:
                 module.set_extra_state(clone(self._states[name]))
 
+    def repeat(self) -> bool:
+        """:meth:`resolve` and :meth:`apply`, if that takes no more than copying bytes to where the same tensors had
+        theirs the last time. False: it takes more, and nothing was done."""
+        plan = self._plan
+        if self._direct is None or plan.model.stale():
+            return False
+        try:
+            found = [owner[key] for owner, key in plan.places]
+        except KeyError:
+            return False
+        known, pieces = self._direct
+        memory = known.again(found)
+        if memory is None or not (have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)):
+            return False
+        copy_bytes(memory, pieces)
+        torch.autograd.graph.increment_version(found)
+        return True
+
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
         if self._direct is None:
             return False
@@ -254,7 +272,7 @@ class Binding:
         if apply is None and type(strategy).apply_weights is not Base.apply_weights and model is not None:
             apply = self._strategy_apply
         self._custom = apply
-        self._plans: dict[bytes, _Known] = {}
+        self.plans: dict[bytes, _Known] = {}
         self.places: Places | None = None
         self.refresh()
 
@@ -275,7 +293,7 @@ class Binding:
     def refresh(self) -> None:
         """Find out anew where the model keeps its tensors."""
         self.places = None if self.model is None else Places(self.model, self.strategy.extract_as)
-        self._plans = {}
+        self.plans = {}
 
     def check(self, layout: Layout) -> None:
         """Compare a layout with the model, before any weights of it are sent.
@@ -312,7 +330,7 @@ class Binding:
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
         if slab.prepared is not None and slab.prepared.is_again(self, slab):
             return slab.prepared
-        if (known := self._plans.get(slab.layout.digest)) is None:
+        if (known := self.plans.get(slab.layout.digest)) is None:
             known = self._remember(slab.layout)
         plan, order, states, memory = known
         views = slab.views
@@ -356,9 +374,9 @@ class Binding:
         self.compare(specs, {dotted(p) for p in layout.value_paths})
         plan = Plan.of(places, specs)
         states = [(n, i) for n, i in index.items() if n in places.extra_state]
-        while len(self._plans) >= KEPT_PLANS:
-            del self._plans[next(iter(self._plans))]
-        known = self._plans[layout.digest] = (plan, [index[n] for n in plan.names], states, KnownMemory())
+        while len(self.plans) >= KEPT_PLANS:
+            del self.plans[next(iter(self.plans))]
+        known = self.plans[layout.digest] = (plan, [index[n] for n in plan.names], states, KnownMemory())
         return known
 
     def _prepared(

@@ -58,7 +58,9 @@ class _Entry:
             self.parent = self.parent.parent
 
 
-class _Update:
+class Update:
+    """What writes the models, and who is told when it has."""
+
     __slots__ = ("applied", "apply", "done", "frame", "thread")
 
     def __init__(self, apply: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
@@ -111,8 +113,8 @@ class Gate:
         self._loop_thread: int | None = None
         self._handles: list[RemovableHandle] = []
         self._entries: dict[object, _Entry] = {}  # forwards by the frame of their call, holds by themselves
-        self._update: _Update | None = None
-        self._applying: _Update | None = None
+        self._update: Update | None = None
+        self._applying: Update | None = None
         self._torn = False  # an interrupted apply left the model half written: only an update may touch it next
         self._waiters: set[asyncio.Future[None]] = set()
         self._renew_locks()
@@ -196,8 +198,32 @@ class Gate:
                 calls come in the order of the updates. What it raises is logged.
         """
         with self._mutex:
-            self._update = _Update(update, done)
+            self._update = Update(update, done)
         self.poll()
+
+    def pass_through(self, update: Update) -> bool:
+        """Apply an update at once, in this thread, if nobody reads and no other is on its way; else False.
+
+        What ``apply`` raises is raised; ``done`` is called only if something else than an Exception comes between, and
+        another one applies this update.
+        """
+        frame = sys._getframe()
+        try:
+            with self._mutex:
+                if self._entries or self._update is not None or self._applying is not None:
+                    return False
+                update.applied, update.frame, update.thread = False, frame, threading.get_ident()
+                self._applying = update
+            try:
+                update.apply()
+            except Exception:
+                update.applied = True
+                raise
+            update.applied = True
+            return True
+        finally:
+            self._release(frame)
+            del frame
 
     def withdraw(self) -> bool:
         """Drop the pending update, unless an apply was interrupted and the model needs it; True if one was dropped."""
@@ -433,7 +459,7 @@ class Gate:
             if not self._applying.applied:
                 self._torn, must = True, self._applying
             self._applying = None
-        self._update = None if must is None else _Update(must.apply, lambda error: None)
+        self._update = None if must is None else Update(must.apply, lambda error: None)
         self._waiters = set()
 
 

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -26,7 +27,8 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lane, connect, read
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
-from asyncsync.wire import Buffer, Done, Epoch, Welcome, decode, encode
+from asyncsync.wire import Again, Buffer, Done, Epoch, Instruction, Welcome, decode, encode
+from asyncsync.worker_routine import WorkerRoutine
 
 __all__ = ["Mark", "ReceiverLink"]
 
@@ -133,11 +135,75 @@ class ReceiverLink(Link):
         self.settle()
 
     def _receive_packet(self, packet: memoryview) -> None:
+        routine = self.subscriber.routine
+        if routine is not None:
+            now = self.loop.time()
+            try:
+                done = routine.take(packet, now)
+            except (WeightSyncError, ValueError, MemoryError, RuntimeError):
+                done = None  # the long way, which tells the trainer if that cannot do it either
+            except BaseException:
+                self._take_in(packet)  # half of it may be in the model
+                raise
+            if done is not None:
+                self._repeated(done, now)
+                return
+        self._take_in(packet)
+
+    def _take_in(self, packet: memoryview) -> None:
+        instruction: Instruction | None = None
         try:
-            self.subscriber.receive(*read(packet), self.loop.time())
+            instruction, payload = read(packet)
+            self.subscriber.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
         self.settle()
+        if type(instruction) is Again:
+            self._begin_routine(instruction)
+
+    def _repeated(self, done: bytes, now: float) -> None:
+        """The routine has applied an update: answer, and do what :meth:`settle` does."""
+        if self.lane is None or not self.lane.send_alone(done):
+            self.subscriber.outbox.append((Done.decode(done), ()))
+            self.settle()
+        elif self.conditions.waiters:
+            self.conditions.notify()
+        if self._timer is None:
+            self._set_timer(now)
+
+    def _begin_routine(self, again: Again) -> None:
+        """If this AGAIN was applied at once, by copying a few bytes, be ready to do so again."""
+        subscriber = self.subscriber
+        if self.closed or subscriber.routine is not None or (steady := subscriber.steady(again.serial)) is None:
+            return
+        model_id, part = steady
+        held = subscriber.held(model_id)
+        assert held is not None
+        newest = held[2]
+        if newest.prepared is None or again.descriptor is None or newest.lent:
+            return
+        if model_id in self.manual or self.cascade.task is not None or self.cascade.concerns((model_id,)):
+            return
+        try:
+            slab = subscriber.pool.acquire(newest.layout)
+        except (MemoryError, RuntimeError):  # torch raises the latter
+            return  # the next update tells the trainer, if it cannot be had then either
+        try:
+            if subscriber.models[model_id].prepare(slab) is not slab.prepared:
+                return
+            slabs = newest.retain(), slab.retain()
+        finally:
+            slab.release()
+        window = partial(self._fetches.window, part, newest.layout)
+        subscriber.routine = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._act)
+
+    def _act(self, epoch: Epoch, versions: Mapping[str, int]) -> None:
+        """The models have these versions. Said before any reader enters: who asks inside a hold is told what it
+        reads."""
+        before, known = self._acts
+        known = {**known, **versions} if before == epoch else dict(versions)
+        self._acts = epoch, known
+        self.acting = max(known.values())
 
     def _open_lane(self) -> None:
         """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
@@ -247,13 +313,7 @@ class ReceiverLink(Link):
         """Called by the gate in the thread that applied."""
         staging.over = True
         if error is None and not staging.abandoned:
-            # Before any reader enters: who asks inside a hold is told what it reads.
-            before, versions = self._acts
-            versions = dict(versions) if before == staging.epoch else {}
-            for model_id, part in staging.parts.items():
-                versions[model_id] = part.version
-            self._acts = staging.epoch, versions
-            self.acting = max(versions.values())
+            self._act(staging.epoch, staging.versions)
         if self._inline is not None and threading.get_ident() == self._thread:
             self._inline.append((staging, error))
             return

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from asyncsync import wire
 from asyncsync.binding import Binding
@@ -27,6 +28,9 @@ from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab, SlabPool
 from asyncsync.staging import Incoming, KnownLayouts, StagedPart, Staging, failure, fill_eagerly
 from asyncsync.wire import Buffer, Epoch, Instruction
+
+if TYPE_CHECKING:
+    from asyncsync.worker_routine import WorkerRoutine
 
 __all__ = ["Subscriber"]
 
@@ -50,6 +54,7 @@ class Subscriber:
         waits: whether updates of these models will not be applied at once, as far as one knows.
         staged: what should go through the gate next.
         borrows: whether there may be something to :meth:`give_back`.
+        routine: applies what is as always; whatever else happens here ends it.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
         error: per model, the last update that could not be applied.
@@ -80,6 +85,7 @@ class Subscriber:
         self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
         self._kept: dict[tuple[str, int], Slab] = {}
         self._owes = self.borrows = False
+        self.routine: WorkerRoutine | None = None
         self._unsaid: Staging | None = None  # what STAGED has not told of; DONE will, if it is applied at once
         self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
         self._interrupted: list[Staging] = []
@@ -102,6 +108,7 @@ class Subscriber:
 
     def register(self, model_id: str, binding: Binding, now: float) -> None:
         """Take part in the updates of one more model."""
+        self.end_routine()
         self.models[model_id] = binding
         if self.online:
             self._hello(now)
@@ -112,6 +119,7 @@ class Subscriber:
         self._hello(now)
 
     def disconnected(self) -> None:
+        self.end_routine()
         self.online = self.welcomed = False
 
     def applied(self, staging: Staging) -> None:
@@ -236,6 +244,7 @@ class Subscriber:
 
     def leave(self) -> None:
         """Look at no further updates; :meth:`bye` follows."""
+        self.end_routine()
         self._drop_incoming()
         self.leaving = True
 
@@ -253,6 +262,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Let go of all slabs."""
+        self.end_routine()
         self._drop_incoming()
         if self.staged is not None:
             self.staged.abandon()
@@ -291,6 +301,8 @@ class Subscriber:
         Raises:
             ProtocolError: malformed, of an unknown layout or another epoch, or not for a worker. Nothing was changed.
         """
+        if self.routine is not None:
+            self.end_routine()
         if self.ended is not None:
             return
         epoch: Epoch = instruction.epoch  # type: ignore[attr-defined]
@@ -483,6 +495,54 @@ class Subscriber:
             raise
         parts = {model_id: StagedPart(again.version, slab, prepared)}
         self.staged = self._unsaid = Staging(again.epoch, again.serial, parts)
+
+    # -- routine ----------------------------------------------------------------------------------------------------
+
+    def steady(self, serial: int) -> tuple[str, wire.Part] | None:
+        """The model that the AGAIN of this serial was about, and its part, if that has been applied and told of, and
+        nothing else is going on."""
+        base, epoch = self._base, self.epoch
+        if base is None or base[0] != serial or self._serial != serial or self.leaving or self.ended is not None:
+            return None
+        if self.staged or self._incoming or self._unsaid or self.outbox or self._interrupted or self._failure:
+            return None
+        if self._kept or self._owes or self._homes or self.error:
+            return None
+        model_id = self._local(base[1].model_id)
+        held = self._held.get(model_id)
+        if held is None or held[:2] != (epoch, self.targets.get(model_id)) or held[1] != self.version(model_id):
+            return None
+        return model_id, base[1]
+
+    @property
+    def serial(self) -> int:
+        """Of the latest update that has come."""
+        return self._serial
+
+    def repeated(
+        self, model_id: str, base: tuple[int, wire.Part], held: tuple[Epoch, int, Slab], nbytes: int, now: float
+    ) -> None:
+        """The routine has applied an AGAIN that follows the last update.
+
+        Args:
+            model_id: the model.
+            base: the AGAIN's serial, and its part.
+            held: what the model holds now, with a reference for this object. Of the slab that it held, which is the
+                routine's as well, the caller takes this object's reference over.
+            nbytes: how many came.
+            now: the time.
+        """
+        # Nothing is called: no interrupt leaves half of this.
+        self._serial, self._base, self._held[model_id] = base[0], base, held
+        self._versions[model_id] = self.targets[model_id] = held[1]
+        self.bytes_received += nbytes
+        self.last_seen = now
+
+    def end_routine(self) -> None:
+        """The next update goes the long way."""
+        routine, self.routine = self.routine, None
+        if routine is not None:
+            routine.end()
 
     def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)

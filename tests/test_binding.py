@@ -498,7 +498,7 @@ def test_updates_of_one_layout_do_not_grow_what_is_remembered() -> None:
         order = order[i % 4 :] + order[: i % 4] if i < 8 else order
         update(binding, {key: torch.full((2,), float(i)) for key in order})
         assert all((t == i).all() for t in model.values())
-    assert len(binding._plans) <= 4
+    assert len(binding.plans) <= 4
 
 
 def test_different_layouts_of_one_model_are_told_apart() -> None:

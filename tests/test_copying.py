@@ -66,6 +66,24 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
     assert known.of(tensors) is None
 
 
+def test_tensors_are_the_same_again_or_nothing_is_known_of_them() -> None:
+    known = KnownMemory()
+    tensors: list[torch.Tensor] = [torch.ones(2, 2), torch.ones(3)]
+    assert known.again(tensors) is None
+    first = known.of(tensors)
+    assert known.again(list(tensors)) is first
+    assert known.again(tensors[:1]) is None
+    assert known.again([tensors[0], torch.ones(3)]) is None
+    own = tensors[0].data
+    for other in (own.clone(), own.t().contiguous(), torch._neg_view(own)):
+        tensors[0].data = other
+        assert known.again(tensors) is None
+        tensors[0].data = own
+        assert known.again(tensors) is first
+    tensors[0].t_()
+    assert known.again(tensors) is None
+
+
 @pytest.mark.parametrize("numel", [10, 100_000])
 def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
     """As sharded training does it, to free memory; a storage that numpy() has seen cannot be."""

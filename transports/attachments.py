@@ -140,12 +140,16 @@ class Attachment:
         """Whether a model's Parameters lie here, and show what the slot holds."""
         return self._slab is not None and self._slab.references > 0 and self._slab.adopted
 
+    def window(self, layout: Layout) -> memoryview:
+        """The slot's content, where it is."""
+        return self._memory[: layout.nbytes]
+
     def copy(self, layout: Layout, pool: SlabPool) -> Slab:
         """The slot's content in a slab of the pool."""
         slab, nbytes = pool.acquire(layout), layout.nbytes
         try:
             if nbytes <= SMALL_BYTES:
-                slab.memory[:] = self._memory[:nbytes]
+                slab.memory[:] = self.window(layout)
             else:  # other threads run meanwhile
                 copy_tensors([slab.buffer], [self.buffer[:nbytes]])
         except BaseException:

@@ -92,6 +92,14 @@ class TransportCore:
         """
         return None
 
+    def window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+        """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else.
+
+        They are good for this update only; the next one with this descriptor has them at the same place, as long as
+        :meth:`attach` is not called for others in between. Raises what that raises.
+        """
+        return None
+
     @property
     def is_adopted(self) -> bool:
         """Receiver: whether a model's parameters lie in memory that the sender may write again."""

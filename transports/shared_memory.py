@@ -65,6 +65,21 @@ class SlotTransport(base.TransportCore):
             WeightSyncError: this process cannot open the sender's memory.
             MemoryError: it cannot be mapped.
         """
+        place = self._place(descriptor, layout)
+        attachment = self._attachments.find(place)
+        if place.mapped or layout.nbytes >= BORROWED_BYTES:
+            return attachment.slab(layout)
+        return attachment.copy(layout, pool)
+
+    def window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+        if type(self).attach is not SlotTransport.attach:
+            return None
+        place = self._place(descriptor, layout)
+        if place.mapped or layout.nbytes >= BORROWED_BYTES:
+            return None
+        return self._attachments.find(place).window(layout)
+
+    def _place(self, descriptor: bytes, layout: Layout) -> Place:
         place = self._places.get(descriptor)
         if place is None:
             while len(self._places) >= KEPT_PLACES:
@@ -72,10 +87,7 @@ class SlotTransport(base.TransportCore):
             place = self._places[descriptor] = Place.decode(descriptor)
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
-        attachment = self._attachments.find(place)
-        if place.mapped or layout.nbytes >= BORROWED_BYTES:
-            return attachment.slab(layout)
-        return attachment.copy(layout, pool)
+        return place
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked: :meth:`attach` has brought the slab.

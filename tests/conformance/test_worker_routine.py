@@ -1,0 +1,276 @@
+"""A worker's routine (asyncsync/worker_routine.py) and all that interrupts it: nobody notices a difference."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncsync.binding
+from asyncsync import PartialSendError, wire
+from helpers.apis import Api, bare, is_instant
+from helpers.pairs import Crew, fill, held, read, until
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C, which would end the tests."""
+
+
+def link_of(everybody: Crew, worker: int = 0) -> Any:
+    return bare(everybody.receivers[worker]).bus._link
+
+
+def routine_of(everybody: Crew, worker: int = 0) -> Any:
+    return link_of(everybody, worker).subscriber.routine
+
+
+async def begin(everybody: Crew) -> Any:
+    """Some updates; then all workers have a routine. That of the first."""
+    for value in (1, 2, 3, 3, 3):  # (a PING may just have ended it)
+        await everybody.sender.send_async(fill(everybody.source, value))
+        if value == 3 and all(routine_of(everybody, worker) for worker in range(len(everybody.receivers))):
+            return routine_of(everybody)
+    raise AssertionError("no routine")
+
+
+async def send(everybody: Crew, *values: float) -> None:
+    """Each arrives everywhere."""
+    for value in values:
+        await everybody.sender.send_async(fill(everybody.source, value))
+        assert everybody.read == [{value}] * len(everybody.receivers)
+
+
+async def test_r199_a_worker_takes_updates_by_routine_and_they_count_as_any_others(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        subscriber, seen = link_of(everybody).subscriber, []
+        received, version = subscriber.bytes_received, everybody.sender.version
+        for value in range(10, 40):
+            await send(everybody, value)
+            seen.append(routine_of(everybody))
+        assert sum(one is not seen[0] for one in seen) < 10  # only a PING, or a timer of the sender's, ends it
+        receiver = bare(everybody.receivers[0])
+        assert receiver.version == receiver.bus._acting() == everybody.sender.version == version + 30
+        assert subscriber.bytes_received - received == 30 * subscriber.held("policy")[2].nbytes
+        assert subscriber.pool.slabs <= 2
+        if not is_instant(everybody.receivers[0]):
+            assert read(await everybody.receivers[0].receive(timeout=5)) == {39}
+        assert await everybody.receivers[0].receive(timeout=0) is None
+        assert routine_of(everybody) is not None
+
+
+async def test_r199_receive_wakes_for_each_update_of_a_routine(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        if is_instant(everybody.receivers[0]):
+            return  # it waits for nothing
+        await everybody.receivers[0].receive(timeout=5)
+        for value in range(10, 20):
+            waiting = asyncio.create_task(everybody.receivers[0].receive(timeout=5))
+            await asyncio.sleep(0.005)
+            await send(everybody, value)
+            assert read(await waiting) == {value}
+
+
+async def test_r077_a_reader_is_told_the_version_that_it_reads_in_a_routine(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        for value in (10, 11, 12):
+            await send(everybody, value)
+            with held(everybody.receivers[0]):
+                assert bare(everybody.receivers[0]).bus._acting() == everybody.sender.version
+                assert everybody.read == [{value}]
+
+
+async def test_r199_an_update_waits_for_the_reader_that_it_finds_in_a_routine(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        for value in (10, 11, 12):
+            with held(everybody.receivers[0]):
+                sending = asyncio.create_task(everybody.sender.send_async(fill(everybody.source, value)))
+                await until(lambda: link_of(everybody).gate.pending)
+                assert everybody.read == [{value - 1 if value > 10 else 3}]
+            await sending
+            assert everybody.read == [{value}]
+            await begin_again(everybody, value)
+
+
+async def begin_again(everybody: Crew, value: float) -> None:
+    await send(everybody, value, value, value)
+    assert routine_of(everybody) is not None
+
+
+def new_object(module: nn.Module) -> None:
+    module.first = nn.Parameter(module.first.detach().clone())
+
+
+def new_memory(module: nn.Module) -> None:
+    module.first.data = module.first.data.clone()
+
+
+def transposed(module: nn.Module) -> None:
+    module.inner.weight.data = torch.zeros(module.inner.weight.shape[::-1]).t()
+
+
+def new_child(module: nn.Module) -> None:
+    module.inner = nn.Linear(4, 3)
+
+
+def tied(module: nn.Module) -> None:
+    module.inner.bias = module.inner.bias
+    module.inner._parameters = dict(module.inner._parameters)  # as some optimisers do
+
+
+@pytest.mark.parametrize("change", [new_object, new_memory, transposed, new_child, tied])
+async def test_r199_a_model_that_changes_in_a_routine_gets_its_weights_where_they_are_now(
+    api: Api, change: Any
+) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        model = everybody.models[0]
+        old = {name: (tensor, tensor.detach().clone()) for name, tensor in model.named_parameters()}
+        change(model)
+        await send(everybody, 10, 11, 12)
+        present = set(map(id, model.parameters()))
+        for tensor, before in old.values():
+            assert id(tensor) in present or torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("how", ["dtype", "shape", "gone", "freed"])
+async def test_r199_a_model_that_fits_no_more_in_a_routine_is_left_alone_and_the_sender_told(
+    api: Api, how: str
+) -> None:
+    async with api.crew(2) as everybody:
+        await begin(everybody)
+        module = everybody.models[1]
+        own, data = module.first, module.first.data
+        if how == "dtype":
+            module.scale.data = module.scale.data.view(torch.int32)  # the same memory
+        elif how == "shape":
+            own.data = own.data.view(8, 8)
+        elif how == "gone":
+            del module.first
+        else:
+            size = data.untyped_storage().nbytes()
+            data.untyped_storage().resize_(0)
+        with pytest.raises(PartialSendError) as caught:
+            await everybody.sender.send_async(fill(everybody.source, 9))
+        assert set(caught.value.failed) == {1}
+        assert read(module.inner) == {3}
+        if how == "dtype":
+            module.scale.data = module.scale.data.view(torch.float32)
+        elif how == "freed":
+            data.untyped_storage().resize_(size)
+        elif how == "gone":
+            module.first = own
+        else:
+            own.data = data
+        await send(everybody, 10, 11, 12)
+
+
+async def test_r199_a_backward_over_weights_that_a_routine_has_replaced_fails(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        weight = everybody.models[0].inner.weight
+        product = (weight * weight).sum()
+        await send(everybody, 10)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()  # type: ignore[no-untyped-call]
+
+
+async def test_r199_what_receive_is_still_copying_from_is_not_written_by_a_routine(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        kept: list[tuple[Any, bytes]] = []
+        for value in range(10, 16):
+            await send(everybody, value)
+            slab = link_of(everybody).subscriber.held("policy")[2].retain()
+            kept.append((slab, bytes(slab.memory)))
+            assert all(bytes(one.memory) == content for one, content in kept)
+        for slab, _ in kept:
+            slab.release()
+        await begin_again(everybody, 20)
+
+
+async def test_r199_whatever_else_a_worker_hears_or_does_ends_its_routine(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        assert read(await everybody.receivers[0].fetch()) == {3}
+        assert routine_of(everybody) is None
+        await begin_again(everybody, 10)
+        link, routine = link_of(everybody), routine_of(everybody)
+        newest, other = routine._newest, routine._next
+        await everybody.receivers[0].shutdown()
+        assert link.subscriber.routine is None
+        assert newest.references == other.references == 0
+
+
+async def test_r199_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        link, routine = link_of(everybody), routine_of(everybody)
+        subscriber = link.subscriber
+        packets: list[bytes] = []
+        receive = link.lane.receive
+        link.lane.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
+        await send(everybody, 10)
+        again = wire.Again.decode(packets[-1][1:])
+        assert again.descriptor is not None
+
+        def packet(**changes: Any) -> memoryview:
+            fields = {name: getattr(again, name) for name in ("epoch", "serial", "since", "version", "descriptor")}
+            return memoryview(b"\0" + wire.Again(**{**fields, **changes}).encode())
+
+        serial, since = again.serial + 1, again.serial
+        wrong = [
+            packet(),  # once more
+            packet(serial=serial, since=since, version=again.version),  # no newer
+            packet(serial=serial, since=since - 1, version=again.version + 1),
+            packet(serial=since, since=since, version=again.version + 1),
+            packet(serial=serial, since=since, version=again.version + 1, epoch=(1, 2)),
+            packet(serial=serial, since=since, version=again.version + 1)[:-1],
+            memoryview(bytes(packet(serial=serial, since=since, version=again.version + 1)) + b"x"),
+            packet(serial=serial, since=since, version=again.version + 1)[:30],
+        ]
+        for one in wrong:
+            assert routine.take(one, 0.0) is None
+        unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
+        with pytest.raises(ValueError, match="another transport"):
+            routine.take(unknown, 0.0)
+        assert (subscriber.serial, everybody.read) == (since, [{10}])
+        await send(everybody, 11, 12)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["nothing copied", "half copied"])
+async def test_r199_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
+    api: Api, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        link, caught = link_of(everybody), []
+        receive, copy = link.lane.receive, asyncsync.binding.copy_bytes
+
+        def receiving(packet: memoryview) -> None:
+            try:
+                receive(packet)
+            except Interrupt as interrupt:
+                caught.append(interrupt)
+
+        def copying(destinations: list[memoryview], sources: list[memoryview]) -> None:
+            monkeypatch.undo()
+            if not before:
+                copy(destinations[:2], sources[:2])
+            raise Interrupt
+
+        link.lane.receive = receiving
+        monkeypatch.setattr(asyncsync.binding, "copy_bytes", copying)
+        await everybody.sender.send_async(fill(everybody.source, 10))
+        assert len(caught) == 1
+        assert everybody.read == [{10}]
+        assert bare(everybody.receivers[0]).version == everybody.sender.version
+        await send(everybody, 11, 12)
