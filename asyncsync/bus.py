@@ -318,9 +318,25 @@ class BusCore:
             await link.wait_version(version, workers, models, timeout, spent=spent)
 
     async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
+        link = self._link
+        if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and link.has_routine(timeout):
+            ((topic, given),) = weights.items()
+            begun = link.loop.time()
+            if not self._closed and (version := self._repeat(link, topic, given)) is not None:
+                await link.repeated(version, [topic], timeout, begun)
+                return version
         self._check_send(timeout)
         workers = as_workers(worker_ids)
         return await self._send_sources(await self._extract(weights, workers), weights, workers, timeout)
+
+    def _repeat(self, link: SenderLink, topic: str, given: Any) -> int | None:
+        """:meth:`_publish` where that is routine. None: it is not, and nothing was done."""
+        scheme = self._schemes.get(topic)
+        flat = None if scheme is None else scheme._at_hand(given)
+        version = None if flat is None else link.repeat_one(topic, flat)
+        if version is not None and self._on_published is not None:
+            self._on_published(version, None)
+        return version
 
     def _check_send(self, timeout: float) -> None:
         check_timeout(timeout)

@@ -131,7 +131,7 @@ class KnownMemory:
     def again(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
         """The same if these are the tensors of the last time, and lie where they did."""
         known = self._tensors
-        if len(tensors) != len(known) or not all(map(is_, tensors, known)):
+        if not known or len(tensors) != len(known) or not all(map(is_, tensors, known)):
             return None
         if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:
             return None

@@ -17,17 +17,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
 
 from asyncsync.copying import FEW_BYTES, KnownMemory, copy_bytes
-from asyncsync.flat import FlatWeights
+from asyncsync.flat import FlatWeights, Path, have_dtypes, have_shapes
 from asyncsync.layout import Layout
 from asyncsync.peer import Peer
 from asyncsync.publisher import Publisher
 from asyncsync.slab import Slab, pack
-from asyncsync.transports.lane import Lane, join
+from asyncsync.transports.lane import Lane, alone
 from asyncsync.wire import Again, Buffer, Done
 
 __all__ = ["Routine"]
+
+_is_cpu = attrgetter("is_cpu")
 
 
 class Routine:
@@ -59,6 +64,11 @@ class Routine:
         self._workers = workers
         self._peers = [peer for peer, _ in workers]
         self._memory = KnownMemory()
+        # Of the weights that this memory is: their paths, shapes and dtypes, and where they go in each of the slabs.
+        self._paths: list[Path] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._dtypes: list[torch.dtype] = []
+        self._pieces: dict[Slab, list[memoryview]] = {}
         self._updates = 0
         self._is_over = False
         self._asking: dict[Peer, Lane] | None = None
@@ -72,24 +82,44 @@ class Routine:
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
         """Write the next version; :meth:`tell` is to follow. False: these weights are not like the others."""
-        tensors = None if flat.values else self._layout.arrange(flat)
-        if tensors is None:
+        if flat.values:
             return False
-        slab = self._next
-        memory = self._memory.of(tensors) if slab.nbytes <= FEW_BYTES else None
-        if memory is None:
-            pack(slab, flat, tensors=tensors)
+        slab, found = self._next, list(flat.tensors.values())
+        memory = self._memory.again(found)
+        if memory is not None and self._is_alike(flat, found):
+            copy_bytes(self._pieces[slab], memory)
         else:
-            copy_bytes(slab.pieces, memory)
+            tensors = self._layout.arrange(flat) if all(map(_is_cpu, found)) else None
+            if tensors is None:
+                return False
+            pack(slab, flat, tensors=tensors)
+            self._get_to_know(flat, found)
         epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
-        again = join([Again(epoch, serial, self._serial, version, slab.descriptor).encode()])
-        done = b"".join(join([Done(epoch, serial).encode()]))
+        again: list[Buffer] = [alone(Again.header(epoch, serial, self._serial, version, slab.descriptor))]
+        done = alone(Done.header(epoch, serial))
         waiting, untold = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
         self.version, self._serial, self._updates = version, serial, self._updates + 1
         self._again, self._done, self.waiting, self._untold = again, done, waiting, untold
         return True
+
+    def _is_alike(self, flat: FlatWeights, found: list[torch.Tensor]) -> bool:
+        """Whether the same tensors are still what they were, under the same names."""
+        alike = have_shapes(found, self._shapes) and have_dtypes(found, self._dtypes)
+        return alike and list(flat.tensors) == self._paths
+
+    def _get_to_know(self, flat: FlatWeights, found: list[torch.Tensor]) -> None:
+        """Weights that have this layout: if they are few, the next may need a copy of their bytes only."""
+        layout = self._layout
+        if layout.nbytes > FEW_BYTES or layout.aliases or self._memory.of(found) is None:
+            return
+        index = {entry.path: i for i, entry in enumerate(layout.entries)}
+        order = [index[path] for path in flat.tensors]
+        self._pieces = {slab: [slab.pieces[i] for i in order] for slab in (self._newest, self._next)}
+        self._shapes = [layout.entries[i].shape for i in order]
+        self._dtypes = [layout.entries[i].dtype for i in order]
+        self._paths = list(flat.tensors)
 
     def tell(self) -> bool:
         """Tell everybody of it; False: somebody cannot be reached by lane."""

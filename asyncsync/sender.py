@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -284,19 +285,32 @@ class SenderLink(Link):
             return False
         return not self.conditions.waiters
 
+    def has_routine(self, timeout: float) -> bool:
+        """Whether :meth:`repeat_one` is worth a try: :meth:`may_repeat`, and a routine is there."""
+        if self._routine is None or self.closed or self.failure is not None or type(timeout) is not float:
+            return False
+        if self._in_line or self.conditions.waiters or self._timer is None or not timeout >= 4 * MAX_TICK:
+            return False
+        own = self.pid == os.getpid() and asyncio.get_running_loop() is self.loop
+        return own and not self.order.locked()
+
     def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, TransportCore]) -> int | None:
         """:meth:`publish` where that is routine (:class:`asyncsync.routine.Routine`) and :meth:`may_repeat`, for
         everybody. The announcement has still to depart, by :meth:`repeated`. None: it is not, and nothing was done."""
         if len(sources) != 1:
             return None
         ((model_id, flat),) = sources.items()
-        if not isinstance(flat, FlatWeights) or cuda_events(flat) is not None:
+        if not isinstance(flat, FlatWeights) or flat.values:
             return None
+        if self._routine is None and self._begin(model_id, transports[model_id]) is None:
+            return None
+        return self.repeat_one(model_id, flat)
+
+    def repeat_one(self, model_id: str, flat: FlatWeights) -> int | None:
+        """The same of one model, where there is a routine."""
         begun = self.loop.time()
         routine = self._routine
-        if routine is None and (routine := self._begin(model_id, transports[model_id])) is None:
-            return None
-        if routine.model_id != model_id or routine.waiting or not routine.publish(flat, begun):
+        if routine is None or routine.model_id != model_id or routine.waiting or not routine.publish(flat, begun):
             return None
         self._busy = self.loop.time() - begun > BUSY_SECONDS
         return routine.version

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import nn
+
 from asyncsync.context import has_model, resolve_model
 from asyncsync.flat import FlatWeights, flatten
 from asyncsync.state import SchemeState, as_tensordict, by_worker
-from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.strategy import WeightStrategy, flat_weights, module_weights
 
 __all__ = ["Sources"]
 
@@ -67,6 +69,15 @@ class Sources(SchemeState):
         if inspect.isawaitable(prepared):
             prepared = await prepared
         return flatten(prepared)
+
+    def _at_hand(self, weights: Any) -> FlatWeights | None:
+        """What :meth:`_prepare` and :meth:`_flatten` would come to, for a module of which all is sent as it is; None
+        for anything else, of which nothing was asked."""
+        source = self._model if weights is None else weights
+        plain = isinstance(source, nn.Module) and self._device_map_fn is None
+        if not plain or type(self).prepare_weights is not Sources.prepare_weights:
+            return None
+        return module_weights(self.strategy, source)
 
     def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
         if isinstance(source, dict) and by_worker(source):

@@ -31,7 +31,7 @@ from torch import nn
 from asyncsync.binding import apply_now
 from asyncsync.flat import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
-__all__ = ["WeightStrategy", "flat_weights", "resolve_strategy"]
+__all__ = ["WeightStrategy", "flat_weights", "module_weights", "resolve_strategy"]
 
 FORMATS = ("tensordict", "state_dict")
 
@@ -132,11 +132,17 @@ def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
     Raises:
         TypeError, ValueError: as :func:`asyncsync.flat.flatten` and the strategy document.
     """
+    flat = module_weights(strategy, source) if isinstance(source, nn.Module) else None
+    return flatten(strategy.extract_weights(source)) if flat is None else flat
+
+
+def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights | None:
+    """The same without TensorDict and names, for a module and a strategy where that makes no difference; else None."""
     plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
     # (isinstance() of an abstract class takes as long as the rest.)
-    if plain and isinstance(source, nn.Module) and TensorDictBase not in type(source).__mro__:
-        return _flatten_module(source)
-    return flatten(strategy.extract_weights(source))
+    if not plain or TensorDictBase in type(module).__mro__:
+        return None
+    return _flatten_module(module)
 
 
 def _flatten_module(module: nn.Module) -> FlatWeights:

@@ -414,9 +414,13 @@ class Again(Instruction):
     form: ClassVar[struct.Struct] = struct.Struct("<BBQQQQQI")  # the last is the descriptor's length, and one
 
     def encode(self) -> bytes:
-        descriptor = self.descriptor
+        return self.header(self.epoch, self.serial, self.since, self.version, self.descriptor)
+
+    @classmethod
+    def header(cls, epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
+        """What :meth:`encode` makes of these fields."""
         length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
-        return self.form.pack(FIXED, 16, *self.epoch, self.serial, self.since, self.version, length) + tail
+        return cls.form.pack(FIXED, 16, *epoch, serial, since, version, length) + tail
 
     @classmethod
     def decode(cls, header: Buffer) -> Again:
@@ -441,7 +445,12 @@ class Done(Instruction):
     form: ClassVar[struct.Struct] = struct.Struct("<BBQQQ")
 
     def encode(self) -> bytes:
-        return self.form.pack(FIXED, self.kind, *self.epoch, self.serial)
+        return self.header(self.epoch, self.serial)
+
+    @classmethod
+    def header(cls, epoch: Epoch, serial: int) -> bytes:
+        """What :meth:`encode` makes of these fields."""
+        return cls.form.pack(FIXED, 17, *epoch, serial)
 
     @classmethod
     def decode(cls, header: Buffer) -> Done:

@@ -28,7 +28,6 @@ __all__ = ["WorkerRoutine"]
 # A packet: no payload frames (see asyncsync.transports.lane), then the instruction.
 _AGAIN = Struct("<19sQQQI")
 _PREFIX = Struct("<BBBQQ")
-_DONE = Struct("<BBQQQ")
 KEPT_WINDOWS = 2  # as many slots as the sender's routine has
 
 
@@ -103,7 +102,7 @@ class WorkerRoutine:
         subscriber.repeated(self._model_id, base, held, slab.nbytes, now)
         newest.references -= 1
         self._newest, self._next = slab, newest
-        return _DONE.pack(wire.FIXED, wire.Done.kind, *self._epoch, serial)
+        return wire.Done.header(self._epoch, serial)
 
     def _apply(self) -> None:
         """By the gate. When it is called once more, after an interrupt, it does the same once more."""

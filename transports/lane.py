@@ -62,7 +62,7 @@ from asyncsync.wire import (
     decode_fixed,
 )
 
-__all__ = ["BY_LANE", "Lane", "Lanes", "connect", "join", "read", "split"]
+__all__ = ["BY_LANE", "Lane", "Lanes", "alone", "connect", "join", "read", "split"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -93,6 +93,11 @@ def join(frames: Sequence[Buffer]) -> list[Buffer]:
         return [_ALONE, frames[0]]
     header, *payload = frames
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
+
+
+def alone(header: bytes) -> bytes:
+    """The packet with this message, which has no payload frames."""
+    return _ALONE + header
 
 
 def split(packet: memoryview) -> list[memoryview]:
