@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from operator import attrgetter
+from operator import attrgetter, call, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,7 @@ class Prepared:
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._lodging: _Lodging | None = None
 
     def is_again(self, binding: Binding, slab: Slab) -> bool:
         """Whether preparing the same slab again, for another version, would bring nothing else."""
@@ -90,10 +91,14 @@ class Prepared:
             _check_memory(plan.names, found)
         if len(set(map(id, found))) != len(found):
             self._check_ties(found)
-        self._copies, self._repointed, self._replaced = ([], []), [], []
+        self._copies, self._repointed, self._replaced, self._lodging = ([], []), [], [], None
         away = self._home is not None or self._binding.abroad
         if self._binding.inplace and not away and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
+        elif self._home is not None and (last := self._binding.lodging) is not None and last.is_again(plan, found):
+            self._lodging, sources = last, self._sources
+            self._copies = [found[i] for i in last.stay], [sources[i] for i in last.stay]
+            self._repointed = [(found[i], sources[i]) for i in last.move]
         else:
             self._direct = None
             self._elsewhere(found)
@@ -129,8 +134,12 @@ class Prepared:
         """Meta tensors have no memory yet, ``inplace=False`` asks for new memory, and a slab may be a new home."""
         is_module = self._plan.model.is_module
         made: dict[int, torch.Tensor] = {}
+        move: list[int] = []
+        stay: list[int] = []
         with normal_tensors():
-            for (owner, key), destination, source in zip(self._plan.places, found, self._sources, strict=True):
+            for i, ((owner, key), destination, source) in enumerate(
+                zip(self._plan.places, found, self._sources, strict=True)
+            ):
                 known = id(destination) in made  # a tensor with several names is made once
                 if destination.is_meta or (not self._binding.inplace and not is_module and not _is_locked(owner)):
                     if not known:
@@ -141,9 +150,12 @@ class Prepared:
                 elif (new := self._moved(destination, source)) is not None:
                     made[id(destination)] = new
                     self._repointed.append((destination, new))
+                    if new is source:
+                        move.append(i)
                 elif self._binding.inplace:
                     self._copies[0].append(destination)
                     self._copies[1].append(source)
+                    stay.append(i)
                 else:
                     # A module's tensors stay the objects that optimisers and others refer to.
                     new = source.to(destination.device)
@@ -152,6 +164,8 @@ class Prepared:
                             new = new.clone()
                     made[id(destination)] = new
                     self._repointed.append((destination, new))
+        if len(move) + len(stay) == len(found):
+            self._lodging = _Lodging(self._plan, [weakref.ref(tensor) for tensor in found], move, stay)
 
     def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
         """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
@@ -170,16 +184,8 @@ class Prepared:
         destinations, sources = self._copies
         if destinations and not self._copy_directly(destinations):
             copy_tensors(destinations, sources)
-        if self._home is not None and self._repointed:
-            self._home.adopted = self._binding.abroad = True
-            self._binding.moved += [weakref.ref(destination) for destination, _ in self._repointed]
-        for destination, source in self._repointed:
-            destination.data = source
-            # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
-            torch.autograd.graph.increment_version(destination)
-        if self._home is not None and self._repointed:
-            self._home.is_home = True
-            self._binding.moved = self._binding.moved[-len(self._repointed) :]
+        if self._repointed:
+            self._repoint()
         for owner, key, value in self._replaced:
             owner[key] = value
         for name, module in self._plan.model.extra_state.items():
@@ -187,6 +193,26 @@ class Prepared:
                 module.set_extra_state(self._values[name])
             elif name in self._states:
                 module.set_extra_state(clone(self._states[name]))
+
+    def _repoint(self) -> None:
+        binding, home, lodging = self._binding, self._home, self._lodging
+        is_new = home is not None and (lodging is None or lodging is not binding.lodging)
+        if home is not None:
+            home.adopted = binding.abroad = True
+        if is_new:
+            binding.lodging = None
+            binding.moved += [weakref.ref(destination) for destination, _ in self._repointed]
+        for destination, source in self._repointed:
+            destination.data = source
+        # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
+        torch.autograd.graph.increment_version([destination for destination, _ in self._repointed])
+        if home is not None:
+            home.is_home = True
+        if is_new:
+            binding.moved = binding.moved[-len(self._repointed) :]
+            binding.lodging = lodging
+        if lodging is not None:
+            lodging.note()
 
     def repeat(self) -> bool:
         """:meth:`resolve` and :meth:`apply`, if that takes no more than copying bytes to where the same tensors had
@@ -216,6 +242,34 @@ class Prepared:
         copy_bytes(memory, pieces)
         torch.autograd.graph.increment_version(destinations)
         return True
+
+
+class _Lodging:
+    """How an update came into a model of which some tensors lie in a slab: the next one may come the same way.
+
+    Args:
+        plan: its.
+        tensors: the model's.
+        move: those (by position) that got their memory in the slab; new memory is all they need next time.
+        stay: those that were copied to where they were.
+    """
+
+    def __init__(self, plan: Plan, tensors: list[weakref.ref[torch.Tensor]], move: list[int], stay: list[int]) -> None:
+        self.move, self.stay = move, stay
+        self._plan = plan
+        self._tensors = tensors
+        self._pointers: list[int] = []
+
+    def note(self) -> None:
+        """It has come in: this is where everything lies."""
+        self._pointers = [tensor.data_ptr() for one in self._tensors if (tensor := one()) is not None]
+
+    def is_again(self, plan: Plan, found: list[torch.Tensor]) -> bool:
+        """Whether these are the same tensors, and lie where they were left: then nobody has given them other memory,
+        or moved what they have, and whatever was said of it is true still."""
+        if plan is not self._plan or not all(map(is_, found, map(call, self._tensors))):
+            return False
+        return list(map(torch.Tensor.data_ptr, found)) == self._pointers and all(map(torch.Tensor.is_contiguous, found))
 
 
 class _Custom(Prepared):
@@ -268,6 +322,7 @@ class Binding:
         self.adopts = adopts and not _is_compiled(model)
         self.abroad = False  # whether some of the model's memory may be a slab's
         self.moved: list[weakref.ref[torch.Tensor]] = []  # what was given such memory
+        self.lodging: _Lodging | None = None  # how the last update came in, if that was given such memory
         self._own_convert = type(strategy).convert is not Base.convert
         if apply is None and type(strategy).apply_weights is not Base.apply_weights and model is not None:
             apply = self._strategy_apply
