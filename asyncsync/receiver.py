@@ -35,6 +35,7 @@ __all__ = ["Mark", "ReceiverLink"]
 logger = logging.getLogger("asyncsync")
 
 GATE_POLL = 0.05
+TIDY_DELAY = 0.002
 REQUEST_AGAIN = 1.0
 ENDING_SECONDS = 2.0
 
@@ -74,6 +75,7 @@ class ReceiverLink(Link):
         self._offered: Staging | None = None
         self._inline: list[tuple[Staging, BaseException | None]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
+        self._tidying: asyncio.TimerHandle | None = None
         self._fetches = Fetches(self.subscriber, self._fetched)
         self.subscriber.waits = self._waits
         self._watch: ProcessWatch | None = None
@@ -242,8 +244,8 @@ class ReceiverLink(Link):
         if subscriber.fetches:
             self._fetches.start()
         self._send_all()
-        if subscriber.borrows and subscriber.give_back():
-            self._send_all()
+        if subscriber.borrows:
+            self._tidy_soon()
 
     def _send_all(self) -> None:
         self.subscriber.flush()
@@ -349,13 +351,24 @@ class ReceiverLink(Link):
             self.subscriber.applied(staging)
             for part in staging.parts.values():
                 if part.slab.lent:
-                    self.loop.call_soon(self._clean)
+                    self._tidy_soon()
                     break
         else:
             self.subscriber.failed(staging, error)
 
-    def _clean(self) -> None:
-        if not self.closed:
+    def _tidy_soon(self) -> None:
+        # Not at once: it takes a core for some time, and the sender may need that to hear that the update is applied.
+        if self._tidying is None:
+            self._tidying = self.loop.call_later(TIDY_DELAY, self._tidy)
+
+    def _tidy(self) -> None:
+        """Copy out what was applied where it is, and prepare for the next update."""
+        self._tidying = None
+        if self.closed:
+            return
+        with self.guard():
+            if self.subscriber.borrows and self.subscriber.give_back():
+                self._send_all()
             for transport in set(self._fetches.transports.values()):
                 transport.clean()
 
@@ -583,8 +596,9 @@ class ReceiverLink(Link):
         ending = {*self._fetches, *([] if self.cascade.task is None else [self.cascade.task])}
         self._fetches.cancel()
         self.cascade.close()
-        if self._gate_timer is not None:
-            self._gate_timer.cancel()
+        for timer in (self._gate_timer, self._tidying):
+            if timer is not None:
+                timer.cancel()
         if self._watch is not None:
             self._watch.close()
         self._raw.disable_monitor()
