@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
-from asyncsync.copying import FEW_BYTES, KnownMemory, copy_bytes, copy_tensors, normal_tensors
+from asyncsync.copying import KNOWN_BYTES, KnownMemory, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
 from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest
 from asyncsync.layout import Layout, unpack_values
@@ -63,6 +63,8 @@ class Prepared:
         self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._lodging: _Lodging | None = None
+        self._is_simple = False
+        self._memory: tuple[list[torch.Tensor], list[memoryview]] | None = None
 
     def is_again(self, binding: Binding, slab: Slab) -> bool:
         """Whether preparing the same slab again, for another version, would bring nothing else."""
@@ -76,6 +78,9 @@ class Prepared:
             SchemaMismatch: the model has changed since the layout was accepted.
         """
         plan = self._plan
+        self._memory = self._memory_again()
+        if self._memory is not None:
+            return
         if plan.model.stale():
             self._binding.refresh()
             plan = self._plan = self._plan_again()
@@ -181,6 +186,9 @@ class Prepared:
 
     def apply(self) -> None:
         """Copy. Nothing that :meth:`resolve` could have seen fails here; a user's ``set_extra_state`` may, last."""
+        if self._memory is not None:
+            self._copy_bytes(*self._memory)
+            return
         destinations, sources = self._copies
         if destinations and not self._copy_directly(destinations):
             copy_tensors(destinations, sources)
@@ -214,23 +222,39 @@ class Prepared:
         if lodging is not None:
             lodging.note()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`repeat` is worth a try."""
+        return self._is_simple and self._direct is not None and self._direct[0].is_known
+
     def repeat(self) -> bool:
         """:meth:`resolve` and :meth:`apply`, if that takes no more than copying bytes to where the same tensors had
         theirs the last time. False: it takes more, and nothing was done."""
-        plan = self._plan
-        if self._direct is None or plan.model.stale():
+        memory = self._memory_again()
+        if memory is None:
             return False
+        self._copy_bytes(*memory)
+        return True
+
+    def _memory_again(self) -> tuple[list[torch.Tensor], list[memoryview]] | None:
+        """The model's tensors and their bytes, if the model and they are as they were the last time."""
+        plan = self._plan
+        if not self.is_known or self._binding.abroad or plan.model.stale():
+            return None
+        assert self._direct is not None
         try:
             found = [owner[key] for owner, key in plan.places]
         except KeyError:
-            return False
-        known, pieces = self._direct
-        memory = known.again(found)
+            return None
+        memory = self._direct[0].again(found)
         if memory is None or not (have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)):
-            return False
-        copy_bytes(memory, pieces)
-        torch.autograd.graph.increment_version(found)
-        return True
+            return None
+        return found, memory
+
+    def _copy_bytes(self, destinations: list[torch.Tensor], memory: list[memoryview]) -> None:
+        assert self._direct is not None
+        copy_bytes(memory, self._direct[1])
+        torch.autograd.graph.increment_version(destinations)
 
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
         if self._direct is None:
@@ -393,7 +417,7 @@ class Binding:
         home = slab if self.adopts and slab.adoptable and plan.model.is_module else None
         named = {dotted(p): v for p, v in values.items()} if values else {}
         direct = None
-        if slab.nbytes <= FEW_BYTES and not (self.cast or slab.lent):
+        if slab.nbytes <= KNOWN_BYTES and home is None and not self.cast:
             pieces = slab.pieces
             direct = memory, [pieces[i] for i in order]
         prepared = self._prepared(
@@ -401,6 +425,7 @@ class Binding:
         )
         # (What is tied here, but was not where it comes from, has to be compared each time.)
         is_simple = direct is not None and self.inplace and not (states or values or plan.ties)
+        prepared._is_simple = is_simple
         slab.prepared = prepared if is_simple else None
         return prepared
 

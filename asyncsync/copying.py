@@ -22,7 +22,7 @@ from torch._C import _InferenceMode  # what torch.inference_mode() enters, in a 
 
 from asyncsync.layout import LARGE_NUMEL, RAW
 
-__all__ = ["FEW_BYTES", "KnownMemory", "copy_bytes", "copy_tensors", "copyable", "normal_tensors"]
+__all__ = ["FEW", "KNOWN_BYTES", "MOST", "KnownMemory", "copy_bytes", "copy_tensors", "copyable", "normal_tensors"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _dtype_of = attrgetter("dtype")
@@ -33,7 +33,8 @@ BYTES_PER_THREAD = 16 << 20
 PIECE = 512 << 10
 MAX_THREADS = 4
 FEW = 16
-FEW_BYTES = 256 << 10  # the interpreter waits meanwhile
+MOST = 4096
+KNOWN_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -97,48 +98,67 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 class KnownMemory:
-    """Where the few tensors of a small model have their bytes: mostly, where they had them the last time.
+    """Where the tensors of a small model have their bytes: mostly, where they had them the last time.
 
-    To copy bytes takes none of torch's operators. Those take 2 µs in a loop, but five times as long in a process that
-    has just been woken, whose caches have none of torch's code. Looking where tensors are takes less.
+    To copy bytes takes none of torch's operators. Those take half as long again in a loop, but five times as long in a
+    process that has just been woken, whose caches have none of torch's code, or where there are a thousand tensors.
+    Looking where tensors are takes less, if they are the same as before.
     """
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._pointers: list[int] = []
-        self._views: list[memoryview] = []
+        self._views: list[memoryview] | None = None
+        self._is_more = False  # a copy of these is more than one of bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The bytes of each, good until it is changed; None where a copy is more than one of a few bytes.
-
-        Args:
-            tensors: each time with the same dtypes and shapes.
-        """
-        if (views := self.again(tensors)) is not None:
-            return views
-        if len(tensors) > FEW:
-            return None
-        for tensor in tensors:
-            if type(tensor) not in _PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+        """The bytes of each, good until it is changed. None where a copy is more than one of bytes, and for many
+        tensors that are seen for the first time: they may be others the next time again."""
+        if not self._are_noted(tensors):
+            self._tensors, self._pointers, self._views, self._is_more = [], [], None, False
+            if len(tensors) > MOST:
                 return None
-            if tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex:
+            try:
+                pointers = list(map(torch.Tensor.data_ptr, tensors))
+            except RuntimeError:  # torch knows no memory of such a tensor
                 return None
-        self._tensors, self._pointers = [], []
-        self._views = [_memory(tensor) for tensor in tensors]
-        self._tensors, self._pointers = list(tensors), list(map(torch.Tensor.data_ptr, tensors))
+            self._tensors, self._pointers = list(tensors), pointers
+            if len(tensors) > FEW:
+                return None
+        if self._views is None and not self._is_more:
+            # What is there twice would get one value, and then another.
+            if all(map(_is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
+                self._views = [_memory(tensor) for tensor in tensors]
+            else:
+                self._is_more = True
         return self._views
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`again` may succeed."""
+        return self._views is not None
 
     def again(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The same if these are the tensors of the last time, and lie where they did."""
+        """The same if these are the tensors of the last time, and lie where they did; None: perhaps not."""
+        return self._views if self._views is not None and self._are_noted(tensors) else None
+
+    def _are_noted(self, tensors: list[torch.Tensor]) -> bool:
         known = self._tensors
         if not known or len(tensors) != len(known) or not all(map(is_, tensors, known)):
-            return None
-        if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:
-            return None
-        # (Another device's memory has other addresses.)
-        if any(map(torch.Tensor.is_neg, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
-            return None
-        return self._views
+            return False
+        try:
+            if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:  # another device's are other ones, too
+                return False
+        except RuntimeError:
+            return False
+        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether to copy such a tensor is to copy its bytes."""
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex)
 
 
 def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> None:

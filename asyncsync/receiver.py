@@ -182,7 +182,7 @@ class ReceiverLink(Link):
         held = subscriber.held(model_id)
         assert held is not None
         newest = held[2]
-        if newest.prepared is None or again.descriptor is None or newest.lent:
+        if newest.prepared is None or not newest.prepared.is_known or again.descriptor is None or newest.lent:
             return
         if model_id in self.manual or self.cascade.task is not None or self.cascade.concerns((model_id,)):
             return

@@ -19,11 +19,9 @@ import asyncio
 from collections.abc import Sequence
 from operator import attrgetter
 
-import torch
-
-from asyncsync.copying import FEW_BYTES, KnownMemory, copy_bytes
-from asyncsync.flat import FlatWeights, Path, have_dtypes, have_shapes
-from asyncsync.layout import Layout
+from asyncsync.copying import copy_bytes
+from asyncsync.flat import FlatWeights
+from asyncsync.known import KnownWeights
 from asyncsync.peer import Peer
 from asyncsync.publisher import Publisher
 from asyncsync.slab import Slab, pack
@@ -41,6 +39,7 @@ class Routine:
     Args:
         publisher: in the steady state (:meth:`asyncsync.publisher.Publisher.steady`).
         model_id: the model.
+        known: the weights that have been sent.
         slots: the newest version's slab, and the next one's; both with the caller's reference, and a descriptor.
         workers: everybody, and their lanes.
 
@@ -51,24 +50,23 @@ class Routine:
     """
 
     def __init__(
-        self, publisher: Publisher, model_id: str, slots: tuple[Slab, Slab], workers: Sequence[tuple[Peer, Lane]]
+        self,
+        publisher: Publisher,
+        model_id: str,
+        known: KnownWeights,
+        slots: tuple[Slab, Slab],
+        workers: Sequence[tuple[Peer, Lane]],
     ) -> None:
         self.model_id = model_id
         self.version, self._serial = publisher.version, publisher.serial
         self.waiting: dict[Peer, Lane] = {}
         self.waiter: asyncio.Future[None] | None = None
         self._publisher = publisher
-        self._layout: Layout = slots[0].layout
         self._newest, self._next = slots
-        assert slots[1].layout is self._layout
+        assert slots[0].layout is slots[1].layout is known.layout
         self._workers = workers
         self._peers = [peer for peer, _ in workers]
-        self._memory = KnownMemory()
-        # Of the weights that this memory is: their paths, shapes and dtypes, and where they go in each of the slabs.
-        self._paths: list[Path] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._dtypes: list[torch.dtype] = []
-        self._pieces: dict[Slab, list[memoryview]] = {}
+        self._known = known
         self._updates = 0
         self._is_over = False
         self._asking: dict[Peer, Lane] | None = None
@@ -82,18 +80,17 @@ class Routine:
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
         """Write the next version; :meth:`tell` is to follow. False: these weights are not like the others."""
-        if flat.values:
-            return False
-        slab, found = self._next, list(flat.tensors.values())
-        memory = self._memory.again(found)
-        if memory is not None and self._is_alike(flat, found):
-            copy_bytes(self._pieces[slab], memory)
+        slab = self._next
+        memory = self._known.again(flat)
+        if memory is not None:
+            copy_bytes(slab.pieces, memory)
         else:
-            tensors = self._layout.arrange(flat) if all(map(_is_cpu, found)) else None
+            on_cpu = not flat.values and all(map(_is_cpu, flat.tensors.values()))
+            tensors = self._known.layout.arrange(flat) if on_cpu else None
             if tensors is None:
                 return False
             pack(slab, flat, tensors=tensors)
-            self._get_to_know(flat, found)
+            self._known.learn(flat)
         epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
         again: list[Buffer] = [alone(Again.header(epoch, serial, self._serial, version, slab.descriptor))]
         done = alone(Done.header(epoch, serial))
@@ -103,23 +100,6 @@ class Routine:
         self.version, self._serial, self._updates = version, serial, self._updates + 1
         self._again, self._done, self.waiting, self._untold = again, done, waiting, untold
         return True
-
-    def _is_alike(self, flat: FlatWeights, found: list[torch.Tensor]) -> bool:
-        """Whether the same tensors are still what they were, under the same names."""
-        alike = have_shapes(found, self._shapes) and have_dtypes(found, self._dtypes)
-        return alike and list(flat.tensors) == self._paths
-
-    def _get_to_know(self, flat: FlatWeights, found: list[torch.Tensor]) -> None:
-        """Weights that have this layout: if they are few, the next may need a copy of their bytes only."""
-        layout = self._layout
-        if layout.nbytes > FEW_BYTES or layout.aliases or self._memory.of(found) is None:
-            return
-        index = {entry.path: i for i, entry in enumerate(layout.entries)}
-        order = [index[path] for path in flat.tensors]
-        self._pieces = {slab: [slab.pieces[i] for i in order] for slab in (self._newest, self._next)}
-        self._shapes = [layout.entries[i].shape for i in order]
-        self._dtypes = [layout.entries[i].dtype for i in order]
-        self._paths = list(flat.tensors)
 
     def tell(self) -> bool:
         """Tell everybody of it; False: somebody cannot be reached by lane."""

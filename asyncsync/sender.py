@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import zmq
 
+from asyncsync.copying import copy_bytes
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.flat import FlatWeights
+from asyncsync.known import KnownWeights
 from asyncsync.layout import Layout
 from asyncsync.link import INLINE_BYTES, LINGER_MS, MAX_TICK, Link, ProcessWatch, this_process
 from asyncsync.peer import Peer
@@ -53,8 +55,12 @@ class _Job(NamedTuple):
     flat: FlatWeights
     ready: Mapping[torch.device, Any] | None
     tensors: list[torch.Tensor] | None
+    memory: list[memoryview] | None  # the bytes of each, if it was found out just now where they are
 
     def pack(self, progress: Callable[[], None] | None = None) -> None:
+        if self.memory is not None:
+            copy_bytes(self.slab.pieces, self.memory)
+            return
         pack(self.slab, self.flat, self.ready, progress, self.tensors)
 
 
@@ -84,7 +90,7 @@ class SenderLink(Link):
         self._busy = False  # whether this thread has run for long when it tells of the latest publication
         self.order = asyncio.Lock()
         self._in_line = 0  # publications that wait for it
-        self._layouts: dict[str, Layout] = {}
+        self._known: dict[str, KnownWeights] = {}
         self._said: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # what came by lane last
         self._watches: dict[bytes, ProcessWatch] = {}
         self._served: dict[bytes, TransportCore] = {}  # by descriptor: those that act for each worker
@@ -340,9 +346,12 @@ class SenderLink(Link):
             if lane is None or peer.unsettled or peer.slow:
                 return None
             workers.append((peer, lane))
+        known = self._known.get(model_id)
+        if known is None or known.layout is not layout:  # that one was only tried
+            known = self._known[model_id] = KnownWeights(layout)
         slab = pool.acquire(layout)
         self._describe(transport, slab, pool.describe(slab))
-        self._routine = Routine(publisher, model_id, (target.slab.retain(), slab), workers)
+        self._routine = Routine(publisher, model_id, known, (target.slab.retain(), slab), workers)
         return self._routine
 
     async def repeated(self, version: int, models: list[str], timeout: float, begun: float) -> None:
@@ -404,7 +413,8 @@ class SenderLink(Link):
                 for model_id, source in sources.items():
                     pool = transports[model_id].pool or self.pool
                     if isinstance(source, FlatWeights):
-                        parts[model_id] = await self._acquire(model_id, source, pool, jobs, 1, deadline)
+                        alone = len(sources) == 1
+                        parts[model_id] = await self._acquire(model_id, source, pool, jobs, 1, deadline, alone=alone)
                     else:
                         count = len(source)
                         parts[model_id] = {
@@ -521,16 +531,34 @@ class SenderLink(Link):
                 self.settle()
 
     async def _acquire(
-        self, model_id: str, flat: FlatWeights, pool: SlabPool, jobs: list[_Job], count: int, deadline: float
+        self,
+        model_id: str,
+        flat: FlatWeights,
+        pool: SlabPool,
+        jobs: list[_Job],
+        count: int,
+        deadline: float,
+        *,
+        alone: bool = False,
     ) -> Slab:
-        """A slab for these weights, entered as a job: whatever happens, it is released with that."""
+        """A slab for these weights, entered as a job: whatever happens, it is released with that.
+
+        ``alone``: it is the only one, and is packed before anybody else can run unless this waits.
+        """
         self._pools.add(pool)
-        layout = self._layouts.get(model_id)
-        tensors = None if layout is None else layout.arrange(flat)
-        if layout is None or tensors is None:
-            layout = self._layouts[model_id] = Layout.of(flat)
+        known = self._known.get(model_id)
+        memory = known.again(flat) if known is not None and alone else None
+        tensors = None
+        if known is None or memory is None:
+            tensors = None if known is None else known.layout.arrange(flat)
+            if known is None or tensors is None:
+                known = self._known[model_id] = KnownWeights(Layout.of(flat))
+            if alone:
+                known.learn(flat)
+        layout = known.layout
         nbytes = layout.nbytes
         if pool.draining(nbytes):
+            memory = None
             await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
         quick = pool.is_quick(nbytes)
         if not quick and not self._has_room(pool, nbytes, jobs, count):
@@ -541,15 +569,15 @@ class SenderLink(Link):
             ):
                 raise AckTimeout(self._why_full(pool))
             publisher.check_open()
-        ready = cuda_events(flat)
+        ready = None if memory is not None else cuda_events(flat)
 
-        def acquire() -> Slab:
+        def acquire(memory: list[memoryview] | None = None) -> Slab:
             slab = pool.acquire(layout, pinned=ready is not None)
-            jobs.append(_Job(slab, flat, ready, tensors))
+            jobs.append(_Job(slab, flat, ready, tensors, memory))
             return slab
 
         if quick and ready is None:
-            return acquire()
+            return acquire(memory)
         self.check()
         quick = pool.is_quick(nbytes, pinned=ready is not None)
         slab: Slab = acquire() if quick else await self.run(acquire, nbytes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync.copying import FEW, KnownMemory, copy_bytes, copy_tensors
+from asyncsync.copying import FEW, MOST, KnownMemory, copy_bytes, copy_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -47,7 +47,28 @@ def test_inference_tensors_and_many_tensors_are_left_to_torch() -> None:
     with torch.inference_mode():
         inference = torch.zeros(3)
     assert KnownMemory().of([inference]) is None
-    assert KnownMemory().of([torch.zeros(1)] * (FEW + 1)) is None
+    assert KnownMemory().of([torch.zeros(1) for _ in range(MOST + 1)]) is None
+
+
+def test_many_tensors_are_known_when_they_come_once_more() -> None:
+    known = KnownMemory()
+    tensors = [torch.full((3,), float(i)) for i in range(FEW + 1)]
+    assert known.of(tensors) is None
+    assert not known.is_known
+    views = known.of(list(tensors))
+    assert views is not None
+    assert known.again(tensors) is views
+    assert [bytes(view) for view in views] == [tensor.numpy().tobytes() for tensor in tensors]
+    assert known.of([tensor.clone() for tensor in tensors]) is None
+    assert known.again(tensors) is None
+
+
+def test_a_tensor_that_is_there_twice_is_left_to_torch() -> None:
+    """It would get one value, and then another."""
+    known, one = KnownMemory(), torch.zeros(1)
+    for _ in range(3):
+        assert known.of([one, torch.zeros(1), one]) is None
+    assert not known.is_known
 
 
 def test_memory_is_known_until_it_is_elsewhere() -> None:
