@@ -22,6 +22,7 @@ from asyncsync.routine import Routine
 from asyncsync.staging import Coverage, Incoming
 from asyncsync.subscriber import Subscriber
 from asyncsync.targets import Targets
+from asyncsync.worker_routine import WorkerRoutine
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 
@@ -157,6 +158,21 @@ MUTATIONS = {
     ],
     "a routine begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
     "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
+    "a worker's routine goes on whatever else it hears": [
+        (Subscriber, "receive", "self.end_routine()", "pass"),
+        (WorkerRoutine, "take", "since != subscriber.serial or ", ""),
+    ],
+    "a worker's routine writes where the newest version is": [
+        (WorkerRoutine, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
+    ],
+    "a worker's routine takes what waits for a reader as applied": [
+        (
+            WorkerRoutine,
+            "take",
+            "not self._gate.pass_through(self._update) or ",
+            "self._gate.pass_through(self._update) and ",
+        ),
+    ],
     "DONE gives nothing back": [
         (
             Publisher,

@@ -68,6 +68,13 @@ class Oracle:
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
         holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
         holders.update(use.slab for use in worker.uses if use.kind == "reader")
+        for model in worker.models:
+            if (version := subscriber.version(model)) and subscriber.epoch is not None:
+                said = (subscriber.epoch, version)
+                assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
+        if (routine := subscriber.routine) is not None:
+            holders.update((routine._newest, routine._next))
+            assert not (subscriber.staged or subscriber._incoming or subscriber._kept), f"{worker} has no routine"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
         for borrowed in worker.mapped.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from asyncsync import wire
 from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.flat import FlatWeights
+from asyncsync.gate import Update
+from asyncsync.known import KnownWeights
 from asyncsync.layout import Layout
 from asyncsync.publisher import Publisher
 from asyncsync.routine import Routine
@@ -22,6 +25,7 @@ from asyncsync.strategy import WeightStrategy
 from asyncsync.subscriber import Subscriber
 from asyncsync.targets import Publication
 from asyncsync.transports.lane import split
+from asyncsync.worker_routine import WorkerRoutine
 from helpers.machines import Borrowed
 
 __all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
@@ -79,7 +83,8 @@ def draw_world(source: random.Random) -> World:
         workers=count,
         elastic=source.random() < 0.4,
         models=models,
-        stubborn=frozenset(w for w in range(count) if source.random() < 0.4),
+        # (Only those that cast nothing have a routine.)
+        stubborn=frozenset(w for w in range(count) if source.random() < (0.7 if lent else 0.4)),
         eager=source.random() < 0.3,
         checksum=source.random() < 0.5,
         descriptors=source.random() < 0.2,
@@ -214,7 +219,8 @@ class Trainer:
         slab.in_place = False
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, lanes[peer.route]) for peer in peers]
-        self.routine = Routine(publisher, model, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        known = KnownWeights(slab.layout)
+        self.routine = Routine(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
         return self.routine
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
@@ -281,6 +287,19 @@ class FlakyBinding(Binding):
         return super().prepare(slab)
 
 
+class SimulatedGate:
+    """As :class:`asyncsync.gate.Gate`, as far as a routine needs one."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def pass_through(self, update: Update) -> bool:
+        if self._worker.held or self._worker.running is not None:
+            return False
+        update.apply()
+        return True
+
+
 class Worker:
     """A worker process: one incarnation of a worker_idx."""
 
@@ -305,6 +324,7 @@ class Worker:
         self.running: Staging | None = None
         self.fetches: list[tuple[int, int, wire.Part, Slab]] = []
         self.failures = 0
+        self.again = 0  # the serial of an AGAIN that has just come
 
     def register(self, model: str, now: float) -> None:
         self.models[model] = {path[0]: torch.zeros(shape) for path, shape in SHAPES.items()}
@@ -337,6 +357,35 @@ class Worker:
         else:
             known._reuse(layout)
         return known
+
+    def _window(self, descriptor: bytes) -> memoryview | None:
+        """What :meth:`_attach` would copy."""
+        if not descriptor.startswith(b"slot ") or descriptor.endswith(b"1"):
+            return None
+        assert self.connection is not None
+        _, index, _ = map(int, descriptor.split()[1:])
+        return memoryview(self.connection.trainer.slots.made[index].buffer.numpy())
+
+    def begin_routine(self, serial: int) -> None:
+        """As a receiver's link does it."""
+        subscriber = self.subscriber
+        if subscriber.routine is not None or (steady := subscriber.steady(serial)) is None:
+            return
+        model, part = steady
+        held = subscriber.held(model)
+        assert held is not None
+        newest = held[2]
+        if newest.prepared is None or not newest.prepared.is_known or newest.lent:
+            return
+        slab = subscriber.pool.acquire(newest.layout)
+        if Binding.prepare(subscriber.models[model], slab) is not slab.prepared:
+            slab.release()
+            return
+        gate: Any = SimulatedGate(self)
+        slabs = newest.retain(), slab
+        subscriber.routine = WorkerRoutine(
+            subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
+        )
 
     def use(self, kind: str, slab: Slab, number: int) -> None:
         if kind == "reader":

@@ -111,6 +111,7 @@ class Simulation(Oracle):
         self.images: dict[int, bytes] = {}
         self.owners: dict[int, int | None] = {}
         self.dropped: Counter[str] = Counter()
+        self.taken = 0  # updates that were routine for a worker
         self.untold: list[Worker] = []
         self.trainer = self._start_trainer(1000)
         for index in range(world.workers):
@@ -213,10 +214,12 @@ class Simulation(Oracle):
         routes = {c.route: SimulatedLane(c, self.network, broken=False) for c in self.connections}
         if (routine := trainer.begin_routine(model, routes)) is None:
             return
-        turns = b % 4
+        turns = b % 8
         for turn in range(1 + turns):
             if turn == turns and a % 3 == 0:
                 next(reversed(routes.values())).broken = True
+            if (a + turn) % 7 == 0:
+                self._do_hold(b, 0)
             number = len(self.records) + 1
             record = Record(routine.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
             flat = FlatWeights({path: torch.full(shape, float(number)) for path, shape in SHAPES.items()})
@@ -652,8 +655,10 @@ class Simulation(Oracle):
             if message.upward:
                 if connection.trainer.alive and not self._answers(message):
                     connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
-            elif connection.worker.running_on:
+            elif connection.worker.running_on and not self._takes(connection, instruction, message.frames):
                 connection.worker.subscriber.receive(instruction, payload, self.now)
+                if type(instruction) is wire.Again:
+                    connection.worker.again = instruction.serial
         except ProtocolError as error:
             self.dropped[str(error).partition(":")[0]] += 1
 
@@ -665,6 +670,20 @@ class Simulation(Oracle):
         packet = memoryview(b"".join(join(message.frames)))
         peers = [peer for peer in routine.waiting if peer.route == message.connection.route]
         return any(routine.answer(peer, packet, self.now) for peer in peers)
+
+    def _takes(self, connection: Connection, instruction: wire.Instruction, frames: list[bytes]) -> bool:
+        """Whether this is routine for a worker, which has applied it then, and answers."""
+        worker = connection.worker
+        routine = worker.subscriber.routine
+        if routine is None or worker.connection is not connection or type(instruction) is not wire.Again:
+            return False
+        done = routine.take(memoryview(b"".join(join(frames))), self.now)
+        if done is None:
+            return False
+        self.taken += 1
+        self._observe(worker)
+        self.network.append(Message(connection, True, [done]))
+        return True
 
     def _settle(self) -> None:
         """The shells: send what the machines want sent, fetch, and let updates through the gates that are open."""
@@ -697,6 +716,9 @@ class Simulation(Oracle):
                         self._observe(worker)
                         self._finish(worker)
             self._send_up(worker)
+            if worker.again and worker.active:
+                worker.begin_routine(worker.again)
+            worker.again = 0
 
     def _send_up(self, worker: Worker) -> None:
         if worker.running_on:
