@@ -64,7 +64,6 @@ class Prepared:
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._lodging: _Lodging | None = None
         self._is_simple = False
-        self._memory: tuple[list[torch.Tensor], list[memoryview]] | None = None
 
     def is_again(self, binding: Binding, slab: Slab) -> bool:
         """Whether preparing the same slab again, for another version, would bring nothing else."""
@@ -78,9 +77,6 @@ class Prepared:
             SchemaMismatch: the model has changed since the layout was accepted.
         """
         plan = self._plan
-        self._memory = self._memory_again()
-        if self._memory is not None:
-            return
         if plan.model.stale():
             self._binding.refresh()
             plan = self._plan = self._plan_again()
@@ -186,9 +182,6 @@ class Prepared:
 
     def apply(self) -> None:
         """Copy. Nothing that :meth:`resolve` could have seen fails here; a user's ``set_extra_state`` may, last."""
-        if self._memory is not None:
-            self._copy_bytes(*self._memory)
-            return
         destinations, sources = self._copies
         if destinations and not self._copy_directly(destinations):
             copy_tensors(destinations, sources)
@@ -230,31 +223,21 @@ class Prepared:
     def repeat(self) -> bool:
         """:meth:`resolve` and :meth:`apply`, if that takes no more than copying bytes to where the same tensors had
         theirs the last time. False: it takes more, and nothing was done."""
-        memory = self._memory_again()
-        if memory is None:
-            return False
-        self._copy_bytes(*memory)
-        return True
-
-    def _memory_again(self) -> tuple[list[torch.Tensor], list[memoryview]] | None:
-        """The model's tensors and their bytes, if the model and they are as they were the last time."""
         plan = self._plan
         if not self.is_known or self._binding.abroad or plan.model.stale():
-            return None
+            return False
         assert self._direct is not None
+        known, pieces = self._direct
         try:
             found = [owner[key] for owner, key in plan.places]
         except KeyError:
-            return None
-        memory = self._direct[0].again(found)
+            return False
+        memory = known.again(found)
         if memory is None or not (have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)):
-            return None
-        return found, memory
-
-    def _copy_bytes(self, destinations: list[torch.Tensor], memory: list[memoryview]) -> None:
-        assert self._direct is not None
-        copy_bytes(memory, self._direct[1])
-        torch.autograd.graph.increment_version(destinations)
+            return False
+        copy_bytes(memory, pieces)
+        torch.autograd.graph.increment_version(found)
+        return True
 
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
         if self._direct is None:
@@ -302,6 +285,9 @@ class _Custom(Prepared):
     def __init__(self, apply: Callable[[Any], None], weights: Any) -> None:
         self._apply = apply
         self._weights = weights
+
+    def repeat(self) -> bool:
+        return False
 
     def resolve(self) -> None:
         pass

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ class KnownMemory:
     """
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._pointers: list[int] = []
         self._views: list[memoryview] | None = None
         self._is_more = False  # a copy of these is more than one of bytes
@@ -122,7 +123,7 @@ class KnownMemory:
                 pointers = list(map(torch.Tensor.data_ptr, tensors))
             except RuntimeError:  # torch knows no memory of such a tensor
                 return None
-            self._tensors, self._pointers = list(tensors), pointers
+            self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
             if len(tensors) > FEW:
                 return None
         if self._views is None and not self._is_more:
@@ -144,7 +145,7 @@ class KnownMemory:
 
     def _are_noted(self, tensors: list[torch.Tensor]) -> bool:
         known = self._tensors
-        if not known or len(tensors) != len(known) or not all(map(is_, tensors, known)):
+        if not known or len(tensors) != len(known) or not all(map(is_, tensors, map(call, known))):
             return False
         try:
             if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:  # another device's are other ones, too

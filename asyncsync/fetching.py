@@ -64,7 +64,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
 
     def window(self, part: Part, layout: Layout, descriptor: bytes) -> memoryview | None:
         """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than this part's."""
-        return self._transport(part).window(descriptor, layout)
+        return self._transport(part).slot_window(descriptor, layout)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: TransportCore) -> None:
         failure: Exception | None = None

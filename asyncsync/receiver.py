@@ -35,7 +35,7 @@ __all__ = ["Mark", "ReceiverLink"]
 logger = logging.getLogger("asyncsync")
 
 GATE_POLL = 0.05
-TIDY_DELAY = 0.002
+CLEAN_DELAY = 0.002
 REQUEST_AGAIN = 1.0
 ENDING_SECONDS = 2.0
 
@@ -75,7 +75,7 @@ class ReceiverLink(Link):
         self._offered: Staging | None = None
         self._inline: list[tuple[Staging, BaseException | None]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
-        self._tidying: asyncio.TimerHandle | None = None
+        self._cleaning: asyncio.TimerHandle | None = None
         self._fetches = Fetches(self.subscriber, self._fetched)
         self.subscriber.waits = self._waits
         self._watch: ProcessWatch | None = None
@@ -141,16 +141,22 @@ class ReceiverLink(Link):
         if routine is not None:
             now = self.loop.time()
             try:
-                done = routine.take(packet, now)
-            except (WeightSyncError, ValueError, MemoryError, RuntimeError):
-                done = None  # the long way, which tells the trainer if that cannot do it either
-            except BaseException:
-                self._take_in(packet)  # half of it may be in the model
+                if (done := self._take(routine, packet, now)) is not None:
+                    self._repeated(done, now)
+                    return
+            except Exception:
                 raise
-            if done is not None:
-                self._repeated(done, now)
-                return
+            except BaseException:
+                self._take_in(packet)  # half of it may be in the model, or all, and not be told of
+                raise
         self._take_in(packet)
+
+    def _take(self, routine: WorkerRoutine, packet: memoryview, now: float) -> bytes | None:
+        try:
+            return routine.take(packet, now)
+        except Exception:  # also of a user's transport
+            logger.debug("an update goes the long way, which tells of what it cannot do", exc_info=True)
+            return None
 
     def _take_in(self, packet: memoryview) -> None:
         instruction: Instruction | None = None
@@ -194,6 +200,8 @@ class ReceiverLink(Link):
             if subscriber.models[model_id].prepare(slab) is not slab.prepared:
                 return
             slabs = newest.retain(), slab.retain()
+        except (MemoryError, RuntimeError):
+            return
         finally:
             slab.release()
         window = partial(self._fetches.window, part, newest.layout)
@@ -244,8 +252,8 @@ class ReceiverLink(Link):
         if subscriber.fetches:
             self._fetches.start()
         self._send_all()
-        if subscriber.borrows:
-            self._tidy_soon()
+        if subscriber.borrows and subscriber.give_back():
+            self._send_all()
 
     def _send_all(self) -> None:
         self.subscriber.flush()
@@ -351,24 +359,19 @@ class ReceiverLink(Link):
             self.subscriber.applied(staging)
             for part in staging.parts.values():
                 if part.slab.lent:
-                    self._tidy_soon()
+                    self._clean_soon()
                     break
         else:
             self.subscriber.failed(staging, error)
 
-    def _tidy_soon(self) -> None:
+    def _clean_soon(self) -> None:
         # Not at once: it takes a core for some time, and the sender may need that to hear that the update is applied.
-        if self._tidying is None:
-            self._tidying = self.loop.call_later(TIDY_DELAY, self._tidy)
+        if self._cleaning is None:
+            self._cleaning = self.loop.call_later(CLEAN_DELAY, self._clean)
 
-    def _tidy(self) -> None:
-        """Copy out what was applied where it is, and prepare for the next update."""
-        self._tidying = None
-        if self.closed:
-            return
-        with self.guard():
-            if self.subscriber.borrows and self.subscriber.give_back():
-                self._send_all()
+    def _clean(self) -> None:
+        self._cleaning = None
+        if not self.closed:
             for transport in set(self._fetches.transports.values()):
                 transport.clean()
 
@@ -596,7 +599,7 @@ class ReceiverLink(Link):
         ending = {*self._fetches, *([] if self.cascade.task is None else [self.cascade.task])}
         self._fetches.cancel()
         self.cascade.close()
-        for timer in (self._gate_timer, self._tidying):
+        for timer in (self._gate_timer, self._cleaning):
             if timer is not None:
                 timer.cancel()
         if self._watch is not None:

@@ -290,6 +290,9 @@ class Staging:
                 return
             self._begun = True
         prepared = [prepared for part in self.parts.values() if (prepared := part.prepared) is not None]
+        # (Of several, one may bring extra state: a user's code, which could move the tensors of the next.)
+        if len(prepared) == 1 and prepared[0].repeat():
+            return
         for one in prepared:
             one.resolve()
         for one in prepared:

@@ -451,6 +451,8 @@ class Subscriber:
 
     def _on_again(self, again: wire.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self._serial:
+            if self.steady(again.serial) is not None:  # an interrupt came between applying and saying so
+                self._send(wire.Done(again.epoch, again.serial))
             return
         if self._base is None or self._base[0] != again.since or self._serial != again.since:
             raise ProtocolError("an AGAIN of an update that has not come")
@@ -527,16 +529,26 @@ class Subscriber:
         Args:
             model_id: the model.
             base: the AGAIN's serial, and its part.
-            held: what the model holds now, with a reference for this object. Of the slab that it held, which is the
-                routine's as well, the caller takes this object's reference over.
+            held: what the model holds now; the routine has a reference to the slab, and to the one before.
             nbytes: how many came.
             now: the time.
         """
         # Nothing is called: no interrupt leaves half of this.
+        self._held[model_id][2].references -= 1
+        held[2].references += 1
         self._serial, self._base, self._held[model_id] = base[0], base, held
         self._versions[model_id] = self.targets[model_id] = held[1]
         self.bytes_received += nbytes
         self.last_seen = now
+
+    def resume(self, model_id: str, base: tuple[int, wire.Part], version: int, slab: Slab) -> None:
+        """The routine was interrupted while it applied an AGAIN: what it has begun is staged, and goes the long way."""
+        assert self.epoch is not None
+        parts = {model_id: StagedPart(version, slab.retain(), slab.prepared)}
+        self.staged = self._unsaid = Staging(self.epoch, base[0], parts)
+        self._serial, self._base, self.targets[model_id] = base[0], base, version
+        self.bytes_received += slab.nbytes
+        self.end_routine()
 
     def end_routine(self) -> None:
         """The next update goes the long way."""

@@ -69,14 +69,15 @@ class WorkerRoutine:
         self._windows: dict[bytes, memoryview] = {}
         self._update = Update(self._apply, _ignore)
         self._version = subscriber.version(model_id)
-        self._is_applied = False
+        self._is_applied = self._is_interrupted = False
 
     def take(self, packet: memoryview, now: float) -> bytes | None:
         """Apply what an AGAIN tells of, and return the answer. None: it has to go the long way; nothing was done.
 
         Raises:
-            BaseException: an interrupt, or whatever a copy raises. Then the long way is to apply the update, at once:
-                half of it may be in the model, which nobody reads before.
+            Exception: it cannot be done; nothing was changed, unless copying bytes has failed. The long way is next.
+            BaseException: an interrupt. Half of it may be in the model, which nobody reads before the update, which is
+                staged then, has gone the long way.
         """
         if len(packet) <= _AGAIN.size:
             return None
@@ -94,22 +95,35 @@ class WorkerRoutine:
             return None
         slab.memory[:] = window
         before, self._version, self._is_applied = self._version, version, False
-        if not self._gate.pass_through(self._update) or not self._is_applied:
+        base = serial, self._part
+        try:
+            passed = self._gate.pass_through(self._update)
+        except Exception:
+            raise
+        except BaseException:
+            self._is_interrupted = True
+            subscriber.resume(self._model_id, base, version, slab)
+            raise
+        if not passed or not self._is_applied:
             self._version = before
             return None
-        base, held, newest = (serial, self._part), (self._epoch, version, slab), self._newest
-        slab.references += 1
-        subscriber.repeated(self._model_id, base, held, slab.nbytes, now)
-        newest.references -= 1
+        newest = self._newest
+        subscriber.repeated(self._model_id, base, (self._epoch, version, slab), slab.nbytes, now)
         self._newest, self._next = slab, newest
         return wire.Done.header(self._epoch, serial)
 
     def _apply(self) -> None:
-        """By the gate. When it is called once more, after an interrupt, it does the same once more."""
+        """By the gate. Once more after an interrupt, if a reader is quicker than the long way: then it must be done."""
         prepared = self._next.prepared
-        if prepared is not None and prepared.repeat():
-            self._acts(self._epoch, {self._model_id: self._version})
-            self._is_applied = True
+        if prepared is None:
+            return
+        if not prepared.repeat():
+            if not self._is_interrupted:
+                return
+            prepared.resolve()
+            prepared.apply()
+        self._acts(self._epoch, {self._model_id: self._version})
+        self._is_applied = True
 
     def _look(self, descriptor: bytes) -> memoryview | None:
         window = self._window(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -92,6 +94,16 @@ def test_tensors_that_have_become_something_else_are_not_the_same_again(count: i
         assert known.again(flatten(weights)) is not None
     tensor.untyped_storage().resize_(0)
     assert known.again(flatten(weights)) is None
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_nothing_is_kept_alive(count: int) -> None:
+    weights = some(count)
+    known = learnt(weights)
+    kept = [weakref.ref(tensor) for tensor in weights.values()]
+    weights.clear()
+    assert not any(one() is not None for one in kept)
+    assert known.again(flatten(some(count))) is None
 
 
 def test_what_takes_more_than_a_copy_of_bytes_is_not_known() -> None:

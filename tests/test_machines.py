@@ -166,12 +166,7 @@ MUTATIONS = {
         (WorkerRoutine, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
     ],
     "a worker's routine takes what waits for a reader as applied": [
-        (
-            WorkerRoutine,
-            "take",
-            "not self._gate.pass_through(self._update) or ",
-            "self._gate.pass_through(self._update) and ",
-        ),
+        (WorkerRoutine, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
     ],
     "DONE gives nothing back": [
         (

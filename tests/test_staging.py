@@ -196,6 +196,9 @@ class Recorder:
     def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
         self.name, self.log, self.error = name, log, error
 
+    def repeat(self) -> bool:
+        return False
+
     def resolve(self) -> None:
         self.log.append(f"resolve {self.name}")
         if self.error is not None:
@@ -239,6 +242,20 @@ def test_what_was_abandoned_does_not_run_and_has_released_its_slabs() -> None:
     assert references(staged) == [0]
     staged.run()
     assert log == []
+
+
+def test_a_part_that_repeats_is_done_with_unless_it_has_company() -> None:
+    class Repeating(Recorder):
+        def repeat(self) -> bool:
+            self.log.append(f"repeat {self.name}")
+            return True
+
+    log: list[str] = []
+    staging(Repeating("a", log)).run()
+    assert log == ["repeat a"]
+    log.clear()
+    staging(Repeating("a", log), Recorder("b", log)).run()
+    assert log == ["resolve a", "resolve b", "apply a", "apply b"]
 
 
 def test_what_has_begun_cannot_be_abandoned() -> None:

@@ -92,7 +92,7 @@ class TransportCore:
         """
         return None
 
-    def window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else.
 
         They are good for this update only; the next one with this descriptor has them at the same place, as long as

@@ -71,7 +71,7 @@ class SlotTransport(base.TransportCore):
             return attachment.slab(layout)
         return attachment.copy(layout, pool)
 
-    def window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
         place = self._place(descriptor, layout)

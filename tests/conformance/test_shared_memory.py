@@ -972,3 +972,36 @@ async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_t
             link.gate.withdraw = lambda: False  # as after an interrupt in the middle of an apply
             await receiver.shutdown()
         assert all(one.is_detached for one in waiting)
+
+
+@pytest.mark.schemes("copied")
+async def test_r035_extra_state_that_moves_another_models_tensors_costs_that_no_update(api: Api) -> None:
+    class Moving(Model):
+        others: tuple[Model, ...] = ()
+
+        def get_extra_state(self) -> int:
+            return 1
+
+        def set_extra_state(self, state: int) -> None:
+            for other in self.others:
+                other.first.data = torch.zeros_like(other.first)
+
+    bus = api.bus(num_workers=1)
+    senders = [api.scheme(bus=bus, strategy="state_dict") for _ in "ab"]
+    sources = [Moving(1), Model(1)]
+    for sender, model_id, source in zip(senders, "ab", sources, strict=True):
+        sender.init_on_sender(model_id=model_id, model=source)
+    receivers = passed_on(senders)
+    models = [Moving(0), Model(0)]
+    for receiver, model_id, model in zip(receivers, "ab", models, strict=True):
+        receiver.init_on_receiver(model_id, model=model, worker_idx=0)
+    await asyncio.gather(bus.connect(), receivers[0].bus.connect())
+    try:
+        for value in (2, 3, 4, 5):
+            if value == 4:
+                models[0].others = (models[1],)
+            await bus.send_async({"a": fill(sources[0], value), "b": fill(sources[1], value)})
+            assert [read(dict(model.named_parameters())) for model in models] == [{value}, {value}]
+    finally:
+        await receivers[0].bus.shutdown()
+        await bus.shutdown()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 import asyncsync.binding
 from asyncsync import PartialSendError, wire
 from helpers.apis import Api, bare, is_instant
-from helpers.pairs import Crew, fill, held, read, until
+from helpers.pairs import Clock, Crew, fill, held, read, until
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
 
@@ -246,6 +248,17 @@ async def test_r199_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         await send(everybody, 11, 12)
 
 
+async def test_r199_what_goes_wrong_in_a_routine_goes_the_long_way(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        link = link_of(everybody)
+        (transport,) = link._fetches.transports.values()
+        transport.slot_window = 32  # a user's own attribute, by bad luck
+        routine_of(everybody)._windows.clear()
+        await send(everybody, 10, 11, 12)
+        assert link.failure is None
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["nothing copied", "half copied"])
 async def test_r199_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
     api: Api, before: bool, monkeypatch: pytest.MonkeyPatch
@@ -269,8 +282,67 @@ async def test_r199_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
 
         link.lane.receive = receiving
         monkeypatch.setattr(asyncsync.binding, "copy_bytes", copying)
+        slabs = link.subscriber.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert len(caught) == 1
         assert everybody.read == [{10}]
         assert bare(everybody.receivers[0]).version == everybody.sender.version
+        await send(everybody, 11, 12)
+        assert link.subscriber.pool.slabs == slabs
+
+
+@pytest.mark.parametrize("changed", [False, True])
+async def test_r199_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_model(
+    api: Api, changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        link, model, read_by_thread = link_of(everybody), everybody.models[0], []
+        receive, take_in, copy = link.lane.receive, link._take_in, asyncsync.binding.copy_bytes
+
+        def receiving(packet: memoryview) -> None:
+            with contextlib.suppress(Interrupt):
+                receive(packet)
+
+        def copying(destinations: list[memoryview], sources: list[memoryview]) -> None:
+            monkeypatch.undo()
+            copy(destinations[:2], sources[:2])
+            raise Interrupt
+
+        def taking_in(packet: memoryview) -> None:
+            if not read_by_thread:
+                if changed:
+                    model.last.data = model.last.data.clone()
+                reader = threading.Thread(target=lambda: read_by_thread.append(model()))
+                reader.start()
+                reader.join()
+            take_in(packet)
+
+        link.lane.receive, link._take_in = receiving, taking_in
+        monkeypatch.setattr(asyncsync.binding, "copy_bytes", copying)
+        await everybody.sender.send_async(fill(everybody.source, 10))
+        assert read_by_thread == [{10}]
+        await send(everybody, 11, 12)
+
+
+async def test_r199_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        await begin(everybody)
+        link, interrupts = link_of(everybody), [Interrupt()]
+        receive, repeated = link.lane.receive, link._repeated
+
+        def receiving(packet: memoryview) -> None:
+            with contextlib.suppress(Interrupt):
+                receive(packet)
+
+        def interrupted(done: bytes, now: float) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            repeated(done, now)
+
+        link.lane.receive, link._repeated = receiving, interrupted
+        with Clock(0.1):  # nothing has to be found out by a PING
+            await send(everybody, 10)
+        assert not interrupts
         await send(everybody, 11, 12)

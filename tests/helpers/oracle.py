@@ -74,7 +74,8 @@ class Oracle:
                 assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
         if (routine := subscriber.routine) is not None:
             holders.update((routine._newest, routine._next))
-            assert not (subscriber.staged or subscriber._incoming or subscriber._kept), f"{worker} has no routine"
+            busy = subscriber.staged or subscriber._incoming or subscriber._kept
+            assert not busy, f"{worker} has a routine beside something else"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
         for borrowed in worker.mapped.values():
