@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ logger = logging.getLogger("asyncsync")
 
 GATE_POLL = 0.05
 CLEAN_DELAY = 0.002
+REST_SECONDS = 1e-4
 REQUEST_AGAIN = 1.0
 ENDING_SECONDS = 2.0
 
@@ -252,8 +254,11 @@ class ReceiverLink(Link):
         if subscriber.fetches:
             self._fetches.start()
         self._send_all()
-        if subscriber.borrows and subscriber.give_back():
-            self._send_all()
+        if subscriber.borrows:
+            # The copy takes a core for some time, and the sender may need that to hear that the update is applied.
+            time.sleep(REST_SECONDS)
+            if subscriber.give_back():
+                self._send_all()
 
     def _send_all(self) -> None:
         self.subscriber.flush()
