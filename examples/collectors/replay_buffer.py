@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=6000, help="gradient steps")
     updates = parser.parse_args().updates
+    torch.set_num_threads(1)  # the networks are small, and the workers need the other cores
     torch.manual_seed(0)
     explorer = Explorer()
     values, target = explorer.values, copy.deepcopy(explorer.values)

@@ -212,7 +212,7 @@ async def test_r202_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(sche
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
-    layout = next(iter(sender.bus._link._layouts.values()))
+    layout = next(iter(sender.bus._link._known.values())).layout
     epoch = sender.bus._link.publisher.epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
