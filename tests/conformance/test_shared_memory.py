@@ -975,7 +975,7 @@ async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_t
 
 
 @pytest.mark.schemes("copied")
-async def test_r035_extra_state_that_moves_another_models_tensors_costs_that_no_update(api: Api) -> None:
+async def test_r199_extra_state_that_moves_another_models_tensors_costs_that_no_update(api: Api) -> None:
     class Moving(Model):
         others: tuple[Model, ...] = ()
 

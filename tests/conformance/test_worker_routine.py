@@ -79,7 +79,7 @@ async def test_r199_receive_wakes_for_each_update_of_a_routine(api: Api) -> None
             assert read(await waiting) == {value}
 
 
-async def test_r077_a_reader_is_told_the_version_that_it_reads_in_a_routine(api: Api) -> None:
+async def test_a_reader_is_told_the_version_that_it_reads_in_a_routine(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         for value in (10, 11, 12):
