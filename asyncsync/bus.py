@@ -319,12 +319,13 @@ class BusCore:
 
     async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
         link = self._link
-        if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and link.has_routine(timeout):
+        if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and not self._closed:
             ((topic, given),) = weights.items()
-            begun = link.loop.time()
-            if not self._closed and (version := self._repeat(link, topic, given)) is not None:
-                await link.repeated(version, [topic], timeout, begun)
-                return version
+            if link.has_routine(topic, timeout):
+                begun = link.loop.time()
+                if (version := self._repeat(link, topic, given)) is not None:
+                    await link.repeated(version, [topic], timeout, begun)
+                    return version
         self._check_send(timeout)
         workers = as_workers(worker_ids)
         return await self._send_sources(await self._extract(weights, workers), weights, workers, timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -287,18 +286,16 @@ class SenderLink(Link):
         """Whether :meth:`repeat` is worth a try. Raises as :meth:`check`."""
         self.check()
         # The link's timer ends a routine where an answer stays out.
-        if timeout < 4 * MAX_TICK or self._timer is None or self._in_line or self.order.locked():
+        if not timeout >= 4 * MAX_TICK or self._timer is None or self._in_line or self.order.locked():
             return False
         return not self.conditions.waiters
 
-    def has_routine(self, timeout: float) -> bool:
-        """Whether :meth:`repeat_one` is worth a try: :meth:`may_repeat`, and a routine is there."""
-        if self._routine is None or self.closed or self.failure is not None or type(timeout) is not float:
+    def has_routine(self, model_id: str, timeout: float) -> bool:
+        """Whether :meth:`repeat_one` is worth a try. Raises as :meth:`check`."""
+        routine = self._routine
+        if routine is None or routine.model_id != model_id or type(timeout) is not float:
             return False
-        if self._in_line or self.conditions.waiters or self._timer is None or not timeout >= 4 * MAX_TICK:
-            return False
-        own = self.pid == os.getpid() and asyncio.get_running_loop() is self.loop
-        return own and not self.order.locked()
+        return self.may_repeat(timeout)
 
     def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, TransportCore]) -> int | None:
         """:meth:`publish` where that is routine (:class:`asyncsync.routine.Routine`) and :meth:`may_repeat`, for
