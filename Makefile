@@ -22,7 +22,7 @@ INSTALLED := env -u PYTHONPATH -u PYTHONHOME ASYNCSYNC_SOURCE="$(CURDIR)"
 
 .PHONY: help
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-7s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
 	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to asyncsync bench"
 
 .PHONY: demo
@@ -37,15 +37,23 @@ bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure, beside peers in the sa
 # Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
 # Two processes at least: much of a test's time is waiting for the imports of its workers.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+define pytest
+dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
+for name in tests examples benchmarks pyproject.toml; do if [ -e $$name ]; then cp -R $$name "$$dir"; fi; done; \
+cd "$$dir"; $(INSTALLED) $(BIN)/pytest
+endef
+
 .PHONY: test
-test: $(VENV)/.dev-deps $(VENV)/.installed ## the whole suite against the installed package
-	@dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
-	for name in tests examples benchmarks pyproject.toml; do if [ -e $$name ]; then cp -R $$name "$$dir"; fi; done; \
-	cd "$$dir"; $(INSTALLED) $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
+test: $(VENV)/.dev-deps $(VENV)/.installed ## the quick suite against the installed package: run it after every change (6 minutes on two cores)
+	@$(pytest) $(PARALLEL) $(PYTEST_ARGS)
+
+.PHONY: thorough
+thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (20 minutes)
+	@$(pytest) $(PARALLEL) -m "thorough and not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: ## the long tests
-	@$(MAKE) --no-print-directory test PARALLEL= PYTEST_ARGS='-m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)'
+soak: $(VENV)/.dev-deps $(VENV)/.installed ## hours of load in one process: before a release
+	@$(pytest) -m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)
 
 # mypy checks the installed package, from a directory where it cannot see the sources: in them asyncsync has no transports.
 .PHONY: lint

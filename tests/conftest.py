@@ -20,7 +20,7 @@ import pytest
 import uvloop
 import zmq
 
-from helpers.apis import SETS, Api
+from helpers.apis import QUICK, SETS, Api
 from helpers.leaks import no_leaks, no_tasks
 
 
@@ -50,8 +50,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it. To slots it
-    makes next to none; what is run with all schemes shows that."""
+    """Leave out what shows nothing new, and the quick suite's rest to ``make thorough``.
+
+    A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it. To slots it
+    makes next to none; what is run with all schemes shows that. The quick suite runs on asyncio's loop alone, and
+    with the schemes of helpers.apis.QUICK.
+    """
 
     def again(item: pytest.Item) -> bool:
         given = item.callspec.params if hasattr(item, "callspec") else {}
@@ -61,6 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return api.is_blocking or (api.kind != "ZMQ" and (mark is None or mark.args[0] != "all"))
 
     items[:] = [item for item in items if not again(item)]
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        other_loop = given.get("_asyncio_loop_factory") is uvloop.new_event_loop
+        if other_loop or ("api" in given and given["api"].name not in QUICK):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture

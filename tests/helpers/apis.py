@@ -30,7 +30,7 @@ import asyncsync
 import asyncsync.sync
 from helpers.pairs import Clock, Crew, crew
 
-__all__ = ["ASYNCIO", "BLOCKING", "SETS", "Api", "Face", "bare", "face", "in_thread", "is_instant"]
+__all__ = ["ASYNCIO", "BLOCKING", "QUICK", "SETS", "Api", "Face", "bare", "face", "in_thread", "is_instant"]
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -251,3 +251,6 @@ SETS: dict[str, list[Api]] = {
 them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
 which they are copied; … "in place" is for
 tests that set ``map_above`` themselves."""
+
+QUICK = {"asyncio", "blocking-shared", "asyncio-mapped", "blocking-process"}
+"""What the quick suite runs of each set: both APIs, every scheme, and both ways out of shared memory."""
