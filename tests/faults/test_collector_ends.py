@@ -21,6 +21,7 @@ import pytest
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
+from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import alive, gone_within, make, note_random_state, options, policy, trainer
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -146,7 +147,7 @@ def test_ctrl_c_during_shutdown_kills_the_workers() -> None:
     collector._wanted()
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with sigint_raises(), pytest.raises(KeyboardInterrupt):
         collector.shutdown(timeout=30.0)
     timer.join()
     assert collector._crew.is_over

@@ -6,13 +6,14 @@ import collections
 import gc
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from asyncsync.collectors import Collector
 from asyncsync.gate import Gate
+from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_weights import Level, LevelEnv, update
 
 
@@ -57,8 +58,9 @@ class Changes(collections.deque[Any]):
 
 
 @pytest.fixture
-def strike() -> Strike:
-    return Strike()
+def strike() -> Iterator[Strike]:
+    with sigint_raises():
+        yield Strike()
 
 
 @pytest.mark.parametrize("style", ["blocking", "async"])

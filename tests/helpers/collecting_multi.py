@@ -236,6 +236,8 @@ def note_random_state(directory: Path) -> None:
 
 def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, Any]) -> None:
     """A program with a collector: tells its workers' pids, iterates, and ends in some way."""
+    # As in a program that a shell starts in the foreground, whatever this test run was started with.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 
     torch.set_num_threads(1)
