@@ -387,9 +387,17 @@ async def test_r192_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> 
 async def test_r192_an_awaitable_in_a_timeout() -> None:
     patient = Patient()
     patient.clean.set()
+
+    async def expire_when_begun() -> None:
+        assert await asyncio.to_thread(patient.begun.wait, 5)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    limit = asyncio.timeout(None)
+    expiring = asyncio.create_task(expire_when_begun())
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.02):
+        async with limit:
             await loop_thread.awaitable(patient)
+    await expiring
     assert patient.cleaned.is_set()
     assert await loop_thread.awaitable(answer) == 42
 
