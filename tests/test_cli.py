@@ -45,6 +45,7 @@ def ended(*arguments: str) -> int:
     ],
 )
 def test_r205_every_command_has_help(command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 205: demo and bench."""
     assert ended(*command, "--help") == 0
     out = capsys.readouterr().out
     for word in words:

@@ -92,7 +92,7 @@ def test_r133_an_environment_that_never_says_when_it_ends_cannot_be_limited(decl
             c.rollout()
 
 
-def test_r110_an_environment_that_never_says_when_it_ends_is_refused_with_the_remedy() -> None:
+def test_an_environment_that_never_says_when_it_ends_is_refused_with_the_remedy() -> None:
     with Collector(Flagged(set()), frames_per_batch=4) as c, pytest.raises(KeyError, match="no 'done' under 'next'"):
         c.rollout()
 

@@ -24,6 +24,7 @@ def output(name: str, cwd: Path, *arguments: str, warns: str = "") -> str:
 
 
 def test_r034_r037_the_pages_collector_example_runs(tmp_path: Path) -> None:
+    """Of 34: with this library's collector and TorchRL's 192/10000."""
     out = output("weight_sync_collectors", tmp_path, warns=r"total_frames \(10000\) is not exactly divisible")
     shown = re.findall(r"batch (\d+): shape \(3, 64\), then version (\d+) is everywhere", out)
     # Version 1 is what the workers connect with; each tenth batch has two updates.

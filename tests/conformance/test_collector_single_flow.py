@@ -385,7 +385,7 @@ def test_r119_profiling_names_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert counts == (steps if variable else {})
 
 
-def test_r087_r137_direct_additions_end_with_the_total_and_its_last_frame_is_truncated() -> None:
+def test_r087_direct_additions_end_with_the_total_and_its_last_frame_is_truncated() -> None:
     buffer = Buffer()
     with collector(WalkEnv(), total_frames=10, replay_buffer=buffer, extend_buffer=False, set_truncated=True) as c:
         list(c)

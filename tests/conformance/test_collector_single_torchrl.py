@@ -140,7 +140,7 @@ for kwargs in ({"postproc": MultiStep(gamma=0.9, n_steps=2)}, {"extend_buffer": 
 """
 
 
-def test_torchrls_buffers_and_transforms_take_what_comes() -> None:
+def test_r136_torchrls_buffers_and_transforms_take_what_comes() -> None:
     # In a process of its own: TorchRL's buffers keep shared memory for as long as theirs lasts.
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

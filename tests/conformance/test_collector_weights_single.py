@@ -66,7 +66,7 @@ class Frames:
 
 
 @pytest.mark.parametrize("destination", ["batch", "replay buffer"])
-def test_r009_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: str) -> None:
+def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: str) -> None:
     env, policy, buffer = LevelEnv(), Showing(0), Frames()
     count = 0
     step_and_maybe_reset = env.step_and_maybe_reset

@@ -25,13 +25,13 @@ from helpers.pairs import Model, fill, read, receiver_of
         ("zmq", "ZMQWeightSyncScheme"),
     ],
 )
-def test_r050_from_backend_makes_the_scheme_of_its_api(api: Api, backend: str, name: str) -> None:
+def test_from_backend_makes_the_scheme_of_its_api(api: Api, backend: str, name: str) -> None:
     scheme = api.WeightSyncScheme.from_backend(backend)
     assert type(scheme) is getattr(api, name)
     assert isinstance(scheme, WeightSyncScheme) is not api.is_blocking
 
 
-def test_r050_from_backend_hands_its_arguments_on(api: Api) -> None:
+def test_from_backend_hands_its_arguments_on(api: Api) -> None:
     scheme = api.WeightSyncScheme.from_backend("zmq", strategy="state_dict", num_workers=3, min_workers=2)
     assert (scheme.strategy.extract_as, scheme.bus.num_workers, scheme.bus.min_workers) == ("state_dict", 3, 2)
     with pytest.raises(TypeError, match="colour"):
@@ -43,7 +43,7 @@ def test_r050_from_backend_hands_its_arguments_on(api: Api) -> None:
 
 
 @pytest.mark.parametrize("backend", ["carrier pigeon", "ZMQ", "", None, 3])
-def test_r050_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: Any) -> None:
+def test_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: Any) -> None:
     message = (
         r"there is no backend .*; choose one of 'none', 'shared', 'process', 'zmq', "
         r"'direct', 'thread', 'multiprocessing'$"

@@ -75,7 +75,7 @@ def assert_same_run(ours: GymEnv, theirs: Any, steps: int, seed: int = 5) -> int
 
 @pytest.mark.parametrize("arguments", [{}, {"categorical_action_encoding": True}, {"device": "cpu"}], ids=str)
 @pytest.mark.parametrize(("name", "steps"), [("CartPole-v1", 120), ("Pendulum-v1", 210), ("FrozenLake-v1", 60)])
-def test_r090_r209_steps_are_those_of_torchrls_gymenv(
+def test_r090_steps_are_those_of_torchrls_gymenv(
     torchrl: Any, make: Callable[..., GymEnv], name: str, steps: int, arguments: dict[str, Any]
 ) -> None:
     theirs = torchrl.GymEnv(name, **arguments)
@@ -99,7 +99,7 @@ def test_r090_r209_steps_are_those_of_torchrls_gymenv(
     ],
     ids=str,
 )
-def test_r209_spaces_have_torchrls_keys_shapes_dtypes_and_random_values(
+def test_spaces_have_torchrls_keys_shapes_dtypes_and_random_values(
     torchrl: Any, make: Callable[..., GymEnv], action_space: Any, categorical: bool
 ) -> None:
     a, b = (Spaces(action_space, copy.deepcopy(every_space())) for _ in range(2))
@@ -121,7 +121,7 @@ def test_r209_spaces_have_torchrls_keys_shapes_dtypes_and_random_values(
     assert (ours.reward_spec.shape, ours.reward_spec.dtype) == (theirs.reward_spec.shape, theirs.reward_spec.dtype)
 
 
-def test_r209_seeds_chain_as_torchrls_do(torchrl: Any, make: Callable[..., GymEnv]) -> None:
+def test_seeds_chain_as_torchrls_do(torchrl: Any, make: Callable[..., GymEnv]) -> None:
     ours, theirs = make("CartPole-v1"), torchrl.GymEnv("CartPole-v1")
     for seed in (0, 1, 12345, None):
         assert ours.set_seed(seed) == theirs.set_seed(seed)
@@ -129,7 +129,7 @@ def test_r209_seeds_chain_as_torchrls_do(torchrl: Any, make: Callable[..., GymEn
     theirs.close()
 
 
-def test_r093_r209_what_is_beside_the_environments_entries_stays_as_in_torchrl(
+def test_r093_what_is_beside_the_environments_entries_stays_as_in_torchrl(
     torchrl: Any, make: Callable[..., GymEnv]
 ) -> None:
     theirs = torchrl.GymEnv("CartPole-v1")

@@ -88,6 +88,7 @@ async def test_r013_a_connected_scheme_pickles_without_its_connection(api: Api) 
 
 
 def test_r014_init_on_sender_registers_transport_source_and_workers(api: Api) -> None:
+    """14 without what torch.distributed, RPC and Ray have."""
     scheme = api.scheme()
     assert scheme.sender_transports == {}
     assert scheme.shared_transport is None
@@ -114,6 +115,7 @@ class Context:
 
 
 def test_r015_init_on_receiver_resolves_model_and_worker_and_registers_its_transport(api: Api) -> None:
+    """15 without the Distributed scheme's store and rank."""
     model = Model()
     context = Context({"policy": model}, worker_idx=2)
     scheme = api.scheme(num_workers=3)
@@ -223,6 +225,7 @@ async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_ag
 @pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 async def test_r019_connect_delivers_the_initial_weights(api: Api, scheme: str, unused_tcp_port: int) -> None:
+    """19 for ZMQ, SharedMem and MultiProcess."""
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}" if scheme == "tcp" else None
     async with api.crew(2, scheme=api.scheme(endpoint=endpoint), source=Model(6)) as everybody:
         assert everybody.read == [{6}, {6}]
@@ -386,6 +389,7 @@ async def test_r085_a_subclass_may_extend_shutdown(api: Api) -> None:
 
 @pytest.mark.parametrize("cls", SCHEMES)
 async def test_r190_every_scheme_has_the_coroutine_api_and_async_with(cls: str) -> None:
+    """190 for the schemes that need no torch.distributed, RPC or Ray."""
     sender = getattr(asyncsync, cls)()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=1)
     receiver = passed_on(sender)

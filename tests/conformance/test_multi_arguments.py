@@ -72,6 +72,7 @@ def test_documented_defaults() -> None:
 
 
 def test_r034_the_documented_collector_under_spawn_with_lambdas() -> None:
+    """Of 34: three workers, lambdas under spawn, and the warning."""
     source = policy()
     with pytest.warns(
         UserWarning, match="total_frames \\(100\\) is not exactly divisible by frames_per_batch \\(24\\)"
@@ -184,7 +185,8 @@ def test_r125_each_worker_may_make_its_own_policy() -> None:
 
 
 def test_r129_lists_of_devices() -> None:
-    given = options(device=["cpu", "cpu"], storing_device=[None, "cpu"], policy_device="cpu", env_device=None)
+    devices: Any = {"storing_device": [None, "cpu"], "policy_device": ["cpu", None], "env_device": [None, "cpu"]}
+    given = options(device=["cpu", "cpu"], **devices)
     with MultiSyncCollector([make()] * 2, policy(), **given) as collector:
         assert collector.policy_device == [torch.device("cpu")] * 2
         assert collector.storing_device == [torch.device("cpu")] * 2

@@ -155,6 +155,7 @@ def test_r011_r199_several_models_switch_together_between_two_steps(models: Any)
 
 
 def test_r145_update_at_each_batch_sync_sends_to_all() -> None:
+    """145 for MultiSyncCollector, which calls it update_at_each_batch."""
     source = policy()
     with MultiSyncCollector(FACTORIES, source, update_at_each_batch=True, **options()) as collector:
         for value in (2.0, 3.0, 4.0):
@@ -164,6 +165,7 @@ def test_r145_update_at_each_batch_sync_sends_to_all() -> None:
 
 @pytest.mark.parametrize("style", ["for", "async for"])
 async def test_r145_update_at_each_batch_async_sends_to_the_producer_only(style: str) -> None:
+    """145 for MultiAsyncCollector."""
     source = policy()
     factories = [make(delay=0.001), make(delay=0.1)]
     with MultiAsyncCollector(factories, source, update_at_each_batch=True, **options()) as collector:
@@ -179,6 +181,7 @@ async def test_r145_update_at_each_batch_async_sends_to_the_producer_only(style:
 
 @BOTH
 def test_r146_max_weight_update_interval_bounds_the_batches_between_two_updates(kind: Any) -> None:
+    """146 for this host's collectors."""
     source = policy()
     given = options(max_weight_update_interval=3, total_frames=54)
     with kind(FACTORIES, source, **given) as collector:

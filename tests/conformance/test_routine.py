@@ -40,7 +40,8 @@ def slots(everybody: Crew) -> int:
     return int(pool.slabs)
 
 
-async def test_r199_updates_that_are_routine_arrive_whole_and_in_order(api: Api) -> None:
+async def test_r193_updates_that_are_routine_arrive_whole_and_in_order(api: Api) -> None:
+    """Of 193: versions are monotone, one by one, and a status has them."""
     async with api.crew(2) as everybody:
         link = await begin(everybody)
         version = everybody.sender.version
@@ -57,7 +58,7 @@ async def test_r199_updates_that_are_routine_arrive_whole_and_in_order(api: Api)
         assert everybody.read == [{60}, {60}]
 
 
-async def test_r199_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> None:
+async def test_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
         for value in range(10, 16):
@@ -72,7 +73,8 @@ async def test_r199_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) 
         assert not link.publisher.loans
 
 
-async def test_r035_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:
+async def test_r195_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:
+    """Of 195: in time, and the worker that timed out."""
     async with api.crew(2) as everybody:
         await begin(everybody)
         with held(everybody.receivers[1]), Clock(1.1) as clock:
@@ -85,7 +87,8 @@ async def test_r035_who_does_not_answer_a_routine_update_in_time_is_named(api: A
         assert everybody.read == [{9}, {9}]
 
 
-async def test_r199_a_routine_that_is_cancelled_was_published_all_the_same(api: Api) -> None:
+async def test_r192_a_routine_that_is_cancelled_was_published_all_the_same(api: Api) -> None:
+    """Of 192: send_async, cancelled."""
     async with api.crew(2) as everybody:
         await begin(everybody)
         version = everybody.sender.version
@@ -101,7 +104,7 @@ async def test_r199_a_routine_that_is_cancelled_was_published_all_the_same(api: 
         assert slots(everybody) == 2
 
 
-async def test_r199_several_tasks_that_send_at_once_interrupt_each_others_routine(api: Api) -> None:
+async def test_several_tasks_that_send_at_once_interrupt_each_others_routine(api: Api) -> None:
     async with api.crew(2) as everybody:
         await begin(everybody)
         version = everybody.sender.version
@@ -114,7 +117,7 @@ async def test_r199_several_tasks_that_send_at_once_interrupt_each_others_routin
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_r199_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(api: Api, which: int) -> None:
+async def test_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(api: Api, which: int) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
         broken = list(link.lanes.of.values())[which]
@@ -125,7 +128,8 @@ async def test_r199_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(
                 assert everybody.read == [{value}, {value}]
 
 
-async def test_r199_a_worker_that_joins_during_a_routine_gets_the_newest(api: Api) -> None:
+async def test_r196_a_worker_that_joins_during_a_routine_gets_the_newest(api: Api) -> None:
+    """Of 196: late."""
     scheme = api.scheme()
     async with api.crew(2, scheme=scheme, sender={"num_workers": None}) as everybody:
         link = await begin(everybody)
@@ -142,7 +146,7 @@ async def test_r199_a_worker_that_joins_during_a_routine_gets_the_newest(api: Ap
             await receiver.shutdown()
 
 
-async def test_r199_weights_that_are_not_like_the_last_end_a_routine(api: Api) -> None:
+async def test_weights_that_are_not_like_the_last_end_a_routine(api: Api) -> None:
     async with api.crew(2) as everybody:
         await begin(everybody)
         # The same Parameters with other memory, or another order of it.
@@ -161,7 +165,8 @@ async def test_r199_weights_that_are_not_like_the_last_end_a_routine(api: Api) -
         assert everybody.read == [{30}, {30}]
 
 
-async def test_r199_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api) -> None:
+async def test_r195_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api) -> None:
+    """Of 195: a worker that refuses."""
     async with api.crew(2) as everybody:
         await begin(everybody)
         own = dict(everybody.models[1]._parameters)
@@ -177,7 +182,7 @@ async def test_r199_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api
         assert slots(everybody) == 2
 
 
-async def test_r084_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by_a_routine(api: Api) -> None:
+async def test_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by_a_routine(api: Api) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
         bus = bare(everybody.sender).bus
@@ -195,7 +200,7 @@ async def test_r084_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_writt
 
 
 @pytest.mark.schemes("shared")
-async def test_r199_a_routine_has_the_layout_of_what_was_sent_not_of_what_was_tried(api: Api) -> None:
+async def test_a_routine_has_the_layout_of_what_was_sent_not_of_what_was_tried(api: Api) -> None:
     def weights(value: float, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
         return {str(i): torch.full((32,), value, dtype=dtype) for i in range(20)}
 
@@ -221,7 +226,7 @@ async def test_r199_a_routine_has_the_layout_of_what_was_sent_not_of_what_was_tr
         await bus.shutdown()
 
 
-async def test_r199_an_elastic_sender_has_its_routine_too(api: Api) -> None:
+async def test_an_elastic_sender_has_its_routine_too(api: Api) -> None:
     async with api.crew(2, scheme=api.scheme(min_workers=2), sender={"num_workers": None}) as everybody:
         link = await begin(everybody)
         seen = []
@@ -231,7 +236,8 @@ async def test_r199_an_elastic_sender_has_its_routine_too(api: Api) -> None:
         assert sum(a is not b for a, b in itertools.pairwise(seen)) < 10  # only timers end it
 
 
-async def test_r201_the_version_that_another_thread_reads_never_goes_back(api: Api) -> None:
+async def test_r193_the_version_that_another_thread_reads_never_goes_back(api: Api) -> None:
+    """Of 193: a sender's version is monotone in the eyes of another thread."""
     async with api.crew(1) as everybody:
         bus = bare(everybody.sender).bus
         seen: list[int] = []

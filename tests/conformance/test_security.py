@@ -222,6 +222,7 @@ BEYOND = [
 def test_r203_an_address_beyond_this_host_needs_allow_plaintext(
     api: Api, cls: str, argument: str, address: str
 ) -> None:
+    """Of 203: without keys."""
     kind = getattr(api, cls)
     with pytest.raises(ValueError, match=r"reachable from other hosts.*allow_plaintext=True"):
         kind(**{argument: f"tcp://{address}"})
@@ -257,7 +258,7 @@ async def test_r203_plaintext_beyond_loopback_is_logged_once_and_checked(
     assert len([r for r in caplog.records if "not encrypted" in r.getMessage()]) == 1
 
 
-async def test_r203_the_default_address_is_private_to_this_user(api: Api) -> None:
+async def test_the_default_address_is_private_to_this_user(api: Api) -> None:
     async with api.crew(1) as everybody:
         path = Path(everybody.sender.bus.endpoint.removeprefix("ipc://"))
         assert stat.S_ISSOCK(os.stat(path).st_mode)
@@ -267,7 +268,7 @@ async def test_r203_the_default_address_is_private_to_this_user(api: Api) -> Non
     assert path.parent.name not in os.listdir(path.parent.parent)
 
 
-async def test_r203_a_private_directory_of_somebody_else_is_not_used(api: Api, tmp_path: Path) -> None:
+async def test_a_private_directory_of_somebody_else_is_not_used(api: Api, tmp_path: Path) -> None:
     """The name is unguessable; were it taken nevertheless, its owner keeps it."""
     scheme = api.scheme()
     directory = Path(scheme.bus.endpoint.removeprefix("ipc://")).parent

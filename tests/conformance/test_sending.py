@@ -38,6 +38,7 @@ pytestmark = pytest.mark.schemes("every")
 
 @pytest.mark.both_loops
 async def test_r004_weights_are_pushed_and_can_be_pulled(api: Api) -> None:
+    """Of 4: push and pull."""
     async with api.crew(2, receiver={"apply": "on_receive"}) as everybody:
         sender, (first, second), models = everybody
         version = await sender.publish(fill(everybody.source, 1))
@@ -53,6 +54,7 @@ async def test_r004_weights_are_pushed_and_can_be_pulled(api: Api) -> None:
 
 
 async def test_r004_a_fetch_that_cannot_be_applied_expires(api: Api) -> None:
+    """Of 4: pull."""
     async with api.crew(1) as everybody:
         await everybody.sender.publish(fill(everybody.source, 1))
         with held(everybody.receivers[0]):
@@ -340,6 +342,7 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
 @pytest.mark.schemes("zmq")
 @pytest.mark.parametrize("width", [64, 1 << 20])
 async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:
+    """Of 198: nobody waits for a slow subscriber, and memory stays bounded."""
     sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1, width)))
     async with sender, receiver_of(sender, 0, model := Model(width=width)) as receiver:
@@ -362,6 +365,7 @@ async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api
 
 
 async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version(api: Api) -> None:
+    """Of 198: the latest version wins."""
     async with api.crew(2) as everybody:
         sender, (_, busy), _ = everybody
         with held(busy):
@@ -491,7 +495,7 @@ async def test_an_update_that_nobody_has_time_to_wait_for_goes_out_all_the_same(
 
 
 @pytest.mark.schemes("all")
-async def test_r199_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> None:
+async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> None:
     async with api.crew(2) as everybody:
         said = []
         link = bare(everybody.sender).bus._link
@@ -522,7 +526,7 @@ async def test_r199_what_follows_in_a_training_loop_is_told_in_short(api: Api) -
 
 
 @pytest.mark.schemes("some")
-async def test_r199_a_sender_that_has_been_busy_pauses_before_it_wakes_the_workers(
+async def test_a_sender_that_has_been_busy_pauses_before_it_wakes_the_workers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the first of them takes its core, and the others hear of the update when that one has finished with it."""

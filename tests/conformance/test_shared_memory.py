@@ -75,6 +75,7 @@ async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) ->
 
 @pytest.mark.schemes("in place")
 def test_r014_init_creates_the_transport_and_no_memory_yet(api: Api) -> None:
+    """14 for shared memory: the transport. Buffers come with the first weights."""
     before = set(os.listdir("/proc/self/fd"))
     scheme = api.scheme(slots=3)
     scheme.init_on_sender(model_id="policy", model=Model(width=1 << 20), num_workers=2)
@@ -256,7 +257,7 @@ async def test_r028_r029_tied_frozen_empty_scalar_and_transposed_parameters_arri
 
 
 @pytest.mark.schemes("in place")
-async def test_r194_a_backward_through_weights_that_have_been_replaced_fails_instead_of_being_wrong(api: Api) -> None:
+async def test_a_backward_through_weights_that_have_been_replaced_fails_instead_of_being_wrong(api: Api) -> None:
     async with api.crew(1, scheme=api.scheme(map_above=0)) as everybody:
         (model,) = everybody.models
         for value in (1, 2, 3):
@@ -297,7 +298,8 @@ async def test_r029_every_worker_gets_a_copy_of_its_own(api: Api) -> None:
 
 
 @pytest.mark.schemes("process")
-async def test_r029_it_is_applied_by_the_strategy_and_the_handle_comes_with_the_instruction(api: Api) -> None:
+async def test_r024_r029_it_is_applied_by_the_strategy_and_the_handle_comes_with_the_instruction(api: Api) -> None:
+    """Of 24: MultiProcess's instruction comes on the bus, as a part of its UPDATE."""
     async with api.crew(1, scheme=api.scheme(Noting())) as everybody:
         told: list[wire.Part] = []
         subscriber = everybody.receivers[0].bus._link.subscriber
@@ -650,7 +652,7 @@ async def test_r195_with_every_slot_in_use_send_ends_in_time_and_names_the_reade
 
 @pytest.mark.schemes("in place")
 @pytest.mark.parametrize("how", ["leaves its hold", "is shut down"])
-async def test_r198_publishing_waits_for_a_slot_and_goes_on_when_the_reader_leaves(api: Api, how: str) -> None:
+async def test_publishing_waits_for_a_slot_and_goes_on_when_the_reader_leaves(api: Api, how: str) -> None:
     async with api.crew(2, scheme=api.scheme(slots=2, map_above=0)) as everybody:
         sender, (_, reader), _ = everybody
         with held(reader):
@@ -707,7 +709,7 @@ async def test_r192_a_publish_that_is_cancelled_while_it_waits_for_a_slot_leaves
 
 
 @pytest.mark.schemes("in place")
-async def test_r195_shutdown_ends_a_publish_that_waits_for_a_slot(api: Api) -> None:
+async def test_shutdown_ends_a_publish_that_waits_for_a_slot(api: Api) -> None:
     async with api.crew(1, scheme=api.scheme(slots=2, map_above=0)) as everybody:
         with held(everybody.receivers[0]):
             await everybody.sender.publish(fill(everybody.source, 1))
@@ -809,7 +811,7 @@ async def test_r195_another_scheme_on_the_workers_side_is_named_with_the_remedy(
 
 
 @pytest.mark.schemes("slots")
-async def test_r004_a_worker_of_such_a_scheme_takes_what_a_zmq_sender_has(api: Api) -> None:
+async def test_a_worker_of_such_a_scheme_takes_what_a_zmq_sender_has(api: Api) -> None:
     """The other mixture is none: the bytes come on the bus, whatever the worker's transport."""
     sender = api.make(api.ZMQWeightSyncScheme)
     sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=1)
@@ -946,7 +948,7 @@ class Sharing(WeightStrategy):
 
 
 @pytest.mark.schemes("shared")
-async def test_r035_a_convert_that_moves_its_tensors_gets_the_next_version_all_the_same(api: Api) -> None:
+async def test_a_convert_that_moves_its_tensors_gets_the_next_version_all_the_same(api: Api) -> None:
     source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
     assert 1 << 20 < sum(p.nbytes for p in source.parameters()) < 16 << 20
     scheme = api.scheme(Sharing(), map_above=16 << 20)
@@ -975,7 +977,7 @@ async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_t
 
 
 @pytest.mark.schemes("copied")
-async def test_r199_extra_state_that_moves_another_models_tensors_costs_that_no_update(api: Api) -> None:
+async def test_extra_state_that_moves_another_models_tensors_costs_that_no_update(api: Api) -> None:
     class Moving(Model):
         others: tuple[Model, ...] = ()
 

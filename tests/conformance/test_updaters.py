@@ -56,6 +56,7 @@ class Recorder(WeightUpdaterBase):
 )
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 def test_r051_constructing_one_names_the_scheme_to_use_instead(make: Any, scheme: str) -> None:
+    """51 without Ray's, RPC's and Distributed's updaters."""
     with pytest.warns(
         DeprecationWarning, match=rf'weight_sync_schemes={{"policy": asyncsync\.sync\.{scheme}\(\)}}'
     ) as w:
@@ -138,6 +139,9 @@ def test_r184_hooks_are_called_in_the_order_of_registration_also_when_removed_fr
     assert len(updater.post_hooks) == 3
     updater.push_weights({})
     assert order == ["a", "b", "c"]
+    del updater.post_hooks[1]
+    updater.push_weights({})
+    assert order == ["a", "b", "c", "a", "c"]
     assert Recorder().post_hooks == [], "each has its own"
 
 

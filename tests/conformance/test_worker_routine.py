@@ -47,7 +47,8 @@ async def send(everybody: Crew, *values: float) -> None:
         assert everybody.read == [{value}] * len(everybody.receivers)
 
 
-async def test_r199_a_worker_takes_updates_by_routine_and_they_count_as_any_others(api: Api) -> None:
+async def test_r193_a_worker_takes_updates_by_routine_and_they_count_as_any_others(api: Api) -> None:
+    """Of 193: the receiver's version."""
     async with api.crew(2) as everybody:
         await begin(everybody)
         subscriber, seen = link_of(everybody).subscriber, []
@@ -66,7 +67,7 @@ async def test_r199_a_worker_takes_updates_by_routine_and_they_count_as_any_othe
         assert routine_of(everybody) is not None
 
 
-async def test_r199_receive_wakes_for_each_update_of_a_routine(api: Api) -> None:
+async def test_receive_wakes_for_each_update_of_a_routine(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         if is_instant(everybody.receivers[0]):
@@ -89,7 +90,8 @@ async def test_a_reader_is_told_the_version_that_it_reads_in_a_routine(api: Api)
                 assert everybody.read == [{value}]
 
 
-async def test_r199_an_update_waits_for_the_reader_that_it_finds_in_a_routine(api: Api) -> None:
+async def test_r194_an_update_waits_for_the_reader_that_it_finds_in_a_routine(api: Api) -> None:
+    """Of 194: hold()."""
     async with api.crew(1) as everybody:
         await begin(everybody)
         for value in (10, 11, 12):
@@ -124,9 +126,7 @@ def new_child(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [new_object, new_memory, transposed, new_child])
-async def test_r199_a_model_that_changes_in_a_routine_gets_its_weights_where_they_are_now(
-    api: Api, change: Any
-) -> None:
+async def test_a_model_that_changes_in_a_routine_gets_its_weights_where_they_are_now(api: Api, change: Any) -> None:
     async with api.crew(2) as everybody:
         await begin(everybody)
         model = everybody.models[0]
@@ -146,7 +146,7 @@ class Twins(Model):
         self.twin = nn.Parameter(torch.full((64,), float(value)))
 
 
-async def test_r199_parameters_that_are_tied_in_a_routine_do_not_get_two_values(api: Api) -> None:
+async def test_parameters_that_are_tied_in_a_routine_do_not_get_two_values(api: Api) -> None:
     async with api.crew(1, source=Twins(), models=[Twins()]) as everybody:
         await begin(everybody)
         model = everybody.models[0]
@@ -162,9 +162,10 @@ async def test_r199_parameters_that_are_tied_in_a_routine_do_not_get_two_values(
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "gone", "freed"])
-async def test_r199_a_model_that_fits_no_more_in_a_routine_is_left_alone_and_the_sender_told(
+async def test_r194_r195_a_model_that_fits_no_more_in_a_routine_is_left_alone_and_the_sender_told(
     api: Api, how: str
 ) -> None:
+    """Of 194: or not at all. Of 195: a worker that refuses."""
     async with api.crew(2) as everybody:
         await begin(everybody)
         module = everybody.models[1]
@@ -193,7 +194,7 @@ async def test_r199_a_model_that_fits_no_more_in_a_routine_is_left_alone_and_the
         await send(everybody, 10, 11, 12)
 
 
-async def test_r199_a_backward_over_weights_that_a_routine_has_replaced_fails(api: Api) -> None:
+async def test_a_backward_over_weights_that_a_routine_has_replaced_fails(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         weight = everybody.models[0].inner.weight
@@ -203,7 +204,7 @@ async def test_r199_a_backward_over_weights_that_a_routine_has_replaced_fails(ap
             product.backward()  # type: ignore[no-untyped-call]
 
 
-async def test_r199_what_receive_is_still_copying_from_is_not_written_by_a_routine(api: Api) -> None:
+async def test_what_receive_is_still_copying_from_is_not_written_by_a_routine(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         kept: list[tuple[Any, bytes]] = []
@@ -217,7 +218,7 @@ async def test_r199_what_receive_is_still_copying_from_is_not_written_by_a_routi
         await begin_again(everybody, 20)
 
 
-async def test_r199_whatever_else_a_worker_hears_or_does_ends_its_routine(api: Api) -> None:
+async def test_whatever_else_a_worker_hears_or_does_ends_its_routine(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         assert read(await everybody.receivers[0].fetch()) == {3}
@@ -230,7 +231,8 @@ async def test_r199_whatever_else_a_worker_hears_or_does_ends_its_routine(api: A
         assert newest.references == other.references == 0
 
 
-async def test_r199_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: Api) -> None:
+async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: Api) -> None:
+    """Of 202: malformed, and changes nothing else."""
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, routine = link_of(everybody), routine_of(everybody)
@@ -266,7 +268,7 @@ async def test_r199_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         await send(everybody, 11, 12)
 
 
-async def test_r199_what_goes_wrong_in_a_routine_goes_the_long_way(api: Api) -> None:
+async def test_what_goes_wrong_in_a_routine_goes_the_long_way(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link = link_of(everybody)
@@ -278,9 +280,10 @@ async def test_r199_what_goes_wrong_in_a_routine_goes_the_long_way(api: Api) -> 
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["nothing copied", "half copied"])
-async def test_r199_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
+async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
     api: Api, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of 194: whole, whatever interrupts it."""
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, caught = link_of(everybody), []
@@ -310,7 +313,7 @@ async def test_r199_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
 
 
 @pytest.mark.parametrize("changed", [False, True])
-async def test_r199_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_model(
+async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_model(
     api: Api, changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
@@ -344,7 +347,7 @@ async def test_r199_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
         await send(everybody, 11, 12)
 
 
-async def test_r199_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api: Api) -> None:
+async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, interrupts = link_of(everybody), [Interrupt()]

@@ -73,7 +73,7 @@ async def run(how: str) -> tuple[float, int | None, str, str]:
             await process.wait()
 
 
-async def test_r210_a_program_that_ends_without_shutdown_ends_at_once(
+async def test_a_program_that_ends_without_shutdown_ends_at_once(
     schemes: Schemes, record_property: Callable[[str, object], None]
 ) -> None:
     expected = {"nothing": 0, "busy": 0, "stranded": 0, "raise": 1}

@@ -283,7 +283,7 @@ async def test_r197_the_connections_are_cut_again_and_again_and_nothing_is_lost(
     await eventually(lambda: sender.bus._link.pool.slabs <= 2)
 
 
-async def test_r210_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_connect(
+async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_connect(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(100, num_workers=1)

@@ -110,7 +110,7 @@ async def test_r195_r196_a_killed_worker_gives_its_slot_back_at_once(
 
 
 @every_kind
-async def test_r195_r199_a_worker_that_dies_in_a_routine_is_named_from_then_on(
+async def test_r195_r196_a_worker_that_dies_in_a_routine_is_named_from_then_on(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -133,7 +133,7 @@ async def test_r195_r199_a_worker_that_dies_in_a_routine_is_named_from_then_on(
     assert pool.slabs == 2
 
 
-async def test_r084_what_a_superseded_worker_may_still_read_is_not_written_by_a_routine(
+async def test_what_a_superseded_worker_may_still_read_is_not_written_by_a_routine(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     old = start(SharedWorker)
@@ -390,7 +390,7 @@ async def test_r197_a_trainer_that_is_killed_while_it_writes_a_slot_leaves_the_l
     assert [n for n in os.listdir(tempfile.gettempdir()) if n.startswith("asyncsync-")] == []
 
 
-async def test_r210_a_worker_outlives_the_trainers_shutdown_and_its_process(
+async def test_a_worker_outlives_the_trainers_shutdown_and_its_process(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(4 * MIB, kind=SharedMemWeightSyncScheme, endpoint=endpoint, num_workers=1, map_above=0)
@@ -410,7 +410,7 @@ async def test_r210_a_worker_outlives_the_trainers_shutdown_and_its_process(
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-async def test_r195_a_trainer_that_gets_no_memory_for_a_slot_publishes_nothing_and_goes_on(
+async def test_a_trainer_that_gets_no_memory_for_a_slot_publishes_nothing_and_goes_on(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 16 * MIB

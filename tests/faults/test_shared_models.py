@@ -44,7 +44,7 @@ async def has_freed_all_but_the_target(pool: Any) -> None:
 
 @every_kind
 @every_way
-async def test_r194_batch_norm_in_one_worker_leaves_the_others_alone(
+async def test_batch_norm_in_one_worker_leaves_the_others_alone(
     kind: Any, inplace: bool | None, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]

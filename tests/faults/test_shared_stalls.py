@@ -69,7 +69,7 @@ async def test_r191_the_loop_is_never_blocked_while_256_mib_go_through_slots(
 @every_kind
 @pytest.mark.parametrize("map_above", [0, 1 << 30], ids=["mapped", "copied out"])
 @both_sizes
-async def test_r193_what_comes_through_a_slot_is_what_the_parameters_held_when_publish_returned(
+async def test_what_comes_through_a_slot_is_what_the_parameters_held_when_publish_returned(
     kind: Any, map_above: int, numel: int, schemes: Schemes
 ) -> None:
     sender, receivers = await schemes.connected(numel, workers=3, kind=kind, map_above=map_above)

@@ -27,9 +27,7 @@ PERIOD = 0.001  # seconds; uvloop's clock has no finer ones
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("numel", [EAGER, INLINE, THREAD], ids=["eager", "inline", "thread"])
-async def test_r193_what_arrives_is_what_the_parameters_held_when_publish_returned(
-    schemes: Schemes, numel: int
-) -> None:
+async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(schemes: Schemes, numel: int) -> None:
     sender, receivers = await schemes.connected(numel, workers=8)
     for value in range(2, 12):
         version = await sender.publish(sender.model.fill(value))
@@ -45,7 +43,7 @@ async def test_r193_what_arrives_is_what_the_parameters_held_when_publish_return
     assert all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
 
 
-async def test_r193_the_same_with_eight_processes(schemes: Schemes, start: Callable[..., Remote]) -> None:
+async def test_the_same_with_eight_processes(schemes: Schemes, start: Callable[..., Remote]) -> None:
     sender = schemes.sender(INLINE, num_workers=8)
     workers = [start(Worker, uvloop=i % 2 == 1) for i in range(8)]
     await asyncio.gather(sender.connect(), *(w.connect(sender, i, INLINE) for i, w in enumerate(workers)))
@@ -205,7 +203,7 @@ async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
     await eventually(lambda: sender.bus._link.pool.slabs <= 2)
 
 
-async def test_r194_small_weights_beside_large_ones_are_sent_when_they_are_packed() -> None:
+async def test_small_weights_beside_large_ones_are_sent_when_they_are_packed() -> None:
     """Each worker gets its own: one of them much, the other little, which rides in the instruction."""
     sizes = (THREAD, EAGER)
     sender = ZMQWeightSyncScheme(num_workers=2)
@@ -218,7 +216,8 @@ async def test_r194_small_weights_beside_large_ones_are_sent_when_they_are_packe
     await asyncio.gather(sender.shutdown(), *(r.shutdown() for r in receivers))
 
 
-async def test_r042_fetching_beside_a_trainer_that_publishes_all_the_time_is_never_confused(schemes: Schemes) -> None:
+async def test_r004_fetching_beside_a_trainer_that_publishes_all_the_time_is_never_confused(schemes: Schemes) -> None:
+    """Of 4: pull, and each fetch has the version that is current then."""
     sender, [receiver] = await schemes.connected(EAGER)
 
     async def publish() -> None:
