@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from asyncsync import wire
-from asyncsync.binding import Binding
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.settings import Settings
 from asyncsync.slab import SlabPool
 from asyncsync.staging import KEPT_LAYOUTS
+from asyncsync.strategy import WeightStrategy
 from asyncsync.subscriber import FRUITLESS_RESTARTS, Subscriber
-from helpers.machines import EPOCH, SMALL, Station, layout, nonce, slab_of
+from helpers.machines import EPOCH, SMALL, Fickle, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
 NEWER = (EPOCH[0] + 1, 2)
@@ -1218,12 +1219,29 @@ def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: 
     assert station.subscriber.give_back() is not waits
 
 
-def test_what_a_users_convert_sees_is_copied_out_first(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+class Keeping(WeightStrategy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def convert(self, weights: Any, model: Any) -> Any:
+        self.kept.append(weights)
+        return super().convert(weights, model)
+
+
+def test_what_a_users_convert_sees_is_copied_out_first() -> None:
     """It may keep the tensors, or move their memory to another process."""
-    monkeypatch.setattr(Binding, "shows_slabs", property(lambda binding: True))
+    strategy, station = Keeping(), Station()
+    station.bindings["policy"] = Fickle(station.models["policy"], strategy)
+    station.subscriber.register("policy", station.bindings["policy"], station.now)
+    station.join()
+    strategy.kept.clear()
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     assert station.take() == [wire.Staged(EPOCH, 1, 1)]
     station.apply()
+    station.overwrite(5)
+    (seen,) = strategy.kept
+    assert all((tensor == 50).all() for tensor in seen.values(True, True))
     station.offered[b"slot"] = slab_of(SlabPool(), 60), True
     station.take()
     station.receive(wire.Again(EPOCH, 2, 1, 6, b"slot"))

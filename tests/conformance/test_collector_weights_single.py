@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import queue
 import threading
@@ -191,14 +190,14 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         policies.shutdown()
 
 
-def test_r166_the_registered_policy_is_sent_not_the_copy_that_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncsync.collectors.single.placed", lambda policy, *_: copy.deepcopy(policy))
+def test_r166_the_registered_policy_is_sent_not_the_copy_that_acts() -> None:
     scheme, registered, below = sync.ZMQWeightSyncScheme(), Level(1), Level(0)
     receiver = pickle.loads(pickle.dumps(scheme))
     receiver.init_on_receiver("policy", model=below, worker_idx=0)
     thread = threading.Thread(target=receiver.connect)
     thread.start()
-    with Collector(LevelEnv, registered, frames_per_batch=10, weight_sync_schemes={"policy": scheme}) as one:
+    options: Any = {"policy_device": "cpu:1", "weight_sync_schemes": {"policy": scheme}}
+    with Collector(LevelEnv, registered, frames_per_batch=10, **options) as one:
         thread.join(20)
         assert one.policy is not registered
         with torch.no_grad():
