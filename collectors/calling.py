@@ -167,6 +167,8 @@ class Calling(BaseCollector):
         names = [f"worker{w}" for w in range(self.num_workers)]
         if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
+        # First, as each worker begins new trajectories when it loads.
+        self._page.advance_trajectories(0, max(_trajectories(state_dict), default=0))
         for worker, name in enumerate(names):
             self._call("load", state_dict[name], workers=[worker], timeout=timeout)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
@@ -202,6 +204,12 @@ def _policies(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if "policy_state_dict" in state:
         return [state["policy_state_dict"]]
     return [policy for name, below in state.items() if name.startswith("worker") for policy in _policies(below)]
+
+
+def _trajectories(state: Mapping[str, Any]) -> list[int]:
+    """The next identifiers that a state tells of, here and below."""
+    own = [int(state["traj_pool"]["traj_id"])] if "traj_pool" in state else []
+    return own + [n for name, below in state.items() if name.startswith("worker") for n in _trajectories(below)]
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

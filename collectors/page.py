@@ -137,20 +137,19 @@ class ControlPage:
 
     @frames.setter
     def frames(self, frames: int) -> None:
-        self._advance(_FRAMES, 0, frames)
+        with self._locked():
+            self._slots[_FRAMES] = frames
 
     def add_frames(self, n: int) -> None:
-        self._advance(_FRAMES, n, None)
-
-    def advance_trajectories(self, n: int, to: int | None = None) -> int:
-        """Draw ``n`` identifiers, after setting the counter to ``to`` where given; returns the first."""
-        return self._advance(_TRAJECTORIES, n, to)
-
-    def _advance(self, slot: int, n: int, to: int | None) -> int:
         with self._locked():
-            before = self._slots[slot] if to is None else to
-            self._slots[slot] = before + n
-        return before
+            self._slots[_FRAMES] += n
+
+    def advance_trajectories(self, n: int, least: int = 0) -> int:
+        """Draw ``n`` identifiers, none below ``least``; returns the first."""
+        with self._locked():
+            first = max(self._slots[_TRAJECTORIES], least)
+            self._slots[_TRAJECTORIES] = first + n
+        return first
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -172,8 +171,8 @@ class SharedPool(TrajectoryPool):
         super().__init__()
         self._page = page
 
-    def _advance(self, n: int, to: int | None = None) -> int:
-        return self._page.advance_trajectories(n, to)
+    def _advance(self, n: int, least: int = 0) -> int:
+        return self._page.advance_trajectories(n, least)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _pool_at, (self._page.place,)

@@ -20,6 +20,8 @@ Key = str | tuple[str, ...]
 class TrajectoryPool:
     """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads.
 
+    Several collectors may share one, and each load what it has saved of it: so it never goes back.
+
     A pool that several processes share overrides :meth:`_advance`.
     """
 
@@ -33,11 +35,11 @@ class TrajectoryPool:
         first = self._advance(n)
         return torch.arange(first, first + n, device=device)
 
-    def _advance(self, n: int, to: int | None = None) -> int:
-        """Add ``n`` to the counter, after setting it to ``to`` where that is given; returns what it was before
+    def _advance(self, n: int, least: int = 0) -> int:
+        """Add ``n`` to the counter, after raising it to ``least`` where it is below; returns what it was before
         adding."""
         with self._lock:
-            first = self._next if to is None else to
+            first = max(self._next, least)
             self._next = first + n
         return first
 
@@ -46,8 +48,8 @@ class TrajectoryPool:
         return {"traj_id": torch.tensor(self._advance(0))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
-        self._advance(0, to=int(state_dict["traj_id"]))
+        """Go on from what :meth:`state_dict` returned, or from here if that is further."""
+        self._advance(0, least=int(state_dict["traj_id"]))
 
 
 def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> torch.Tensor:
