@@ -86,6 +86,10 @@ class Bus(BusCore):
         :meth:`asyncsync.Bus.wait_version`."""
         self._run(lambda: self._wait_version(version, worker_ids, timeout, None))
 
+    def _wait_origin(self, version: int, timeout: float) -> None:
+        """Receiver: see :meth:`asyncsync.receiver.ReceiverLink.wait_origin`."""
+        self._run(lambda: self._receiver().wait_origin(version, timeout))
+
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         check_timeout(timeout)

@@ -101,6 +101,7 @@ class BusCore:
         self._converted: BusCore | None = None
         # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
         self._on_published: Callable[[int, list[int] | None], None] | None = None
+        self._origin: Callable[[], int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -214,7 +215,15 @@ class BusCore:
         self._check_open("sender")
         if self._link is None:
             self._link = SenderLink(self.endpoint, self.num_workers, self.min_workers, self._settings())
+            self._link.origin = self._origin
         return self._sender()
+
+    def _stand_for(self, origin: Callable[[], int]) -> None:
+        """Sender: what is published from now on stands for the version of the root of a tree that this tells, when its
+        values are taken."""
+        self._origin = origin
+        if isinstance(self._link, SenderLink):
+            self._link.origin = origin
 
     def _open_receiver(self, worker: int) -> ReceiverLink:
         self._check_open("receiver")
@@ -409,6 +418,10 @@ class BusCore:
         :attr:`version` follows a moment later, and after a cascade: when the update counts as applied.
         """
         return self._link.acting if isinstance(self._link, ReceiverLink) else 0
+
+    def _acting_origin(self) -> int:
+        """Receiver: in a tree, the version of its root that what acts stands for; else :meth:`_acting`."""
+        return self._link.origin if isinstance(self._link, ReceiverLink) else 0
 
     def _target(self) -> int:
         """Receiver: the newest version that it has been told of; 0: none."""

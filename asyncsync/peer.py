@@ -66,7 +66,7 @@ class Announcement:
                 crc = zlib.crc32(piece) if checksum else None
             digest = slab.layout.digest
             asked = slab.in_place and not granted
-            told.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, asked))
+            told.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, asked, slab.origin))
         self.eager = eager
         self.instruction = Update(epoch, serial, eager, tuple(told))
         self.payload: list[Buffer] = [*values, *payload]
@@ -74,12 +74,14 @@ class Announcement:
         only = told[0]
         # (What is granted was asked for, this once: the next one is offered like any other.)
         self.repeatable = len(told) == 1 and eager and not (values[0] or granted or only.in_place)
-        self.repeatable = self.repeatable and only.crc is None
+        self.repeatable = self.repeatable and only.crc is None and only.origin is None
         self._at_hand = only.descriptor is not None
 
     def can_be(self, slab: Slab) -> bool:
         """Whether AGAIN would say it all of a slab of this layout."""
-        return not slab.values and slab.packed == slab.nbytes and (slab.descriptor is not None) is self._at_hand
+        if slab.values or slab.origin is not None:
+            return False
+        return slab.packed == slab.nbytes and (slab.descriptor is not None) is self._at_hand
 
     def again(self, serial: int, model_id: str, version: int, slab: Slab, epoch: Epoch) -> Announcement:
         """The same of another version and slab (:meth:`can_be`), for those who have had just this one."""

@@ -22,7 +22,7 @@ from asyncsync.gate import Gate
 from asyncsync.link import LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.publisher import Settings
 from asyncsync.slab import Slab
-from asyncsync.staging import Staging
+from asyncsync.staging import Acting, Staging
 from asyncsync.subscriber import Subscriber
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
@@ -58,6 +58,7 @@ class ReceiverLink(Link):
         manual: models whose updates wait for ``receive`` (``apply="on_receive"``).
         wanted: those of them that somebody is receiving right now.
         acting: the newest version that readers of the models see.
+        origin: in a tree, the version at its root that this one stands for; else the same.
     """
 
     def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
@@ -70,8 +71,8 @@ class ReceiverLink(Link):
         self.manual: set[str] = set()
         self.wanted: list[str] = []
         self.cascade = Cascade()
-        self.acting = 0
-        self._acts: tuple[Epoch | None, dict[str, int]] = None, {}
+        self.acting = self.origin = 0
+        self._acts: tuple[Epoch | None, dict[str, Acting]] = None, {}
         self.sender_lost = False
         self._copying = 0
         self._offered: Staging | None = None
@@ -209,13 +210,13 @@ class ReceiverLink(Link):
         window = partial(self._fetches.window, part, newest.layout)
         subscriber.routine = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._act)
 
-    def _act(self, epoch: Epoch, versions: Mapping[str, int]) -> None:
-        """The models have these versions. Said before any reader enters: who asks inside a hold is told what it
+    def _act(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
+        """The models show these versions. Said before any reader enters: who asks inside a hold is told what it
         reads."""
         before, known = self._acts
         known = {**known, **versions} if before == epoch else dict(versions)
         self._acts = epoch, known
-        self.acting = max(known.values())
+        self.acting, self.origin = max(known.values())
 
     def _open_lane(self) -> None:
         """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
@@ -328,7 +329,7 @@ class ReceiverLink(Link):
         """Called by the gate in the thread that applied."""
         staging.over = True
         if error is None and not staging.abandoned:
-            self._act(staging.epoch, staging.versions)
+            self._act(staging.epoch, staging.acting)
         if self._inline is not None and threading.get_ident() == self._thread:
             self._inline.append((staging, error))
             return
@@ -551,6 +552,21 @@ class ReceiverLink(Link):
                 f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
             )
         if not done():
+            raise self._ending()
+
+    async def wait_origin(self, version: int, timeout: float) -> None:
+        """Wait until what acts is at least this version of the root of the tree.
+
+        Raises:
+            AckTimeout: not within the timeout.
+            ClosedError, Fenced: it will not come.
+        """
+        if not await self.wait(lambda: self.origin >= version or self.subscriber.ended is not None, timeout):
+            raise AckTimeout(
+                f"worker {self.subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
+                f"{self.origin}"
+            )
+        if self.origin < version:
             raise self._ending()
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:

@@ -204,7 +204,8 @@ class SchemeCore(Sources, ABC):
 
         Args:
             model_id: name of the model.
-            context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``.
+            context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``. One of
+                this library's collectors then holds its steps against updates, and labels its frames with the version.
             worker_idx: which worker this is, from 0; may come with ``connect`` instead.
             model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns
                 them.
@@ -256,6 +257,8 @@ class SchemeCore(Sources, ABC):
         self._role, self._pid = "receiver", os.getpid()
         self._model_id, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
         self._binding, self._manual, self._hooked, self._shared = binding, apply == "on_receive", hooked, transport
+        if (joined := getattr(context, "_joined_by", None)) is not None:
+            joined(self)
 
     def _custom_apply(self, weights: Any) -> None:
         assert self._binding is not None

@@ -72,6 +72,9 @@ class SenderLink(Link):
         min_workers: how many an elastic sender needs.
         settings: sizes and times.
 
+    Attributes:
+        origin: in a tree, tells the version at its root that what is published stands for.
+
     Raises:
         NotConnected: the endpoint is in use.
     """
@@ -86,6 +89,7 @@ class SenderLink(Link):
         self._routine: Routine | None = None
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
+        self.origin: Callable[[], int] | None = None
         self._busy = False  # whether this thread has run for long when it tells of the latest publication
         self.order = asyncio.Lock()
         self._in_line = 0  # publications that wait for it
@@ -288,7 +292,7 @@ class SenderLink(Link):
         # The link's timer ends a routine where an answer stays out.
         if not timeout >= 4 * MAX_TICK or self._timer is None or self._in_line or self.order.locked():
             return False
-        return not self.conditions.waiters
+        return not self.conditions.waiters and self.origin is None
 
     def has_routine(self, model_id: str, timeout: float) -> bool:
         """Whether :meth:`repeat_one` is worth a try. Raises as :meth:`check`."""
@@ -404,6 +408,7 @@ class SenderLink(Link):
             sources = extract()
             if missing := sorted(m for m in sources if m not in self.publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
+            origin = None if self.origin is None else self.origin()
             jobs: list[_Job] = []
             try:
                 parts: dict[str, Slab | dict[int, Slab]] = {}
@@ -417,6 +422,8 @@ class SenderLink(Link):
                         parts[model_id] = {
                             w: await self._acquire(model_id, f, pool, jobs, count, deadline) for w, f in source.items()
                         }
+                for job in jobs:
+                    job.slab.origin = origin
                 if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
                     return await self._publish_packing(parts, workers, serve, jobs[0])
                 for job in jobs:

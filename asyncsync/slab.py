@@ -98,6 +98,7 @@ class Slab:
         exposed: a user's code had views of it, and may have written them.
         prepared: what is to be done with it, time and again; :class:`asyncsync.binding.Binding` knows.
         on_release: called when the last reference is released.
+        origin: in a tree, the version at its root that this one stands for; None: it is the root's own.
         packed: how many of its bytes are there already; all, except while :func:`pack` fills it behind a transfer.
     """
 
@@ -108,6 +109,7 @@ class Slab:
     adopted = False
     is_home = False
     exposed = False
+    origin: int | None = None
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
         self.layout = layout
@@ -214,6 +216,7 @@ class Slab:
         self.layout = layout
         self.references = 1
         self.values = b""
+        self.origin = None
         self.packed = layout.nbytes
         self._contents = None
 

@@ -243,11 +243,16 @@ class Incoming:
             slab.release()
 
 
+Acting = tuple[int, int]
+"""A version that a model shows, and the one at the root of the tree that it stands for."""
+
+
 @dataclass(slots=True)
 class StagedPart:
     version: int
     slab: Slab
     prepared: Prepared | None
+    origin: int | None = None
 
 
 _numbers = count()
@@ -277,11 +282,16 @@ class Staging:
     def versions(self) -> dict[str, int]:
         return {model_id: part.version for model_id, part in self.parts.items()}
 
+    @property
+    def acting(self) -> dict[str, Acting]:
+        """What the models show when it has been applied."""
+        return {m: (p.version, p.version if p.origin is None else p.origin) for m, p in self.parts.items()}
+
     def take_over(self, older: Staging) -> None:
         """What this one has nothing newer for."""
         for model_id, part in older.parts.items():
             if model_id not in self.parts:
-                self.parts[model_id] = StagedPart(part.version, part.slab.retain(), part.prepared)
+                self.parts[model_id] = StagedPart(part.version, part.slab.retain(), part.prepared, part.origin)
 
     def run(self) -> None:
         """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were."""

@@ -433,7 +433,7 @@ class Subscriber:
         if whole:
             self._begin(update, versions)
             self.bytes_received += sum([p.nbytes for p in update.parts])
-            self._stage(update.serial, versions, slabs)
+            self._stage(update.serial, update.parts, slabs)
             return
         if update.eager:  # beside parts that a transport fetches
             incoming.fill(payload[count:])
@@ -664,20 +664,20 @@ class Subscriber:
     def _complete(self) -> None:
         incoming, self._incoming = self._incoming, None
         assert incoming is not None
-        versions = {self._local(p.model_id): p.version for p in incoming.parts}
-        self._stage(incoming.serial, versions, incoming.take())
+        self._stage(incoming.serial, incoming.parts, incoming.take())
 
-    def _stage(self, serial: int, versions: Mapping[str, int], slabs: Sequence[Slab]) -> None:
+    def _stage(self, serial: int, told: Sequence[wire.Part], slabs: Sequence[Slab]) -> None:
         """All bytes are here: convert, check, and merge with what still waits for the gate."""
         assert self.epoch is not None
         parts: dict[str, StagedPart] = {}
         waiting = self.staged.parts if self.staged is not None else {}
+        versions = {self._local(part.model_id): part.version for part in told}
         try:
-            for (model_id, version), slab in zip(versions.items(), slabs, strict=True):
+            for (model_id, version), slab, of in zip(versions.items(), slabs, told, strict=True):
                 ahead = waiting[model_id].version if model_id in waiting else self.version(model_id)
                 if version > ahead:
                     prepared = self.models[model_id].prepare(slab)
-                    parts[model_id] = StagedPart(version, slab.retain(), prepared)
+                    parts[model_id] = StagedPart(version, slab.retain(), prepared, of.origin)
         except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
             for part in parts.values():
                 part.slab.release()

@@ -73,7 +73,7 @@ MAX_FRAMES = 2050
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
 MAX_SERIAL = (1 << 64) - 1
-MAX_VALUES = 24 * MAX_MODELS  # a part takes eight, what is kept of a model twelve
+MAX_VALUES = 24 * MAX_MODELS  # a part takes nine, what is kept of a model twelve
 MAX_KEPT = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
 MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
@@ -128,7 +128,8 @@ class Part:
     """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
 
     With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from where it says; if
-    they are to be read ``in_place``, when FETCH has been answered with GRANTED.
+    they are to be read ``in_place``, when FETCH has been answered with GRANTED. ``origin``: in a tree, the version at
+    its root that this one stands for; None: the sender is the root.
     """
 
     model_id: str
@@ -138,6 +139,7 @@ class Part:
     crc: int | None = None
     descriptor: bytes | None = None
     in_place: bool = False
+    origin: int | None = None
 
     _checks: ClassVar[tuple[Check, ...]] = (
         text(MAX_NAME),
@@ -147,6 +149,7 @@ class Part:
         _crc,
         _descriptor,
         boolean,
+        optional(_u64),
     )
 
     @property

@@ -20,6 +20,7 @@ from struct import Struct
 from asyncsync import wire
 from asyncsync.gate import Gate, Update
 from asyncsync.slab import Slab
+from asyncsync.staging import Acting
 from asyncsync.subscriber import Subscriber
 from asyncsync.wire import Epoch
 
@@ -52,7 +53,7 @@ class WorkerRoutine:
         slabs: tuple[Slab, Slab],
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
-        acts: Callable[[Epoch, Mapping[str, int]], None],
+        acts: Callable[[Epoch, Mapping[str, Acting]], None],
     ) -> None:
         assert subscriber.epoch is not None
         self._subscriber = subscriber
@@ -122,7 +123,7 @@ class WorkerRoutine:
                 return
             prepared.resolve()
             prepared.apply()
-        self._acts(self._epoch, {self._model_id: self._version})
+        self._acts(self._epoch, {self._model_id: (self._version, self._version)})
         self._is_applied = True
 
     def _look(self, descriptor: bytes) -> memoryview | None:

@@ -52,7 +52,7 @@ from asyncsync.collectors.crew import Crew, check_start_method
 from asyncsync.collectors.devices import check_devices, exact_device
 from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.messages import dumps
-from asyncsync.collectors.page import ControlPage, SharedPool
+from asyncsync.collectors.page import ControlPage, MemoryPlace, SharedPool
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import TrajectoryPool
 from asyncsync.collectors.worker import Spec, run_worker
@@ -363,12 +363,24 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
 
     def _tell_by_page(self) -> bool:
         """Have the newest version on the page as soon as it is published; False if there are several counts of them."""
-        buses = {id(bus): bus for s in self._sender_schemes.values() if (bus := s._bus) is not None}
-        bus = self._bus
-        if bus is None or len(buses) > 1:
+        if len(self._senders.buses) != 1:
             return False
-        bus._on_published = self._page.publish
+        page, everybody = self._page, range(self.num_workers)
+        self._senders.buses[0]._on_published = lambda version, workers: page.publish(
+            version, everybody if workers is None else workers
+        )
         return True
+
+    def _pass_versions_on(self) -> None:
+        super()._pass_versions_on()
+        self._follow(None)
+
+    def _follow(self, place: MemoryPlace | None, index: int = 0) -> None:
+        """Have the workers look up the newest version on this page, of the tree's root, or on none."""
+        if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
+            place = None  # some updates end here
+        for worker in range(self.num_workers):
+            self._crew.post(worker, ("follow", place, index))
 
     def _wait_until_built(self, deadline: float) -> None:
         crew = self._crew
@@ -428,7 +440,6 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         return found or super()._workers_of(device)
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
-        self._page.publish(version, workers)
         for worker in range(self.num_workers) if workers is None else workers:
             self._since[worker] = 0
 

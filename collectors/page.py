@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -119,9 +119,9 @@ class ControlPage:
     def is_cut(self, serial: int) -> bool:
         return self._slots[_CUT] >= serial
 
-    def publish(self, version: int, workers: list[int] | None = None) -> None:
-        """The newest version for these workers (None: for all)."""
-        for worker in range(MAX_WORKERS) if workers is None else workers:
+    def publish(self, version: int, workers: Iterable[int]) -> None:
+        """The newest version for these workers."""
+        for worker in workers:
             if self._slots[_NEWEST + worker] < version:
                 self._slots[_NEWEST + worker] = version
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncsync.blocking import Bus, WeightSyncScheme
+from asyncsync.bus import BusCore
 from asyncsync.collectors.senders import as_blocking, connect_all, shut_down_all
 from asyncsync.context import resolve_model
 from asyncsync.gate import Gate
-from asyncsync.schemes.none import BlockingNoSync
+from asyncsync.scheme import SchemeCore
+from asyncsync.schemes.none import NoSyncCore
 
 __all__ = ["Receivers"]
 
@@ -20,14 +22,25 @@ class Receivers:
 
     Attributes:
         buses: of the schemes, each once.
-        gates: of the buses.
+        gates: of the buses, and of those that the user has joined.
     """
 
     def __init__(self) -> None:
         self.schemes: dict[str, WeightSyncScheme] = {}
         self.buses: list[Bus] = []
         self.gates: list[Gate] = []
-        self._main: Bus | None = None  # whose versions frames are labelled with
+        self._joined: dict[str, SchemeCore] = {}  # by the user, with the collector as their context
+        self._main: BusCore | None = None  # whose versions frames are labelled with
+
+    def __bool__(self) -> bool:
+        """Whether weights come from above."""
+        return self._main is not None
+
+    def joined(self, scheme: SchemeCore) -> None:
+        """A scheme has been initialised with the collector as its context: here, or by the user. Its updates come as it
+        was told; frames are labelled with its versions, and no step is under way when they are applied."""
+        self._joined[scheme.model_id or ""] = scheme
+        self._settle()
 
     def register(self, schemes: Mapping[str, Any], context: Any) -> None:
         """Initialise schemes, where the user has not, and keep them. Without communication.
@@ -60,13 +73,18 @@ class Receivers:
                 begun.append(scheme)
         except BaseException:
             shut_down_all(begun, 0.0)  # all are registered, or none
+            self._joined = {m: s for m, s in self._joined.items() if s not in begun}
+            self._settle()
             raise
         self.schemes |= blocking
-        real = [s for s in self.schemes.values() if not isinstance(s, BlockingNoSync)]
-        self.buses = list({id(s._bus): s._bus for s in real}.values())
-        self.gates = [bus._gate for bus in self.buses if bus._gate is not None]
-        policy = self.schemes.get("policy")
-        self._main = policy._bus if policy in real else next(iter(self.buses), None)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.buses = list({id(s._bus): s._bus for s in self.schemes.values() if _moves(s)}.values())
+        known = {m: s._bus for m, s in (self._joined | self.schemes).items() if _moves(s)}
+        buses = {id(bus): bus for bus in known.values()}
+        self.gates = [bus._gate for bus in buses.values() if bus._gate is not None]
+        self._main = known.get("policy", next(iter(known.values()), None))
 
     def connect(self, schemes: Mapping[str, Any], timeout: float) -> None:
         """The rendezvous with the sender: when this returns, its initial weights have been applied."""
@@ -84,28 +102,28 @@ class Receivers:
             ClosedError, Fenced: nothing has come, and nothing will.
         """
         for scheme in self.schemes.values():
-            if not isinstance(scheme, BlockingNoSync):
+            if _moves(scheme):
                 scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
 
-    @property
-    def version(self) -> int:
-        """The version that acts: of several buses, that of the policy's (or of the first). Each counts its own."""
-        return 0 if self._main is None else self._main._acting()
+    def acting_version(self) -> int:
+        """The version that acts: of several buses, that of the policy's (or of the first). Each counts its own; in a
+        tree of collectors, its root does."""
+        return 0 if self._main is None else self._main._acting_origin()
 
     @property
     def newest(self) -> int:
-        """The newest version that this side has heard of, by the count of :attr:`version`."""
-        return 0 if self._main is None else self._main._target()
+        """The newest version that this side has heard of, by the count of :meth:`acting_version`."""
+        return 0 if self._main is None else self.acting_version() + self._main._target() - self._main._acting()
 
     def wait(self, version: int, timeout: float) -> None:
-        """Until this version, or a newer one, has been applied, by the count of :attr:`version`.
+        """Until this version, or a newer one, acts, by the count of :meth:`acting_version`.
 
         Raises:
             AckTimeout: not within the timeout (seconds).
             ClosedError, Fenced: it will not come.
         """
-        if self._main is not None:
-            self._main.wait_version(version, timeout=timeout)
+        if isinstance(self._main, Bus):
+            self._main._wait_origin(version, timeout)
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
         """Until what acts is at most so many versions behind what has been heard of, on each bus.
@@ -117,3 +135,7 @@ class Receivers:
         for bus in self.buses:
             while (target := bus._target()) - bus._acting() > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
+
+
+def _moves(scheme: SchemeCore) -> bool:
+    return not isinstance(scheme, NoSyncCore)

@@ -71,8 +71,9 @@ class Senders:
             else:
                 scheme._check_fresh("sender") if not scheme._registered else scheme._bus._check_role("sender")
                 _check_initialised(model_id, scheme, num_workers)
-        self.bus = next((s._bus for s in self.schemes.values() if not isinstance(s, BlockingNoSync)), None)
-        _owners.update({s._bus: weakref.ref(self) for s in self.schemes.values() if not _is_dummy(s)})
+        self.buses: list[Bus] = list({id(s._bus): s._bus for s in self.schemes.values() if not _is_dummy(s)}.values())
+        self.bus = next(iter(self.buses), None)
+        _owners.update({bus: weakref.ref(self) for bus in self.buses})
 
     def connect(self, timeout: float) -> None:
         """The rendezvous with the workers; delivers the initial weights where there are some. Raises as the schemes'

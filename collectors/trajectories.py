@@ -85,7 +85,8 @@ def split_trajectories(
 ) -> TensorDictBase:
     """One row per trajectory, zero-padded: ``[*batch, T]`` becomes ``[trajectories, longest]``.
 
-    A batch whose rows are one trajectory each keeps its shape (``[T]`` becomes ``[1, T]``).
+    A batch whose rows are one trajectory each keeps its shape (``[T]`` becomes ``[1, T]``). Steps that a mask of the
+    batch says are padding, as in a batch that was preempted or split already, belong to none.
 
     Args:
         rollout_tensordict: a batch, time last; it is not changed.
@@ -110,11 +111,14 @@ def split_trajectories(
     if ids is None:
         ids = _ids_of(batch, "done" if done_key is None else done_key)
         batch.set(ids_key, ids)
-    lengths = ids.reshape(-1).unique_consecutive(return_counts=True)[1].tolist()
-    if set(lengths) == {ids.shape[-1]}:
+    valid = batch.get(mask_key, None)
+    padded = valid is not None and not bool(valid.all())
+    found = ids[valid] if padded else ids.reshape(-1)
+    lengths = found.unique_consecutive(return_counts=True)[1].tolist()
+    if not padded and set(lengths) == {ids.shape[-1]}:
         batch.set(mask_key, torch.ones(batch.shape, device=batch.device, dtype=torch.bool))
         return batch.unsqueeze(0) if batch.ndim == 1 else batch
-    flat = batch.reshape(-1)
+    flat = batch[valid] if padded else batch.reshape(-1)
     flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
     if _is_plain(flat):
         return _padded(flat, lengths)

@@ -167,8 +167,19 @@ class WeightsAPI:
         """
         # Between two steps: those under way do not hold the new gates, those that follow do.
         self._local.apply(lambda: self._receivers.register(weight_recv_schemes, self), timeout)
+        self._pass_versions_on()
         if synchronize_weights:
             self._receivers.connect(weight_recv_schemes, timeout)
+
+    def _joined_by(self, scheme: Any) -> None:
+        """A receiver's scheme has this collector as its context."""
+        self._receivers.joined(scheme)
+        self._pass_versions_on()
+
+    def _pass_versions_on(self) -> None:
+        """What is sent from now on stands for a version from above."""
+        for bus in self._senders.buses:
+            bus._stand_for(self._receivers.acting_version)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the weight updater's ``init`` with these arguments; without an updater, nothing happens."""
@@ -408,14 +419,14 @@ class WeightsAPI:
     def _version_now(self) -> int:
         """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the
         count of updates applied here."""
-        return self._receivers.version if self._receivers.buses else self._version
+        return self._receivers.acting_version() if self._receivers else self._version
 
     def _newest_version(self) -> int:
         """The newest version that the trainer has published, as far as is known here, by the count of
         :meth:`_version_now`."""
         if self._newest is not None:
             return self._newest()
-        return self._receivers.newest if self._receivers.buses else self._version
+        return self._receivers.newest if self._receivers else self._version
 
     def _await_version(self, version: int, timeout: float) -> None:
         """Wait, outside any hold, until this version or a newer one acts.
@@ -436,13 +447,15 @@ class WeightsAPI:
             ClosedError, Fenced: it will not come.
         """
         self._receivers.keep_up(max_lag, timeout)
-        while (newest := self._newest_version()) - self._version_now() > max_lag:
+        while self._newest is not None and (newest := self._newest()) - self._version_now() > max_lag:
             self._await_version(newest - max_lag, timeout)
 
     @property
     def policy_version(self) -> int:
-        """The newest version: published, where there are workers below; else the one that acts here."""
-        return self._senders.version if self._senders.schemes else self._version_now()
+        """The newest version: published, where there are workers below; else the one that acts here. In a tree of
+        collectors, that of its root."""
+        published = self._senders.schemes and not self._receivers
+        return self._senders.version if published else self._version_now()
 
     def increment_version(self) -> None:
         """Count the version of this collector's own policy up by one."""

@@ -178,9 +178,9 @@ class _Worker:
             collector._above = self
         if self._writes:
             collector.post_collect_hook = self._hook
-        if spec.follows:
-            collector._newest = lambda: self.page.newest(self._index)
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
+        if spec.follows:
+            self._follow(self.page.place, self._index)
         self._connecting = True
         if self.page.stopped:  # before there was anything to interrupt
             raise _Stop
@@ -267,11 +267,23 @@ class _Worker:
             self._window.learn(*message[1:])
         elif kind == "call":
             self._answer(message[1], message[2])
+        elif kind == "follow":
+            self._follow(*message[1:])
         elif kind == "run":
             self._run_free(message[1])
         elif kind == "stop":
             self._close_env = message[1]
             raise _Stop
+
+    def _follow(self, place: MemoryPlace | None, index: int) -> None:
+        """The newest version is on this page; None: what has been heard of here is."""
+        if self._nested:
+            self._collector._follow(place, index)
+        elif place is None:
+            self._collector._newest = None
+        else:
+            page = page_at(place)
+            self._collector._newest = lambda: page.newest(index)
 
     def _answer(self, number: int, call: bytes | tuple[Any, ...]) -> None:
         name, *arguments = loads(call) if isinstance(call, bytes) else call

@@ -23,9 +23,9 @@ def test_what_the_trainer_writes_is_read_elsewhere() -> None:
     assert not other.is_cut(1)
     page.cut(3)
     page.paused = True
-    page.publish(5)
+    page.publish(5, range(3))
     page.publish(7, [2])
-    page.publish(6)  # of an update that was overtaken
+    page.publish(6, range(3))  # of an update that was overtaken
     assert other.is_cut(3)
     assert not other.is_cut(4)
     assert other.paused
@@ -96,7 +96,7 @@ def test_nothing_stays_open() -> None:
 
 def test_a_page_that_was_closed_can_be_read() -> None:
     page = ControlPage()
-    page.publish(3)
+    page.publish(3, [1])
     page.close()
     page.close()
     assert page.newest(1) == 3

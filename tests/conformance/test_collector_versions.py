@@ -1,0 +1,99 @@
+"""Versions that frames are labelled with, in trees of collectors and where the user has initialised the schemes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+
+from asyncsync import sync
+from asyncsync.collectors import MultiSyncCollector
+from helpers.collecting_multi import make, options, policy
+from helpers.collecting_weights import Readings, Stepping, connected, passed_on
+from helpers.pairs import Model
+
+
+def schemes() -> dict[str, Any]:
+    return {"policy": sync.SharedMemWeightSyncScheme()}
+
+
+def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_itself() -> None:
+    top = Readings(1, schemes=schemes(), workers=1)
+    middle, leaf = Readings(8, schemes=schemes(), workers=1, worker_idx=0), Readings(9, worker_idx=0)
+    with connected(middle, [leaf]):
+        for value in (7, 6):
+            middle.update_policy_weights_(Model(value))
+        assert leaf.step() == ({6, 9}, 3)
+        with connected(top, [middle]):
+            assert leaf.step() == ({1, 9}, 1), "the same weights as the root's first version"
+            with Stepping(leaf) as stepping:
+                for value in range(2, 8):
+                    top.update_policy_weights_(Model(value))
+                    assert leaf.step() == ({value, 9}, value)
+                    middle.update_policy_weights_(Model(value))
+                    assert leaf.step() == ({value, 9}, value)
+            assert all(frozenset({version, 9}) == values for values, version in stepping.found)
+            assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
+            waiting = threading.Thread(target=leaf._await_version, args=(8, 10))
+            waiting.start()
+            middle.update_policy_weights_(Model(7))
+            waiting.join(0.1)
+            assert waiting.is_alive(), "it is the middle's version that is newer"
+            top.update_policy_weights_(Model(8))
+            waiting.join(10)
+            assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("kind", [sync.SharedMemWeightSyncScheme, sync.ZMQWeightSyncScheme])
+def test_a_worker_that_joins_later_has_the_roots_version_too(kind: Any) -> None:
+    top = Readings(1, schemes={"policy": kind()}, workers=1)
+    middle = Readings(8, schemes={"policy": kind()}, worker_idx=0)
+    first, second = Readings(9, worker_idx=0), Readings(9, worker_idx=1)
+    with connected(middle, [first]), connected(top, [middle]):
+        top.update_policy_weights_(Model(2))
+        try:
+            second.register_scheme_receiver(passed_on(middle))
+            assert second.step() == first.step() == ({2, 9}, 2)
+        finally:
+            second.shutdown()
+
+
+def test_a_collector_that_is_the_context_of_a_users_scheme_labels_its_frames() -> None:
+    top, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0)
+    scheme = passed_on(top)["policy"]
+    scheme.init_on_receiver(model_id="policy", context=leaf)
+    thread = threading.Thread(target=scheme.connect)
+    thread.start()
+    try:
+        top._connect_senders(10)
+        thread.join(10)
+        assert leaf.step() == ({1, -1}, 1)
+        with Stepping(leaf) as stepping:
+            for value in range(2, 30):
+                top.update_policy_weights_(Model(value))
+        assert {(frozenset({version, -1}), version) for _, version in stepping.found} == stepping.found
+        assert leaf.policy_version == 29
+        leaf.register_scheme_receiver({"policy": scheme})
+        assert leaf.step() == ({29, -1}, 29)
+    finally:
+        leaf.shutdown()
+        scheme.shutdown()
+        top.shutdown()
+
+
+def test_versions_and_max_lag_in_a_tree_are_the_roots() -> None:
+    source = policy()
+    nested = functools.partial(MultiSyncCollector, start_method="forkserver", max_lag=0)
+    trees = [[make(length=5), make(length=3)], [make(length=4)]]
+    with MultiSyncCollector(trees, source, collector_class=nested, **options(frames_per_batch=8)) as collector:
+        for value in range(2, 6):
+            source.module.fill(float(value))
+            collector.update_policy_weights_()
+            collector.update_policy_weights_(worker_ids=[0])
+            batch: Any = collector.next()
+            newest = collector.policy_version
+            found = [set(part["collector", "policy_version"].flatten().tolist()) for part in batch]
+            assert found == [{newest}, {newest - 1}]
+            assert all((part["action"] == value).all() for part in batch)
