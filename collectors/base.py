@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.pausing import Pause
 from asyncsync.collectors.weights import WeightsAPI
 from asyncsync.context import follow
 from asyncsync.threads import WorkThread, finish
@@ -148,11 +148,11 @@ class BaseCollector(WeightsAPI, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
 
-    def pause(self) -> AbstractContextManager[None]:
-        """A block in which a collector that runs free does not step.
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which the collector does not step.
 
         Raises:
-            NotImplementedError: this collector does not run free.
+            NotImplementedError: this collector cannot.
         """
         raise NotImplementedError(f"{type(self).__name__} does not collect in the background, so it cannot pause")
 

@@ -215,7 +215,8 @@ class _Slot:
         self._close = weakref.finalize(self, os.close, self.file)
         self._close.atexit = False
         try:
-            fcntl.fcntl(self.file, F_ADD_SEALS, _CANNOT_RESIZE)  # cut, it would kill whoever reads or writes it
+            if hasattr(os, "memfd_create"):
+                fcntl.fcntl(self.file, F_ADD_SEALS, _CANNOT_RESIZE)  # cut, it would kill whoever reads or writes it
             self.memory = mapped(self.file, size)
         except (OSError, RuntimeError) as error:
             self._close()

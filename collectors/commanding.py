@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -25,6 +26,7 @@ from asyncsync.collectors.finish import processed
 from asyncsync.collectors.free import RunsFree
 from asyncsync.collectors.needs import Need
 from asyncsync.collectors.page import ControlPage
+from asyncsync.collectors.pausing import Pause, is_caller
 from asyncsync.collectors.senders import shut_down_all
 from asyncsync.collectors.turnstile import Turnstile
 from asyncsync.errors import ClosedError
@@ -77,7 +79,7 @@ class Commanding(Calling, RunsFree):
         self._iter = -1
         self._serial = 0
         self._arrangements = 0
-        self._random: bool | None = None
+        self._random = False  # for a worker: whether its trainer wants it so
         self._busy: dict[int, Rollout] = {}
         self._messages: dict[int, tuple[Any, ...]] = {}
         self._made: tuple[int, TensorDictBase | None] | None = None
@@ -86,7 +88,7 @@ class Commanding(Calling, RunsFree):
         self._producing: Producing | None = None
         self._need: Need | None = None
         self._result: TensorDictBase | None = None
-        self._pauses = 0
+        self._pauses: list[object] = []
         self._pausing = threading.Lock()
         self._begin_captive()
 
@@ -115,6 +117,7 @@ class Commanding(Calling, RunsFree):
             yield made.pop()  # not kept here: its memory is free when the user lets go of it
 
     def _next_in_turn(self) -> list[TensorDictBase | None]:
+        self._check_not_paused_here()
         with self._turnstile.passing():
             self._check_iterable()
             return [] if self._exhausted else [self._next()]
@@ -130,6 +133,7 @@ class Commanding(Calling, RunsFree):
         return self._finished()
 
     async def _next_async(self) -> TensorDictBase | None:
+        self._check_not_paused_here()
         async with self._turnstile.passing_async():
             self._check_iterable()
             if self._exhausted:
@@ -142,6 +146,13 @@ class Commanding(Calling, RunsFree):
                 await self._shutdown_elsewhere()
                 raise
             return self._finished()
+
+    def _check_not_paused_here(self) -> None:
+        """Raises RuntimeError: whoever is about to wait for a batch keeps the workers from making it."""
+        if is_caller(self._pauses):
+            raise RuntimeError(
+                f"this {type(self).__name__} is paused by this thread: leave the pause() block before collecting"
+            )
 
     def _check_iterable(self) -> None:
         if self._exhausted and self._free is None:
@@ -178,7 +189,7 @@ class Commanding(Calling, RunsFree):
 
     def _rollout(self, worker: int, slot: Any, grant: Grant | None) -> Rollout:
         """The next request, with the current serial number."""
-        random = self._asked < self.init_random_frames if self._random is None else self._random
+        random = self._random or self._asked < self.init_random_frames
         return Rollout(self._serial, self._requested[worker], random, slot, grant)
 
     def _post_rollouts(self) -> None:
@@ -244,14 +255,21 @@ class Commanding(Calling, RunsFree):
             self._messages.clear()
             self._producing = self._need = self._free = None
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """A block in which no worker steps, nor writes to the replay buffer. Blocks may be nested.
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which no worker steps, nor writes to the replay buffer. Blocks may be
+        nested. Who iterates meanwhile, in another thread or task, waits for its end.
+
+        A worker stands still after its step under way; one that has workers of its own, after its batch under way. The
+        coroutine's event loop goes on meanwhile. Cancelled, it raises when they stand still.
 
         Raises:
             AckTimeout: a step under way did not end within 60 s.
             BaseException: what ended collection in the background.
         """
+        return Pause(self._paused)
+
+    @contextmanager
+    def _paused(self, owner: object) -> Iterator[None]:
         self._raise_free_error()
         self._crew.check()
         crew, page = self._crew, self._page
@@ -269,15 +287,16 @@ class Commanding(Calling, RunsFree):
             )
             return all(crew.states[worker] in ("paused", "finished") for worker in running)
 
+        mine = threading.get_ident() if owner is None else owner
         with self._pausing:
-            self._pauses += 1
+            self._pauses.append(mine)
             crew.pausing = page.paused = True
         try:
             crew.until(standing, CALL_SECONDS)
             yield
         finally:
             with self._pausing:
-                self._pauses -= 1
+                self._pauses.remove(mine)
                 if not self._pauses:
                     crew.pausing = page.paused = False
                     for worker, state in list(crew.states.items()):
@@ -306,7 +325,7 @@ class Commanding(Calling, RunsFree):
             return
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
         try:
-            self._crew.end(max(0.1, deadline - time.monotonic()), self._page.stop, ("stop", close_env))
+            self._crew.end(max(0.1, deadline - time.monotonic()), partial(self._page.stop, close_env), ("stop",))
             if self._free is not None and self._free is not threading.current_thread():
                 join(self._free, 1.0)
         finally:
@@ -328,7 +347,7 @@ def make_finalizers(
     def end() -> None:
         if not crew.is_ours:
             return
-        crew.end(SHUTDOWN_SECONDS, page.stop, ("stop", True))
+        crew.end(SHUTDOWN_SECONDS, page.stop, ("stop",))
         shut_down_all(schemes.values(), 1.0)
         at_exit.cancel()
 

@@ -19,6 +19,7 @@ import logging
 import multiprocessing
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -74,6 +75,11 @@ class Crew:
     """
 
     def __init__(self, start_method: str, owner: str) -> None:
+        if sys.platform != "linux":
+            raise NotImplementedError(
+                f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use "
+                "Collector, in this process or in processes of your own"
+            )
         self._context = multiprocessing.get_context(start_method)
         self._owner = owner
         self._members: list[Member] = []
@@ -223,15 +229,18 @@ class Crew:
                 arrived.set_result(None)
 
         def watch() -> None:
-            loop.call_soon_threadsafe(tell)
+            with contextlib.suppress(RuntimeError):  # that loop was closed meanwhile
+                loop.call_soon_threadsafe(tell)
 
-        # Duplicates: the end, in another thread, may close the descriptors while they are watched here.
-        with self._changed:
-            if self.ending:
-                return
-            watched = [(os.dup(number), number, events) for number, events in self._interests()]
-        self._watchers.add(watch)
+        watched: list[tuple[int, int, int]] = []
         try:
+            # Duplicates: the end, in another thread, may close the descriptors while they are watched here.
+            with self._changed:
+                if self.ending:
+                    return
+                for number, events in self._interests():
+                    watched.append((os.dup(number), number, events))
+            self._watchers.add(watch)
             for copy, number, events in watched:
                 loop.add_reader(copy, self._on_readable, number, tell)
                 if events & select.POLLOUT:
@@ -272,7 +281,11 @@ class Crew:
                     os.eventfd_read(self._nudged)
             for member in self._members:
                 if member.is_alive and not {member.sentinel, member.channel.fileno()}.isdisjoint(ready):
-                    member.flush()
+                    try:
+                        member.flush()
+                    except OSError as error:
+                        error.add_note(f"What {member.name} is to be told cannot be sent.")
+                        self.failure = self.failure or error
                     self._read(member)
                     if member.sentinel in ready:
                         self._ended(member)
@@ -359,7 +372,8 @@ class Crew:
         stop()
         for member in self._members:
             if member.is_alive:
-                with contextlib.suppress(RuntimeError):  # a thousand messages wait for it: the bell comes first
+                # A thousand messages wait for it, or it cannot be told: the bell comes first.
+                with contextlib.suppress(RuntimeError, OSError):
                     self.post(member.index, farewell)
                 member.ring(timeout + GRACE_SECONDS)
         self._wait_for_ends(began + BY_ITSELF * timeout)

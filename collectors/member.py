@@ -55,6 +55,7 @@ class Member:
 
         Raises:
             RuntimeError: too much waits.
+            OSError: it cannot be sent, though the worker is there.
         """
         with self._sending:
             if len(self._waiting) >= MAX_WAITING:
@@ -64,11 +65,18 @@ class Member:
         return self.flush()
 
     def flush(self) -> bool:
+        """Send what waits; whether nothing waits now.
+
+        Raises:
+            OSError: it cannot be sent, though the worker is there.
+        """
         with self._sending:
             try:
-                while self._waiting and self.channel.send(self._waiting[0]):
+                while self._waiting and self.is_open and self.channel.send(self._waiting[0]):
                     self._waiting.popleft().close()
-            except OSError:  # it has died: whoever waits learns of it from its sentinel
+            except ConnectionError:
+                self.is_open = False
+            if not self.is_open:  # whoever waits learns of its end from its sentinel
                 self._forget()
             return not self._waiting
 

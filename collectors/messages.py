@@ -215,7 +215,8 @@ class Channel:
         """Whether there was room for it.
 
         Raises:
-            OSError: the other side is gone.
+            ConnectionError: the other side is gone.
+            OSError: it cannot be sent: too many open files are on their way (ETOOMANYREFS), say.
         """
         try:
             if packet.file is None:
@@ -254,7 +255,8 @@ class Channel:
 
         Raises:
             AckTimeout: there was none within the timeout (seconds).
-            OSError: the other side is gone.
+            ConnectionError: the other side is gone.
+            OSError: it cannot be sent.
         """
         deadline = time.monotonic() + timeout
         try:

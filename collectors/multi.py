@@ -309,8 +309,11 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
                     follows=follows,
                     timeout=connect_timeout,
                 )
-                travelling = (page.place, _pickled(spec), replay_buffer, self._sender_schemes)
-                crew.start(run_worker, travelling)
+                pickled = _pickled(spec)
+                worker = crew.start(run_worker, (page.place, replay_buffer, self._sender_schemes))
+                # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
+                # imported torch.
+                crew.post(worker, ("build", pickled))
             self._wait_until_built(deadline)
             self._connect_crew(deadline)
             if weight_recv_schemes is not None:  # what comes is passed on at once

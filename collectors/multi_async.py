@@ -27,6 +27,7 @@ class MultiAsyncCollector(MultiCollector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._slots: dict[int, Slots] = {}
+        self._unlike: dict[int, Arrangement] = {}  # of the latest batch that did not fit
         super().__init__(*args, **kwargs)
 
     def _split(self, frames: int) -> list[int]:
@@ -81,7 +82,9 @@ class MultiAsyncCollector(MultiCollector):
         arrangement = Arrangement.of([layout], -1)
         if arrangement is None:
             self._slots.pop(worker, None)
-        elif slots is None or slots.arrangement != arrangement:
+        elif slots is None or (slots.arrangement != arrangement and self._unlike.get(worker) == arrangement):
             self._slots.pop(worker, None)
             self._slots[worker] = self._taught(arrangement, SPARE_SLOTS, [worker])
+        elif slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
+            self._unlike[worker] = arrangement
         return loads(pickled)

@@ -35,6 +35,7 @@ class MultiSyncCollector(MultiCollector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._slots: Slots | None = None
+        self._unlike: Arrangement | None = None  # of the latest batch that did not fit
         self._layouts: dict[int, Any] = {}
         super().__init__(*args, **kwargs)
 
@@ -173,9 +174,11 @@ class MultiSyncCollector(MultiCollector):
         arrangement = Arrangement.of([self._layouts[index] for index in range(self.num_workers)], self._dim)
         if arrangement is None:
             self._slots = None
-        elif self._slots is None or self._slots.arrangement != arrangement:
+        elif self._slots is None or (self._slots.arrangement != arrangement and self._unlike == arrangement):
             self._slots = None
             self._slots = self._taught(arrangement, SPARE_SLOTS, range(self.num_workers))
+        elif self._slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
+            self._unlike = arrangement
 
     def _let_go(self) -> None:
         self._slots = None

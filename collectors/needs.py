@@ -6,12 +6,17 @@ Each can be waited for again after an interruption, so that who is interrupted l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from asyncsync.threads import WorkThread, finish
 
 if TYPE_CHECKING:
     from asyncsync.collectors.commanding import Commanding
 
-__all__ = ["MESSAGES", "Need", "Update"]
+__all__ = ["MESSAGES", "Need", "Update", "Work"]
+
+T = TypeVar("T")
 
 
 class Need(ABC):
@@ -50,3 +55,33 @@ class Update(Need):
 
     async def wait_async(self, collector: Commanding) -> None:
         await collector.update_policy_weights_async(worker_ids=self._workers)
+
+
+class Work(Need, Generic[T]):
+    """A result that takes long to compute: by a coroutine in a thread, beside its event loop.
+
+    Args:
+        function: computes it. Whom Ctrl-C takes out of it, has it called again by the next who waits.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._results: list[T] = []
+
+    @property
+    def result(self) -> T:
+        return self._results[0]
+
+    def wait(self, collector: Commanding) -> None:
+        if not self._results:
+            self._results.append(self._function())
+
+    async def wait_async(self, collector: Commanding) -> None:
+        if self._results:
+            return
+        thread = WorkThread("asyncsync-collector-batch")
+        try:
+            # Cancelled, it is finished all the same, and the next caller's.
+            await finish(thread.submit(lambda: self.wait(collector)))
+        finally:
+            thread.abandon()

@@ -95,13 +95,18 @@ class ControlPage:
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """All workers end before their next step."""
-        self._slots[_STOP] = 1
+    def stop(self, close_env: bool = True) -> None:
+        """All workers end before their next step, and close their environments or not."""
+        self._slots[_STOP] = 1 if close_env else 2
 
     @property
     def stopped(self) -> bool:
         return bool(self._slots[_STOP])
+
+    @property
+    def closes_env(self) -> bool:
+        """Whether a worker that ends closes its environment."""
+        return self._slots[_STOP] != 2
 
     @property
     def paused(self) -> bool:

@@ -68,13 +68,13 @@ class Rollouts(DeviceSetup, BaseCollector):
     _turns: Turns
     _traj_pool_value: TrajectoryPool | None
     _frames: int
-    _random: bool | None
+    _random: bool
     _above: Above | None
 
     def _setup_rollouts(self, traj_pool: TrajectoryPool | None, profiling: bool) -> None:
         """The first reset, and what follows from its result."""
         self._traj_pool_value = traj_pool
-        self._random = None
+        self._random = False
         self._above = None
         self._make_carrier()
         if profiling:
@@ -251,7 +251,7 @@ class Rollouts(DeviceSetup, BaseCollector):
 
     def _acts_randomly(self) -> bool:
         """Whether this rollout ignores the policy: whole rollouts do."""
-        return self._frames < self.init_random_frames if self._random is None else self._random
+        return self._random or self._frames < self.init_random_frames
 
     @torch.no_grad()
     def _roll(self) -> TensorDictBase | None:

@@ -20,6 +20,7 @@ from tensordict import TensorDictBase
 from asyncsync.collectors import environments
 from asyncsync.collectors.finish import processed
 from asyncsync.collectors.free import RunsFree
+from asyncsync.collectors.pausing import Pause
 from asyncsync.collectors.rollout import Rollouts
 from asyncsync.collectors.turns import Turns
 from asyncsync.errors import ClosedError
@@ -55,6 +56,7 @@ class Running(Rollouts, RunsFree):
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
         self._begin_captive()
         self._env_closed = False
+        self._close_error: Exception | None = None
         self._frames = 0
         self._iter = -1
 
@@ -97,7 +99,10 @@ class Running(Rollouts, RunsFree):
                 self.replay_buffer.extend(batch)
                 batch = None
         if self._frames >= self.total_frames:
-            self._close_environment()
+            try:
+                self._close_environment()
+            except Exception as error:  # the batch is whole: shutdown() raises it
+                self._close_error = error
         return batch
 
     @property
@@ -165,22 +170,30 @@ class Running(Rollouts, RunsFree):
             _log.exception("collection in the background has ended with an error")
             self._free_error = error
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """A block in which no step is under way and the replay buffer is left alone, if this collector runs free.
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
+
+        The coroutine's event loop goes on while the step under way ends. Cancelled, it raises when that has ended.
 
         Raises:
             ClosedError: after :meth:`shutdown`.
             AckTimeout: the step under way did not end within 60 s.
             BaseException: what ended collection in the background.
         """
+        return Pause(self._paused)
+
+    @contextmanager
+    def _paused(self, owner: object) -> Iterator[None]:
         self._raise_free_error()
         check_open(self)
-        with self._turns.standing(PAUSE_SECONDS):
+        with self._turns.standing(PAUSE_SECONDS, owner):
             check_open(self)  # meanwhile
             yield
 
     def _close_environment(self) -> None:
+        error, self._close_error = self._close_error, None
+        if error is not None:
+            raise error
         if not self._env_closed:
             self._env_closed = True
             environments.close(self.env)

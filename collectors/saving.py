@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.collectors import environments
@@ -47,12 +49,13 @@ class Saving(Rollouts):
         """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, and ``traj_pool`` if trajectories are
         tracked.
 
-        Trajectories that are under way are not part of it. It may also be asked for after ``shutdown()``.
+        All of it is a copy, which later updates do not change. Trajectories that are under way are not part of it. It
+        may also be asked for after ``shutdown()``.
         """
-        with self._turns.standing(PAUSE_SECONDS):
+        with self._turns.standing(PAUSE_SECONDS), self._holds():
             state: dict[str, Any] = {
-                "policy_state_dict": self.policy.state_dict(),
-                "env_state_dict": _state_of(self.env),
+                "policy_state_dict": _copied(self.policy.state_dict()),
+                "env_state_dict": _copied(_state_of(self.env)),
                 "frames": self._frames,
                 "iter": self._iter,
             }
@@ -87,6 +90,20 @@ class Saving(Rollouts):
     def _load_policy(self, state: Mapping[str, Any], strict: bool) -> None:
         self.policy.load_state_dict(state, strict=strict)
         self.increment_version()  # where no scheme counts: the frames that follow are not the earlier ones' version
+
+
+def _copied(state: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, TensorDictBase):
+        return state.clone()
+    if not isinstance(state, Mapping):
+        return copy.deepcopy(state)
+    mine: Any = copy.copy(state)  # with what a module's has beside its entries: the versions of its parts
+    for key, value in state.items():
+        mine[key] = _copied(value)
+    return mine
 
 
 def _state_of(environment: Any) -> Any:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from asyncsync.collectors.pausing import is_caller
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.threads import interruptibly
 
@@ -40,7 +41,7 @@ class Turns:
         self._roller: threading.Thread | None = None
         self._inside = False
         self._afterwards: Callable[[], None] | None = None
-        self._asking: dict[object, int] = {}  # the threads that want it to stand still, by their blocks
+        self._asking: dict[object, object] = {}  # who wants it to stand still, by their blocks
 
     @property
     def is_mine(self) -> bool:
@@ -97,7 +98,7 @@ class Turns:
             RuntimeError: the calling thread is inside :meth:`standing`.
         """
         with self._changed:
-            if threading.get_ident() in self._asking.values():
+            if is_caller(self._asking.values()):
                 raise RuntimeError(
                     f"this {self._name} is paused by this thread: leave the pause() block before collecting"
                 )
@@ -132,11 +133,12 @@ class Turns:
         return interruptibly(lambda seconds: self._changed.wait_for(met, seconds), timeout)
 
     @contextmanager
-    def standing(self, timeout: float) -> Iterator[None]:
+    def standing(self, timeout: float, owner: object = None) -> Iterator[None]:
         """A block in which no step is under way, and none begins. In the thread that rolls out: just a block.
 
         Args:
             timeout: seconds to wait for the step under way.
+            owner: the task whose block it is; None: the calling thread's.
 
         Raises:
             AckTimeout: it did not end.
@@ -147,7 +149,7 @@ class Turns:
         block = object()
         try:  # around the waiting too: whom Ctrl-C takes out of it asks for nothing any more
             with self._changed:
-                self._asking[block] = threading.get_ident()
+                self._asking[block] = threading.get_ident() if owner is None else owner
                 self.wanted = True
                 if not self._wait_for(lambda: not self._inside, timeout):
                     raise AckTimeout(f"the step under way in this {self._name} did not end within {timeout:g} s")

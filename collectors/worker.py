@@ -5,8 +5,9 @@ are let in between two steps, or at once while the main thread waits. A second t
 collector, which an idle or stepping leaf sees by itself, or of the trainer's process; and for its own, which takes no
 longer than the trainer has allowed.
 
-Messages come through a channel, and are answered between two rollouts: ``("rollout", serial, random, grant)``,
-``("call", number, (name, *arguments))``, ``("run",)``, ``("stop", close_env)``. Whatever the user's code raises is
+Messages come through a channel: first ``("build", spec)``. Others are answered between two rollouts: ``("rollout",
+serial, random, grant)``, ``("learn", number, arrangement, index)``, ``("follow", place, index)``,
+``("call", number, (name, *arguments))``, ``("run",)``, ``("stop",)``. Whatever the user's code raises is
 sent back, and ends the process.
 """
 
@@ -34,6 +35,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.failures import Failure
+from asyncsync.collectors.finish import processed
 from asyncsync.collectors.messages import Channel, Packet, Parcel, encode, encode_any, loads
 from asyncsync.collectors.page import MemoryPlace, page_at
 from asyncsync.collectors.window import Window
@@ -83,7 +85,6 @@ def run_worker(
     bell: Connection,
     index: int,
     place: MemoryPlace,
-    spec: bytes,
     replay_buffer: Any,
     schemes: Mapping[str, Any],
 ) -> None:
@@ -103,7 +104,7 @@ def run_worker(
     code = 0
     try:
         try:
-            worker.build(spec, replay_buffer)
+            worker.build(replay_buffer)
             worker.serve()
         except _Stop:
             pass
@@ -154,7 +155,6 @@ class _Worker:
         self._hook: Callable[[TensorDictBase], None] | None = None
         self._serial = self._done = 0
         self._orphaned = False
-        self._close_env = True
         self._free = False
 
     @property
@@ -163,7 +163,11 @@ class _Worker:
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def build(self, pickled: bytes, replay_buffer: Any) -> None:
+    def build(self, replay_buffer: Any) -> None:
+        kind, *rest = self._receive()  # the trainer sends it first, unless it ends before that
+        if kind == "stop" or self.page.stopped:
+            raise _Stop
+        [pickled] = rest
         spec: Spec = loads(pickled)
         torch.set_num_threads(spec.threads)
         if spec.init_fn is not None:
@@ -176,7 +180,9 @@ class _Worker:
         if not self._nested:
             collector._allocate = self._allocate
             collector._above = self
-        if self._writes:
+        if self._hook is None:
+            self._hook = None if self._nested else collector.post_collect_hook  # of a partial
+        elif self._writes:
             collector.post_collect_hook = self._hook
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
         if spec.follows:
@@ -214,7 +220,7 @@ class _Worker:
         """A leaf sees for itself, between two steps, that it is over; a collector of collectors waits for its own, and
         one that is not connected yet for the trainer."""
         if self._nested:
-            self._collector.shutdown(ORPHAN_SECONDS)
+            self._collector.shutdown(ORPHAN_SECONDS, self.page.closes_env)
         elif self._connecting:
             self._collector._end_weights(ORPHAN_SECONDS)
 
@@ -229,13 +235,13 @@ class _Worker:
 
     def close(self) -> None:
         if self._collector is not None:
-            self._collector.shutdown(close_env=self._close_env)
+            self._collector.shutdown(close_env=self.page.closes_env)
 
     def report(self, error: BaseException) -> None:
         try:
             self._pipe.put(encode(("failed", Failure.of(error))), SEND_SECONDS)
         except OSError:
-            logger.exception("a collector's worker has failed, and its trainer is gone")
+            logger.exception("a collector's worker has failed, and its trainer cannot be told of %r", error)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +251,7 @@ class _Worker:
     def _put(self, packet: Packet) -> None:
         try:
             self._pipe.put(packet, SEND_SECONDS)
-        except OSError:  # the trainer is gone
+        except ConnectionError:  # the trainer is gone
             raise _Stop from None
 
     def _receive(self, wait: bool = True) -> Any:
@@ -272,7 +278,6 @@ class _Worker:
         elif kind == "run":
             self._run_free(message[1])
         elif kind == "stop":
-            self._close_env = message[1]
             raise _Stop
 
     def _follow(self, place: MemoryPlace | None, index: int) -> None:
@@ -325,20 +330,20 @@ class _Worker:
         if serial <= self._done:
             return  # its trainer was interrupted, and is not sure to have asked
         self._serial = self._done = serial
+        if self.page.paused:
+            self._stand_still()
         self._collector._random = random
         self._window.open(grant)
         if self._writes:
             frames = self._write()
             self._send("batch", serial, False, 0, frames, None, None)
             return
-        batch = self._collector.next() if self._nested else self._collector.rollout()
-        if self.is_over:
-            raise _Stop
+        batch, frames, is_plain = self._next()
         if self._hook is not None:
             self._hook(batch)
-        steps, frames = batch.batch_size[-1], batch.numel()
+        steps = batch.batch_size[-1]
         written, layout = self._window.close(batch)
-        if layout is not None and not self._nested:  # of a whole rollout, if this one was cut
+        if layout is not None and is_plain:  # of a whole rollout, if this one was cut
             layout = replace(layout, steps=self._collector.frames_per_batch)
         if written:
             del batch
@@ -347,6 +352,24 @@ class _Worker:
             self._send("batch", serial, True, steps, frames, None, None)
         else:
             self._send("batch", serial, False, steps, frames, Parcel.of(batch), layout)
+
+    def _next(self) -> tuple[TensorDictBase, int, bool]:
+        """A batch, how many frames it has, and whether it is a rollout as it was collected."""
+        collector = self._collector
+        if self._nested:
+            batch = collector.next()
+            if self.is_over:
+                raise _Stop
+            return batch, batch.numel(), False
+        batch = collector.rollout()
+        if self.is_over:
+            raise _Stop
+        frames = batch.numel()
+        collector._frames += frames
+        # The trainer does its own with the whole batch. This is what a partial has asked of each worker's collector.
+        if collector.postproc is None and not collector.split_trajs:
+            return batch, frames, True
+        return processed(batch, collector.postproc, split_trajs=collector.split_trajs), frames, False
 
     def _write(self) -> int:
         """One rollout into the replay buffer; returns how many frames it had."""
@@ -368,10 +391,10 @@ class _Worker:
 
     @property
     def calls(self) -> bool:
-        return self._is_cut or (self._free and self.page.paused)
+        return self._is_cut or self.page.paused
 
     def interrupts(self) -> bool:
-        if self._free and self.page.paused:
+        if self.page.paused:
             self._stand_still()
         return self._is_cut
 

@@ -262,7 +262,7 @@ trainer.wait()
 bell, other = multiprocessing.Pipe(duplex=False)
 other.close()  # as the kernel does with its end
 end, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-run_worker(end, bell, 0, MemoryPlace(trainer.pid, 12, 1, 1, 4096), b"", None, {})
+run_worker(end, bell, 0, MemoryPlace(trainer.pid, 12, 1, 1, 4096), None, {})
 print("ended")
 """
 
