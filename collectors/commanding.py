@@ -24,7 +24,7 @@ from asyncsync.collectors.calling import CALL_SECONDS, Calling
 from asyncsync.collectors.crew import Crew
 from asyncsync.collectors.finish import processed
 from asyncsync.collectors.free import RunsFree
-from asyncsync.collectors.needs import Need
+from asyncsync.collectors.needs import Need, Work
 from asyncsync.collectors.page import ControlPage
 from asyncsync.collectors.pausing import Pause, is_caller
 from asyncsync.collectors.senders import shut_down_all
@@ -209,11 +209,18 @@ class Commanding(Calling, RunsFree):
             inbox.popleft()
         return None
 
-    def _take_made(self) -> TensorDictBase | None:
+    def _hand_out(self) -> Producing:
         """What the user gets. What an interruption strikes in postproc is gone."""
         assert self._made is not None
         (_, batch), self._made = self._made, None
-        return None if batch is None else processed(batch, self.postproc, split_trajs=self.split_trajs)
+        if batch is None:
+            return None
+        work = Work(partial(processed, batch, self.postproc, split_trajs=self.split_trajs))
+        if self.postproc is None and not self.split_trajs:
+            work.wait(self)  # takes no time
+        else:
+            yield work
+        return work.result
 
     @abstractmethod
     def _let_go(self) -> None:

@@ -57,7 +57,7 @@ class MultiAsyncCollector(MultiCollector):
             yield Update([worker])
         self._ask_if_wanted(worker)
         self._post_rollouts()
-        return self._take_made()
+        return (yield from self._hand_out())
 
     def _ask_if_wanted(self, worker: int) -> None:
         if worker in self._busy or self._asked >= self.total_frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from asyncsync.collectors.commanding import Producing
 from asyncsync.collectors.finish import warn_rounding
 from asyncsync.collectors.messages import loads
 from asyncsync.collectors.multi import MultiCollector
-from asyncsync.collectors.needs import MESSAGES, Update
+from asyncsync.collectors.needs import MESSAGES, Update, Work
 
 __all__ = ["MultiSyncCollector"]
 
@@ -93,19 +94,34 @@ class MultiSyncCollector(MultiCollector):
                     yield MESSAGES
                 worker, message = first
                 self._messages[worker] = message
-            batch, frames = self._assembled(slot), sum(message[4] for message in self._messages.values())
+            work = Work(partial(self._assembled, slot))
+            if self._is_in_place(slot):
+                work.wait(self)
+            else:
+                yield work
+            batch, frames = work.result, sum(message[4] for message in self._messages.values())
             since = [before + 1 for before in self._since]
             self._made = (0, batch)
             self._frames += frames
             self._iter += 1
             self._busy, self._messages, self._since = {}, {}, since
         self._first_message()  # those that were dealt with leave the inbox
-        return self._take_made()
+        return (yield from self._hand_out())
 
     def _begin_round(self) -> None:
         slot, grant = (None, None) if self._slots is None else self._slots.grant()
         self._serial += 1
         self._busy = {worker: self._rollout(worker, slot, grant) for worker in range(self.num_workers)}
+
+    def _is_in_place(self, slot: Any) -> bool:
+        """Whether the batch is there as it is, so that nothing has to be copied."""
+        if self.replay_buffer is not None:
+            return True
+        messages = self._messages
+        if slot is None or self._slots is None or not all(message[2] for message in messages.values()):
+            return False
+        parts = self._slots.arrangement.parts
+        return self._dim is None or all(messages[w][3] == part.steps for w, part in enumerate(parts))
 
     def _assembled(self, slot: Any) -> TensorDictBase | None:
         if self.replay_buffer is not None:

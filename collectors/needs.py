@@ -60,8 +60,11 @@ class Update(Need):
 class Work(Need, Generic[T]):
     """A result that takes long to compute: by a coroutine in a thread, beside its event loop.
 
+    What is raised, Ctrl-C too, ends the batch in production: the next caller begins where the workers' messages are
+    all that there is.
+
     Args:
-        function: computes it. Whom Ctrl-C takes out of it, has it called again by the next who waits.
+        function: computes it.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -73,8 +76,16 @@ class Work(Need, Generic[T]):
         return self._results[0]
 
     def wait(self, collector: Commanding) -> None:
-        if not self._results:
+        if self._results:
+            return
+        try:
             self._results.append(self._function())
+        except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+            collector._producing = collector._need = None
+            raise RuntimeError(f"postproc raised {error!r}") from error
+        except BaseException:
+            collector._producing = collector._need = None
+            raise
 
     async def wait_async(self, collector: Commanding) -> None:
         if self._results:
