@@ -82,7 +82,7 @@ class _Dispatch(ABCMeta):
 
 
 class MultiCollector(Commanding, metaclass=_Dispatch):
-    """Worker processes that step environments.
+    """Worker processes that step environments. Needs Linux.
 
     Args:
         create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per worker; or one, with
@@ -132,6 +132,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         TypeError, ValueError: arguments that exclude each other, or do not fit the workers.
         Exception: what a worker raises before it is ready, with its type.
         AckTimeout, NotConnected: the workers were not ready in time.
+        NotImplementedError: this is not Linux.
     """
 
     def __init__(

@@ -57,3 +57,17 @@ def test_a_pool_that_is_shared_never_goes_back() -> None:
         before = pool.state_dict()
         pool.load_state_dict(old)
         assert pool.state_dict() == before
+
+
+def test_a_state_that_was_saved_is_not_changed_by_later_updates() -> None:
+    source = policy(3.0)
+    with Collector(make(), source, frames_per_batch=4) as collector:
+        best = collector.state_dict()
+        assert best["policy_state_dict"]._metadata == source.state_dict()._metadata  # type: ignore[attr-defined]
+        with torch.no_grad():
+            source.module.fill(5.0)
+        collector.update_policy_weights_(policy(7.0))
+        [(name, weight)] = best["policy_state_dict"].items()
+        assert weight.tolist() == [3.0, 3.0]
+        collector.load_state_dict(best)
+        assert collector.state_dict()["policy_state_dict"][name].tolist() == [3.0, 3.0]

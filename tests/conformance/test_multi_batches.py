@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import os
+import sys
+import threading
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors import MultiSyncCollector, split_trajectories
-from helpers.collecting_multi import make, options, policy
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, batches, split_trajectories
+from asyncsync.errors import WeightSyncError
+from helpers.collecting_multi import Counting, make, options, policy
+from helpers.pairs import until
 
 IDS, MASK = ("collector", "traj_ids"), ("collector", "mask")
 
@@ -39,3 +47,105 @@ def test_splitting_leaves_padding_out() -> None:
     assert (again == split).all()
     [whole] = split_trajectories(batch[1])["value"][:1].tolist()
     assert whole == [2]
+
+
+def test_what_a_partial_asks_of_each_workers_collector_is_done_there() -> None:
+    def postproc(batch: Any) -> Any:
+        return batch.set("process", torch.full(batch.batch_size, os.getpid()))
+
+    def hook(batch: Any) -> None:
+        batch.set("hooked", batch["process"] + 1)
+
+    kind = functools.partial(Collector, postproc=postproc, post_collect_hook=hook, init_random_frames=6)
+    with MultiSyncCollector([make(length=3)] * 2, policy(), **options(collector_class=kind)) as collector:
+        found: list[Any] = [collector.next() for _ in range(4)]
+        pids = collector._crew.pids
+        for batch in found:
+            assert batch["process"][:, 0].tolist() == pids
+            assert torch.equal(batch["hooked"], batch["process"] + 1)
+        assert [batch["action"].unique().tolist() for batch in found] == [[-1], [-1], [1], [1]], "each its own 6"
+        assert collector._frames == 24
+
+
+def test_trajectories_that_a_partial_splits_are_counted_by_their_frames() -> None:
+    kind = functools.partial(Collector, split_trajs=True)
+    with MultiAsyncCollector([make(length=4)], policy(), **options(collector_class=kind)) as collector:
+        batch: Any = collector.next()
+        assert batch[MASK].tolist() == [[True] * 4, [True, True, False, False]]
+        assert collector._frames == 6
+
+
+async def test_the_loop_runs_while_a_batch_is_assembled_and_postprocessed() -> None:
+    threads = []
+    begun, may_end = threading.Event(), threading.Event()
+    fails = False
+
+    def postproc(batch: Any) -> Any:
+        threads.append(threading.current_thread())
+        begun.set()
+        assert may_end.wait(20)
+        if fails:
+            raise KeyError("postproc")
+        return batch
+
+    async with MultiSyncCollector([make(length=99)] * 2, policy(), **options(postproc=postproc)) as collector:
+        first = asyncio.create_task(anext(collector))
+        await until(begun.is_set)
+        first.cancel()  # the batch is finished all the same, and the next caller's
+        second = asyncio.create_task(anext(collector))
+        await asyncio.sleep(0.05)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        batch: Any = await second
+        assert batch["observation"][0, :, 2].tolist() == [0, 1, 2]
+        assert len(threads) == 1
+        assert threads[0] is not threading.current_thread()
+        assert collector.next()["observation"][0, :, 2].tolist() == [3, 4, 5]  # type: ignore[index]
+        assert threads[1] is threading.current_thread()
+        fails = True
+        with pytest.raises(KeyError, match="postproc"):
+            await anext(collector)
+        assert collector.closed
+
+
+class Alternating(Counting):
+    """Each trajectory of three steps has another layout than the one before."""
+
+    def _root(self) -> Any:
+        return super()._root().set("wide", torch.zeros(1 + self.trajectory % 2))
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_layouts_that_alternate_cost_no_slot_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    init = batches._Slot.__init__
+
+    def counting(slot: Any, size: int) -> None:
+        made.append(size)
+        init(slot, size)
+
+    monkeypatch.setattr(batches._Slot, "__init__", counting)
+    given = options(frames_per_batch=3, reset_at_each_iter=True)
+    with kind([lambda: Alternating(length=99)], policy(), **given) as collector:
+        widths = [collector.next()["wide"].shape[-1] for _ in range(12)]
+        assert set(widths) == {1, 2}
+        assert widths[:2] != widths[1:3]
+        assert len(made) <= 2
+
+
+def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that was built for an old libc."""
+    monkeypatch.delattr(os, "memfd_create")
+    part = batches.layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
+    arrangement = batches.Arrangement.of([part], None)
+    assert arrangement is not None
+    slot, grant = batches.Slots(1, arrangement, 2).grant()
+    assert grant.place.size >= 48
+    slot.close_file()
+
+
+def test_collectors_with_workers_say_that_they_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises((NotImplementedError, WeightSyncError), match="Linux"):
+        MultiSyncCollector([make()], policy(), **options())

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
 from helpers.blocking_interrupts import sigint_raises
-from helpers.collecting_multi import alive, gone_within, make, note_random_state, options, policy, trainer
+from helpers.collecting_multi import Counting, alive, gone_within, make, note_random_state, options, policy, trainer
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -270,3 +270,28 @@ print("ended")
 def test_a_worker_whose_trainer_ends_before_it_has_started_says_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("ended\n", "")
+
+
+@BOTH
+def test_close_env_false_holds_in_the_middle_of_a_rollout(kind: Any, tmp_path: Path) -> None:
+    for close_env in (False, True):
+        log = tmp_path / f"log-{close_env}"
+        collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=1000))
+        collector._wanted()  # a rollout is under way
+        while len(log.read_text().split()) < 1:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        collector.shutdown(close_env=close_env)
+        assert ("closed" in log.read_text()) is close_env
+
+
+def test_an_environment_that_cannot_be_closed_does_not_cost_the_last_batch() -> None:
+    class Stuck(Counting):
+        def close(self) -> None:
+            raise OSError("cannot be closed")
+
+    collector = Collector(Stuck(), policy(), frames_per_batch=4, total_frames=8)
+    assert [batch.numel() for batch in collector] == [4, 4]  # type: ignore[union-attr]
+    with pytest.raises(OSError, match="cannot be closed"):
+        collector.shutdown()
+    collector.shutdown()

@@ -1,0 +1,52 @@
+"""Workers whose specification is large, and programs that start them without their guard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from asyncsync.collectors import MultiSyncCollector
+from helpers.collecting_multi import make, policy
+
+UNGUARDED = """
+from asyncsync.collectors import MultiSyncCollector
+from helpers.collecting_multi import make, policy
+MultiSyncCollector([make()], policy(numel=100_000), frames_per_batch=4)
+"""
+
+
+def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path) -> None:
+    program = tmp_path / "unguarded.py"
+    program.write_text(UNGUARDED)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode
+    assert "if __name__ == '__main__':" in ended.stderr.splitlines()[-1]
+    assert "BrokenPipe" not in ended.stderr
+
+
+def test_large_specifications_do_not_start_the_workers_one_after_the_other() -> None:
+    """Each start returns before its worker has imported anything."""
+    began: list[float] = []
+    start = MultiSyncCollector._wait_until_built
+
+    class Watched(MultiSyncCollector):
+        def _wait_until_built(self, deadline: float) -> None:
+            began.append(time.monotonic())
+            assert not self._crew.built
+            start(self, deadline)
+
+    with Watched([make()] * 2, policy(numel=100_000), frames_per_batch=4) as collector:
+        ready = time.monotonic()
+        assert collector.next().numel() == 4  # type: ignore[union-attr]
+    assert ready - began[0] > 0.5, "all of them were started before the first was there"
