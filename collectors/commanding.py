@@ -210,17 +210,18 @@ class Commanding(Calling, RunsFree):
         return None
 
     def _hand_out(self) -> Producing:
-        """What the user gets. What an interruption strikes in postproc is gone."""
+        """What the user gets."""
+        if self.postproc is None and not self.split_trajs:
+            return self._take_made()  # takes no time
+        work = Work(self._take_made)
+        yield work
+        return work.result
+
+    def _take_made(self) -> TensorDictBase | None:
+        """What an interruption strikes in postproc is gone."""
         assert self._made is not None
         (_, batch), self._made = self._made, None
-        if batch is None:
-            return None
-        work = Work(partial(processed, batch, self.postproc, split_trajs=self.split_trajs))
-        if self.postproc is None and not self.split_trajs:
-            work.wait(self)  # takes no time
-        else:
-            yield work
-        return work.result
+        return None if batch is None else processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     @abstractmethod
     def _let_go(self) -> None:

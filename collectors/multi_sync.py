@@ -94,12 +94,12 @@ class MultiSyncCollector(MultiCollector):
                     yield MESSAGES
                 worker, message = first
                 self._messages[worker] = message
-            work = Work(partial(self._assembled, slot))
             if self._is_in_place(slot):
-                work.wait(self)
+                batch = self._assembled(slot)
             else:
-                yield work
-            batch, frames = work.result, sum(message[4] for message in self._messages.values())
+                yield (work := Work(partial(self._assembled, slot)))
+                batch = work.result
+            frames = sum(message[4] for message in self._messages.values())
             since = [before + 1 for before in self._since]
             self._made = (0, batch)
             self._frames += frames
