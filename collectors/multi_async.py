@@ -73,6 +73,7 @@ class MultiAsyncCollector(MultiCollector):
     def _batch(self, rollout: Rollout, worker: int, message: tuple[Any, ...]) -> TensorDictBase:
         _, _, written, steps, _, pickled, layout = message
         slots = self._slots.get(worker)
+        before = self._unlike.pop(worker, None)
         if written:
             assert slots is not None
             batch = slots.batch(rollout.slot)
@@ -82,7 +83,7 @@ class MultiAsyncCollector(MultiCollector):
         arrangement = Arrangement.of([layout], -1)
         if arrangement is None:
             self._slots.pop(worker, None)
-        elif slots is None or (slots.arrangement != arrangement and self._unlike.get(worker) == arrangement):
+        elif slots is None or (slots.arrangement != arrangement and before == arrangement):
             self._slots.pop(worker, None)
             self._slots[worker] = self._taught(arrangement, SPARE_SLOTS, [worker])
         elif slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot

@@ -127,10 +127,11 @@ class MultiSyncCollector(MultiCollector):
         if self.replay_buffer is not None:
             return None
         ordered = [self._messages[worker] for worker in range(self.num_workers)]
+        before, self._unlike = self._unlike, None
         if slot is not None and all(message[2] for message in ordered):
             return self._in_slot(slot, ordered)
         batch = self._by_value(slot, ordered)
-        self._learn(ordered)
+        self._learn(ordered, before)
         return batch
 
     def _in_slot(self, slot: Any, messages: list[tuple[Any, ...]]) -> TensorDictBase:
@@ -182,15 +183,16 @@ class MultiSyncCollector(MultiCollector):
         batch.refine_names(..., "time")
         return batch
 
-    def _learn(self, messages: list[tuple[Any, ...]]) -> None:
-        """From the next batch on, the parts come to lie side by side."""
+    def _learn(self, messages: list[tuple[Any, ...]], unlike: Arrangement | None) -> None:
+        """From the next batch on, the parts come to lie side by side; if there is a place already, where those of the
+        batch before were unlike it, too."""
         current = self._slots.arrangement.parts if self._slots is not None else None
         for index, message in enumerate(messages):
             self._layouts[index] = current[index] if message[2] and current is not None else message[6]
         arrangement = Arrangement.of([self._layouts[index] for index in range(self.num_workers)], self._dim)
         if arrangement is None:
             self._slots = None
-        elif self._slots is None or (self._slots.arrangement != arrangement and self._unlike == arrangement):
+        elif self._slots is None or (self._slots.arrangement != arrangement and unlike == arrangement):
             self._slots = None
             self._slots = self._taught(arrangement, SPARE_SLOTS, range(self.num_workers))
         elif self._slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
