@@ -62,7 +62,8 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
         descriptor = draw(st.none() | st.binary(max_size=40))
         nbytes = draw(st.integers(0, 100) if eager else st.integers(0, 1 << 42))
         in_place = descriptor is not None and draw(st.booleans())
-        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, in_place))
+        origin = draw(st.none() | u64)
+        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, in_place, origin))
         payload.append(bytes(parts[-1].streamed) if eager else b"")
     values = [draw(st.binary(max_size=10)) for _ in parts]
     return Update(draw(epochs), draw(positive), eager, tuple(parts)), values + (payload if eager else [])
@@ -297,6 +298,8 @@ def test_a_field_out_of_bounds_is_refused(instruction: Instruction, changes: dic
         {"model_id": 3},
         {"descriptor": "text"},
         {"descriptor": b"x" * (wire.MAX_DESCRIPTOR + 1)},
+        {"origin": -1},
+        {"origin": "root"},
     ],
 )
 def test_a_part_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
