@@ -83,7 +83,7 @@ def test_a_collector_that_is_the_context_of_a_users_scheme_labels_its_frames() -
         top.shutdown()
 
 
-def test_versions_and_max_lag_in_a_tree_are_the_roots() -> None:
+def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     source = policy()
     nested = functools.partial(MultiSyncCollector, start_method="forkserver", max_lag=0)
     trees = [[make(length=5), make(length=3)], [make(length=4)]]
@@ -97,3 +97,7 @@ def test_versions_and_max_lag_in_a_tree_are_the_roots() -> None:
             found = [set(part["collector", "policy_version"].flatten().tolist()) for part in batch]
             assert found == [{newest}, {newest - 1}]
             assert all((part["action"] == value).all() for part in batch)
+        told: list[tuple[int, list[int]]] = []
+        monkeypatch.setattr(collector._page, "publish", lambda version, workers: told.append((version, list(workers))))
+        collector.update_policy_weights_()
+        assert told == [(newest + 1, [0, 1])], "once, and for these workers"
