@@ -421,7 +421,8 @@ def test_a_policy_that_has_buffers_only_gets_a_scheme() -> None:
         assert collector.next()["action"].eq(3).all()  # type: ignore[index]
 
 
-def test_the_first_device_is_a_device() -> None:
+def test_r128_the_first_device_is_a_device() -> None:
+    """Of 128: an index, which is 0 here."""
     given = options(storing_device=0, device="cpu", policy_device="cpu", env_device="cpu", total_frames=6)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="storing_device=0 is no device here"):
