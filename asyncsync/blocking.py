@@ -88,7 +88,7 @@ class Bus(BusCore):
 
     def _wait_origin(self, version: int, timeout: float) -> None:
         """Receiver: see :meth:`asyncsync.receiver.ReceiverLink.wait_origin`."""
-        self._run(lambda: self._receiver().wait_origin(version, timeout))
+        self._run(lambda: self._receiver().wait_origin(version, self._schemes, timeout))
 
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""

@@ -405,29 +405,25 @@ class BusCore:
 
     @property
     def version(self) -> int:
-        """Sender: the last version published. Receiver: the newest version applied to any model. 0: none."""
+        """Sender: the last version published. Receiver: the newest version that any of its models shows. 0: none.
+
+        On a receiver it switches with the models: inside a :meth:`hold` it does not change.
+        """
         if isinstance(self._link, SenderLink):
             return self._link.version
         if isinstance(self._link, ReceiverLink):
-            return max((self._link.subscriber.version(m) for m in self._schemes), default=0)
+            return self._link.version(self._schemes)
         return 0
 
-    def _acting(self) -> int:
-        """Receiver: the newest version that a reader of the models sees, as exactly as the gate knows; 0: none.
-
-        :attr:`version` follows a moment later, and after a cascade: when the update counts as applied.
-        """
-        return self._link.acting if isinstance(self._link, ReceiverLink) else 0
-
-    def _acting_origin(self) -> int:
-        """Receiver: in a tree, the version of its root that what acts stands for; else :meth:`_acting`."""
-        return self._link.origin if isinstance(self._link, ReceiverLink) else 0
+    def _shown_origin(self) -> int:
+        """Receiver: in a tree, the version of its root that :attr:`version` stands for; else the same."""
+        return self._link.origin(self._schemes) if isinstance(self._link, ReceiverLink) else 0
 
     def _target(self) -> int:
         """Receiver: the newest version that it has been told of; 0: none."""
         if not isinstance(self._link, ReceiverLink):
             return 0
-        return max([self._link.acting, *list(self._link.subscriber.targets.values())])
+        return max([self.version, *list(self._link.subscriber.targets.values())])
 
     def _check_fenced(self) -> None:
         """Receiver: raise Fenced if another incarnation of this worker has taken its place, or its sender's."""

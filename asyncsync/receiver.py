@@ -41,7 +41,7 @@ REST_SECONDS = 1e-4
 REQUEST_AGAIN = 1.0
 ENDING_SECONDS = 2.0
 
-Mark = tuple[tuple[int, int], int]
+Mark = tuple[Epoch, int]
 """(epoch, version): where a receiver is in the sequence of updates."""
 
 
@@ -57,8 +57,8 @@ class ReceiverLink(Link):
     Attributes:
         manual: models whose updates wait for ``receive`` (``apply="on_receive"``).
         wanted: those of them that somebody is receiving right now.
-        acting: the newest version that readers of the models see.
-        origin: in a tree, the version at its root that this one stands for; else the same.
+        shown: of each model, epoch and version of what it shows to its readers, and in a tree the version at its root
+            that this one stands for, else the same. Switched where the model is: under the gate.
     """
 
     def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
@@ -71,8 +71,7 @@ class ReceiverLink(Link):
         self.manual: set[str] = set()
         self.wanted: list[str] = []
         self.cascade = Cascade()
-        self.acting = self.origin = 0
-        self._acts: tuple[Epoch | None, dict[str, Acting]] = None, {}
+        self.shown: dict[str, tuple[Epoch, int, int]] = {}
         self.sender_lost = False
         self._copying = 0
         self._offered: Staging | None = None
@@ -208,15 +207,30 @@ class ReceiverLink(Link):
         finally:
             slab.release()
         window = partial(self._fetches.window, part, newest.layout)
-        subscriber.routine = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._act)
+        subscriber.routine = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._show)
 
-    def _act(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
-        """The models show these versions. Said before any reader enters: who asks inside a hold is told what it
-        reads."""
-        before, known = self._acts
-        known = {**known, **versions} if before == epoch else dict(versions)
-        self._acts = epoch, known
-        self.acting, self.origin = max(known.values())
+    def _apply(self, staging: Staging) -> None:
+        """By the gate: an interrupt in here has it done again, all of it, before any reader enters."""
+        staging.run()
+        if not staging.abandoned:
+            self._show(staging.epoch, staging.acting)
+
+    def _show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
+        """The models have these versions. Under the gate: who asks inside a hold is told what it reads."""
+        # A new dict, because other threads may be looking at this one.
+        self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
+
+    def _newest_shown(self, models: Iterable[str]) -> tuple[Epoch | None, int, int]:
+        shown = self.shown
+        return max([shown[model_id] for model_id in models if model_id in shown], default=(None, 0, 0))
+
+    def version(self, models: Iterable[str]) -> int:
+        """The newest version that one of these models shows; 0: none. From any thread."""
+        return self._newest_shown(models)[1]
+
+    def origin(self, models: Iterable[str]) -> int:
+        """In a tree, the version at its root that :meth:`version` stands for; else the same. From any thread."""
+        return self._newest_shown(models)[2]
 
     def _open_lane(self) -> None:
         """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
@@ -308,7 +322,7 @@ class ReceiverLink(Link):
         self._offered = staging
         self._inline = []
         try:
-            self.gate.offer(staging.run, lambda error: self._done(staging, error))
+            self.gate.offer(lambda: self._apply(staging), lambda error: self._done(staging, error))
         finally:
             finished, self._inline = self._inline, None
         for done in finished:
@@ -328,8 +342,6 @@ class ReceiverLink(Link):
     def _done(self, staging: Staging, error: BaseException | None) -> None:
         """Called by the gate in the thread that applied."""
         staging.over = True
-        if error is None and not staging.abandoned:
-            self._act(staging.epoch, staging.acting)
         if self._inline is not None and threading.get_ident() == self._thread:
             self._inline.append((staging, error))
             return
@@ -554,19 +566,20 @@ class ReceiverLink(Link):
         if not done():
             raise self._ending()
 
-    async def wait_origin(self, version: int, timeout: float) -> None:
-        """Wait until what acts is at least this version of the root of the tree.
+    async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
+        """Wait until what these models show is at least this version of the root of the tree.
 
         Raises:
             AckTimeout: not within the timeout.
             ClosedError, Fenced: it will not come.
         """
-        if not await self.wait(lambda: self.origin >= version or self.subscriber.ended is not None, timeout):
+        models = list(models)
+        if not await self.wait(lambda: self.origin(models) >= version or self.subscriber.ended is not None, timeout):
             raise AckTimeout(
                 f"worker {self.subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
-                f"{self.origin}"
+                f"{self.origin(models)}"
             )
-        if self.origin < version:
+        if self.origin(models) < version:
             raise self._ending()
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:

@@ -142,11 +142,12 @@ class SchemeState:
 
     @property
     def version(self) -> int:
-        """Sender: the last version published on this bus. Receiver: the version that the model holds. 0: none."""
+        """Sender: the last version published on this bus. Receiver: the version that the model shows. 0: none.
+
+        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
+        """
         link = self._bus._link
-        if isinstance(link, ReceiverLink):
-            return link.subscriber.version(self._topic)
-        return self._bus.version
+        return link.version((self._topic,)) if isinstance(link, ReceiverLink) else self._bus.version
 
     @property
     def closed(self) -> bool:

@@ -60,8 +60,11 @@ def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus
 def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerStatus]:
     subscriber = link.subscriber
     seen = None if subscriber.last_seen is None else link.loop.time() - subscriber.last_seen
-    version = max((subscriber.version(m) for m in models), default=0)
+    version = link.version(models)
     target = max((subscriber.targets.get(m, 0) for m in models), default=0)
+    # What an earlier sender sent is not this one's, whatever its number.
+    marks = [link.shown[m] for m in models if m in link.shown]
+    current = max((v for epoch, v in marks if epoch == subscriber.epoch), default=0)
     state, reason = "live", ""
     if link.closed:
         state, reason = "lost", "this receiver was shut down"
@@ -73,6 +76,6 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
         state = "slow"
     return {
         subscriber.worker: WorkerStatus(
-            version, target, max(0, target - version), seen, state, subscriber.bytes_received, reason
+            version, target, max(0, target - current), seen, state, subscriber.bytes_received, reason
         )
     }

@@ -42,7 +42,7 @@ class WorkerRoutine:
         slabs: what holds that, and another one, each with the caller's reference and prepared for this model.
         gate: the model's.
         window: the bytes that a descriptor tells of, where they are; None: the long way knows them.
-        acts: called when the model has a version, before anybody can read it.
+        show: called when the model has a version, before anybody can read it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkerRoutine:
         slabs: tuple[Slab, Slab],
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
-        acts: Callable[[Epoch, Mapping[str, Acting]], None],
+        show: Callable[[Epoch, Mapping[str, Acting]], None],
     ) -> None:
         assert subscriber.epoch is not None
         self._subscriber = subscriber
@@ -62,7 +62,7 @@ class WorkerRoutine:
         self._newest, self._next = slabs
         self._gate = gate
         self._window = window
-        self._acts = acts
+        self._show = show
         self._epoch = subscriber.epoch
         self._prefix = _PREFIX.pack(0, wire.FIXED, wire.Again.kind, *self._epoch)
         self._binding = subscriber.models[model_id]
@@ -123,7 +123,7 @@ class WorkerRoutine:
                 return
             prepared.resolve()
             prepared.apply()
-        self._acts(self._epoch, {self._model_id: (self._version, self._version)})
+        self._show(self._epoch, {self._model_id: (self._version, self._version)})
         self._is_applied = True
 
     def _look(self, descriptor: bytes) -> memoryview | None:

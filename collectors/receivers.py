@@ -105,18 +105,19 @@ class Receivers:
             if _moves(scheme):
                 scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
 
-    def acting_version(self) -> int:
+    @property
+    def version(self) -> int:
         """The version that acts: of several buses, that of the policy's (or of the first). Each counts its own; in a
         tree of collectors, its root does."""
-        return 0 if self._main is None else self._main._acting_origin()
+        return 0 if self._main is None else self._main._shown_origin()
 
     @property
     def newest(self) -> int:
-        """The newest version that this side has heard of, by the count of :meth:`acting_version`."""
-        return 0 if self._main is None else self.acting_version() + self._main._target() - self._main._acting()
+        """The newest version that this side has heard of, by the count of :attr:`version`."""
+        return 0 if self._main is None else self.version + self._main._target() - self._main.version
 
     def wait(self, version: int, timeout: float) -> None:
-        """Until this version, or a newer one, acts, by the count of :meth:`acting_version`.
+        """Until this version, or a newer one, acts, by the count of :attr:`version`.
 
         Raises:
             AckTimeout: not within the timeout (seconds).
@@ -133,7 +134,7 @@ class Receivers:
             ClosedError, Fenced: it will not.
         """
         for bus in self.buses:
-            while (target := bus._target()) - bus._acting() > max_lag:
+            while (target := bus._target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
 
 

@@ -179,7 +179,7 @@ class WeightsAPI:
     def _pass_versions_on(self) -> None:
         """What is sent from now on stands for a version from above."""
         for bus in self._senders.buses:
-            bus._stand_for(self._receivers.acting_version)
+            bus._stand_for(lambda: self._receivers.version)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the weight updater's ``init`` with these arguments; without an updater, nothing happens."""
@@ -419,7 +419,7 @@ class WeightsAPI:
     def _version_now(self) -> int:
         """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the
         count of updates applied here."""
-        return self._receivers.acting_version() if self._receivers else self._version
+        return self._receivers.version if self._receivers else self._version
 
     def _newest_version(self) -> int:
         """The newest version that the trainer has published, as far as is known here, by the count of

@@ -1,0 +1,135 @@
+"""``version`` inside a hold is the version of what the model shows, from its first line to its last.
+
+The models are filled with the number of the version, and read while the sender publishes without a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asyncsync.worker_routine import WorkerRoutine
+from helpers.apis import SETS, Api, bare, in_thread
+from helpers.pairs import Model, fill, read, receiver_of
+
+pytestmark = pytest.mark.timeout(60)
+
+HOLDS = 100
+VERSIONS = 10
+
+
+def look(receivers: dict[str, Any], models: dict[str, Any], holds: int) -> tuple[list[Any], set[Any]]:
+    """Read in so many holds; what was wrong, and which versions were seen.
+
+    ``receivers`` and ``models`` by model_id: those of one worker.
+    """
+    wrong, seen = [], set()
+    any_receiver = next(iter(receivers.values()))
+    for _ in range(holds):
+        time.sleep(0.001)  # updates come between the holds, too
+        with any_receiver.hold():
+            before = {m: bare(r).version for m, r in receivers.items()}
+            bus_before = any_receiver.bus.version
+            shown = {m: read(model) for m, model in models.items()}
+            status = {m: next(iter(bare(r).status().values())).version for m, r in receivers.items()}
+            after = {m: bare(r).version for m, r in receivers.items()}
+            bus_after = any_receiver.bus.version
+        contents = {m: {float(v)} for m, v in before.items()}
+        right = before == status == after and bus_before == bus_after == max(before.values())
+        if not right or contents != shown:
+            wrong.append((before, shown, status, after, bus_before, bus_after))
+        seen.add(tuple(before.values()))
+    return wrong, seen
+
+
+async def look_under_fire(
+    receivers: list[dict[str, Any]],
+    models: list[dict[str, Any]],
+    publish: Callable[[], Coroutine[Any, Any, Any]],
+    holds: int = HOLDS,
+) -> list[set[Any]]:
+    """Readers of each worker in threads of their own, until they have seen enough."""
+    done = threading.Event()
+
+    async def fire() -> None:
+        while not done.is_set():
+            await publish()
+            await asyncio.sleep(0)
+
+    def reads(mine: dict[str, Any], shown: dict[str, Any]) -> tuple[list[Any], set[Any]]:
+        wrong, seen = look(mine, shown, holds)
+        while len(seen) < VERSIONS:
+            more, others = look(mine, shown, 20)
+            wrong, seen = wrong + more, seen | others
+        return wrong, seen
+
+    firing = asyncio.create_task(fire())
+    try:
+        found = await asyncio.gather(*(in_thread(reads, *pair) for pair in zip(receivers, models, strict=True)))
+    finally:
+        done.set()
+        await firing
+    assert [wrong[:3] for wrong, _ in found] == [[]] * len(found)
+    return [seen for _, seen in found]
+
+
+@pytest.mark.schemes("all")
+@pytest.mark.parametrize("waits", [False, True], ids=["publish", "send"])
+async def test_r193_the_version_in_a_hold_is_what_the_model_shows(
+    api: Api, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a receiver: what ``version`` exposes."""
+    taken: list[int] = []
+    take = WorkerRoutine.take
+
+    def counting(routine: WorkerRoutine, *arguments: Any) -> bytes | None:
+        done = take(routine, *arguments)
+        taken.append(done is not None)
+        return done
+
+    monkeypatch.setattr(WorkerRoutine, "take", counting)
+    async with api.crew(2, source=Model(1)) as everybody:
+        sender, count = everybody.sender, 1
+
+        async def publish() -> None:
+            nonlocal count
+            count += 1
+            give = sender.send_async if waits else sender.publish
+            await give(fill(everybody.source, float(count)))
+
+        receivers = [{"policy": receiver} for receiver in everybody.receivers]
+        await look_under_fire(receivers, [{"policy": model} for model in everybody.models], publish)
+        assert not (waits and api in SETS["copied"]) or sum(taken) > VERSIONS, "updates were to come by routine, too"
+
+
+@pytest.mark.schemes("all")
+async def test_r193_several_models_switch_their_versions_in_one_pass(api: Api) -> None:
+    async with api.bus(num_workers=1) as bus:
+        names = ("policy", "value")
+        senders = {name: api.scheme(bus=bus) for name in names}
+        models = {name: Model() for name in names}
+        for name, scheme in senders.items():
+            scheme.init_on_sender(model_id=name, model=Model(1))
+        receivers = {n: receiver_of(senders[n], 0, models[n], n) for n in names}
+        await asyncio.gather(bus.connect(timeout=10), *(r.connect(timeout=10) for r in receivers.values()))
+        await bus.send_async({name: Model(3) for name in names})
+        assert [receiver.version for receiver in receivers.values()] == [3, 3]
+        count = 3
+
+        async def publish() -> None:
+            nonlocal count
+            count += 1
+            chosen = names if count % 3 else names[count % 2 :][:1]
+            await bus.publish({name: Model(float(count)) for name in chosen})
+
+        try:
+            (seen,) = await look_under_fire([receivers], [models], publish)
+            assert any(policy == value for policy, value in seen)
+            assert any(policy != value for policy, value in seen)
+        finally:
+            await asyncio.gather(*(receiver.shutdown() for receiver in receivers.values()))
