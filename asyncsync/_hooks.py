@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from .gate import Gate
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _CALL_IMPL = nn.Module._call_impl.__code__
 
 
@@ -33,6 +36,12 @@ class Inert:
                 module._forward_hooks_always_called.pop(key, None)
 
 
+def _unseen(function: _F) -> _F:
+    """Keep dynamo out of what a hook does, which may be a whole update: it would trace it as part of the model."""
+    unseen: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return unseen
+
+
 class _Hook:
     __slots__ = ("gate",)
 
@@ -46,6 +55,7 @@ class _Hook:
 class Enter(_Hook):
     __slots__ = ()
 
+    @_unseen
     def __call__(self, module: nn.Module, args: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is None:
@@ -59,6 +69,7 @@ class Enter(_Hook):
 class Leave(_Hook):
     __slots__ = ()
 
+    @_unseen
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is not None:

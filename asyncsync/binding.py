@@ -20,7 +20,7 @@ from torch import nn
 
 from asyncsync.copying import KNOWN_BYTES, KnownMemory, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest
+from asyncsync.flat import FlatWeights, dotted, have_dtypes, have_shapes, nest, uncompiled
 from asyncsync.layout import Layout, unpack_values
 from asyncsync.places import Places, Plan, Specs
 from asyncsync.slab import Slab, clone, is_foreign
@@ -468,7 +468,8 @@ class Binding:
     def _convert(self, weights: TensorDictBase) -> dict[str, torch.Tensor]:
         with normal_tensors():
             converted = self.strategy.convert(weights, self.model)
-        tensors = {key if isinstance(key, str) else ".".join(key): value for key, value in converted.items()}
+        paths = {tuple(key.split(".")) if isinstance(key, str) else key: value for key, value in converted.items()}
+        tensors = {dotted(uncompiled(path)): value for path, value in paths.items()}
         for name, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 kind = type(value).__name__

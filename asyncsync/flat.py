@@ -20,6 +20,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
 __all__ = [
+    "COMPILED",
     "EXTRA_STATE",
     "FlatWeights",
     "Path",
@@ -29,17 +30,24 @@ __all__ = [
     "have_dtypes",
     "have_shapes",
     "nest",
+    "uncompiled",
 ]
 
 Path = tuple[str, ...]
 
 EXTRA_STATE = "_extra_state"
+COMPILED = "_orig_mod"  # what torch.compile(module) calls the module: the same weights have the same names without it
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
 def dotted(path: Path) -> str:
     """The name a person would write: ``("0", "weight")`` is ``"0.weight"``."""
     return ".".join(path)
+
+
+def uncompiled(path: Path) -> Path:
+    """The path without what torch.compile has put into it."""
+    return path if COMPILED not in path[:-1] else (*(p for p in path[:-1] if p != COMPILED), path[-1])
 
 
 @dataclass(slots=True)
@@ -54,7 +62,8 @@ def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
     """Flatten a TensorDict, a (nested) dict or a state dict.
 
     Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
-    as they are. Leaves may be tensors, NumPy arrays, or values that msgpack can carry (extra state).
+    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, or values that
+    msgpack can carry (extra state).
 
     Raises:
         TypeError: a key is not a string, or a NumPy array has no tensor's dtype.
@@ -97,7 +106,7 @@ def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights
         if isinstance(value, TensorDictBase):
             _flatten_tensordict(value, path, flat)
         else:
-            _put(flat, path, value)
+            _put(flat, uncompiled(path), value)
 
 
 def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
@@ -111,7 +120,7 @@ def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights
         elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
             _flatten_mapping(value, path, flat)
         else:
-            _put(flat, path, value)
+            _put(flat, uncompiled(path), value)
 
 
 # Python's own loops take twice as long, which shows where there are a thousand tensors.
@@ -132,7 +141,7 @@ def have_dtypes(tensors: Iterable[torch.Tensor], dtypes: list[torch.dtype]) -> b
 @lru_cache(16)
 def _paths(names: tuple[str, ...]) -> list[Path]:
     """The paths of a state dict's names: the same in every publication."""
-    paths = [_split(name) for name in names]
+    paths = [uncompiled(_split(name)) for name in names]
     if len(set(paths)) != len(paths):
         raise ValueError(collision(next(n for n, p in zip(names, paths, strict=True) if paths.count(p) > 1)))
     return paths

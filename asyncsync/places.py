@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.copying import normal_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.flat import EXTRA_STATE
+from asyncsync.flat import EXTRA_STATE, dotted, uncompiled
 
 __all__ = ["Place", "Places", "Plan", "Specs"]
 
@@ -64,7 +64,7 @@ class Places:
 
     def _module(self, model: nn.Module, extract_as: str) -> None:
         for prefix, module in model.named_modules(remove_duplicate=False):
-            dot = f"{prefix}." if prefix else ""
+            dot = _plain(f"{prefix}." if prefix else "")
             if isinstance(module, TensorDictBase):
                 self._mapping(module, dot)
                 continue
@@ -81,7 +81,7 @@ class Places:
             if type(module).set_extra_state is not nn.Module.set_extra_state:
                 self.extra_state[dot + EXTRA_STATE] = module
         if extract_as == "state_dict":
-            state = model.state_dict(keep_vars=True)
+            state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
             self._follow(state)
             # What it leaves out (non-persistent buffers, say) is not insisted on; extra state it promises.
             self.required = {name for name in self.known if name in state}
@@ -98,10 +98,10 @@ class Places:
 
     def _mapping(self, model: Any, dot: str) -> None:
         for key, value in model.items():
-            name = f"{dot}{key}"
+            name = _plain(f"{dot}{key}")
             nested = isinstance(value, MutableMapping) and name.split(".")[-1] != EXTRA_STATE
             if isinstance(value, TensorDictBase) or (nested and not isinstance(value, torch.Tensor)):
-                self._mapping(value, f"{name}.")
+                self._mapping(value, _plain(f"{name}."))
             elif name in self.owners:
                 raise ValueError(f"the model has two entries called {name!r} (nested and dotted keys must not collide)")
             else:
@@ -124,7 +124,10 @@ class Places:
 
     def get(self, name: str) -> Any:
         owner, key = self.owners[name]
-        return owner.get(key)
+        try:
+            return owner[key]  # a scripted module's mappings have no get()
+        except KeyError:
+            return None
 
     def stale(self) -> bool:
         """True if a module has been replaced, removed or added since: the places below are not the model's any more."""
@@ -183,6 +186,11 @@ class Plan:
         if not _same_bits(sources[first], sources[other]):
             pair = f"{self.names[first]!r} and {self.names[other]!r}"
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
+
+
+def _plain(name: str) -> str:
+    """A dotted name, or the beginning of one, as the model would have it uncompiled."""
+    return dotted(uncompiled(tuple(name.split("."))))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

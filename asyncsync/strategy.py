@@ -29,7 +29,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from asyncsync.binding import apply_now
-from asyncsync.flat import EXTRA_STATE, FlatWeights, Path, flatten, nest
+from asyncsync.flat import COMPILED, EXTRA_STATE, FlatWeights, Path, flatten, nest
 
 __all__ = ["WeightStrategy", "flat_weights", "module_weights", "resolve_strategy"]
 
@@ -165,4 +165,4 @@ def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
         (tensors if isinstance(state, torch.Tensor) else flat.values)[(*path, EXTRA_STATE)] = state
     for name, child in module._modules.items():
         if child is not None:
-            _visit(child, (*path, name), flat)
+            _visit(child, path if name == COMPILED else (*path, name), flat)

@@ -1,0 +1,59 @@
+"""What the gate cannot see of a module: told where it is registered."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+
+from tensordict import TensorDictBase
+from torch import nn
+
+__all__ = ["warn_of_calls_unseen"]
+
+REMEDY = (
+    'put `with scheme.hold():` around {what}, and pass gate="hold"; or pass apply="on_receive" and apply updates in '
+    "receive()"
+)
+
+
+def warn_of_calls_unseen(model: nn.Module, stacklevel: int) -> None:
+    """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by.
+
+    Args:
+        model: what the gate is about to be attached to.
+        stacklevel: of the caller's caller: 2 is the caller.
+    """
+    kind = type(model).__name__
+    forward = getattr(model, "forward", None)
+    if getattr(forward, "__func__", None) is nn.Module.forward and not isinstance(model, TensorDictBase):
+        remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
+        problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
+        warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel + 1)
+    if _is_inlined(model):
+        remedy = REMEDY.format(what="its calls")
+        problem = f"{kind} was compiled, or a module around it, before it is registered here. Calls of that "
+        warnings.warn(
+            f"{problem}may bypass the gate, so that an update comes in their middle. Call init_on_receiver() first and "
+            f"torch.compile() then; or {remedy}.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _is_inlined(model: nn.Module) -> bool:
+    """Whether compiled code may have taken in this module's call as it was, without hooks: dynamo does not look again
+    for those that come later."""
+    dynamo, utils = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or utils is None or not utils.counters["stats"]:
+        return False  # nothing has been compiled so far
+    for one in gc.get_objects():
+        if not issubclass(type(one), dynamo.OptimizedModule):
+            continue
+        if one._orig_mod is model:
+            # It calls the module itself, with all hooks, and compiles what that calls; or a wrapper around that.
+            called = getattr(one.forward, "_torchdynamo_orig_callable", None)
+            if getattr(called, "__self__", None) is not model:
+                return True
+        elif any(part is model for part in one._orig_mod.modules()):
+            return True
+    return False
