@@ -285,6 +285,12 @@ class WeightSyncScheme(SchemeCore):
         self._check_open()
         return self._bus.publish({self._topic: weights}, worker_ids)
 
+    async def publish_async(self, weights: Any = None, worker_ids: Workers = None) -> int:
+        """:meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel
+        by another. The source must not change until it returns."""
+        self._check_open()
+        return await self._bus.publish_async({self._topic: weights}, worker_ids)
+
     def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Sender: until every targeted worker has applied this version or a newer one. Receiver: until this worker has.
 

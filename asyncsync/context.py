@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Any
 
-__all__ = ["follow", "has_model", "resolve_model"]
+__all__ = ["find_model", "follow", "resolve_model"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -36,9 +36,9 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
     raise ValueError(f"{kind} has no model {model_id!r}: {reason}; {hint}") from reason
 
 
-def has_model(context: Any, model_id: str | None) -> bool:
-    """Whether a context knows a model under this name."""
-    return context is not None and _look(context, model_id)[0] is not None
+def find_model(context: Any, model_id: str | None) -> Any:
+    """The model that a context knows under this name; None: there is none, or no context."""
+    return None if context is None else _look(context, model_id)[0]
 
 
 def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -33,9 +35,12 @@ from asyncsync.state import LOCAL
 from asyncsync.strategy import WeightStrategy, resolve_strategy
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.making import make_receiver, make_sender
+from asyncsync.uncovered import warn_of_calls_unseen
 from asyncsync.wire import MAX_NAME
 
 __all__ = ["SchemeCore"]
+
+RECEIVER_ARGUMENTS = ("model_id", "context", "worker_idx", "model", "apply", "inplace", "cast", "gate")
 
 
 class SchemeCore(Sources, ABC):
@@ -89,7 +94,8 @@ class SchemeCore(Sources, ABC):
 
         ``init_on_sender`` calls it with ``worker_idx=0``. One that the bus can use serves all workers; of a blocking
         transport of a user's own, every other worker gets one, too (of an elastic sender, when it is first served).
-        A receiver calls it with its own index, in ``init_on_receiver``, or in ``connect`` if that says which it is.
+        A receiver calls it with its own index, in ``init_on_receiver``, or in ``connect`` if that says which it is, and
+        with whatever ``init_on_receiver`` was given beyond its own arguments.
         """
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -98,9 +104,14 @@ class SchemeCore(Sources, ABC):
         A subclass that overrides this is called with every update that comes (a TensorDict of its own).
 
         Raises:
-            RuntimeError: no model is registered.
+            RuntimeError: no model is registered; or this is the sender, whose model is the source.
             SchemaMismatch: they do not fit; nothing was changed.
         """
+        if self._role == "sender":
+            raise RuntimeError(
+                "apply_weights() is for a receiver: this is the sender, and it would overwrite the model that is "
+                "trained. To do that, use model.load_state_dict() or scheme.strategy.apply_weights(model, weights)"
+            )
         if self._model is None:
             raise RuntimeError(
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
@@ -126,7 +137,7 @@ class SchemeCore(Sources, ABC):
             if self._role == "sender":
                 twin._shared = make_sender(twin, self._bus.num_workers)
             elif self._worker_idx is not None:
-                twin._shared = make_receiver(twin, self._worker_idx)
+                twin._shared = make_receiver(twin, self._worker_idx, self._transport_options)
             if twin._bus._link is None:  # an earlier conversion of this scheme gives way
                 twin._bus._schemes.pop(self._topic, None)
             twin._bus._join(twin, self._role, self._topic)
@@ -199,6 +210,7 @@ class SchemeCore(Sources, ABC):
         inplace: bool | None = None,
         cast: bool = False,
         gate: str = "hooks",
+        **kwargs: Any,
     ) -> None:
         """Make this a worker's side. Sets up local state only.
 
@@ -214,12 +226,17 @@ class SchemeCore(Sources, ABC):
                 does it best, which is True but for the Parameters of a module in shared memory.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
+            kwargs: for ``create_transport``; the schemes of this package need none, and ignore them.
 
         Raises:
+            TypeError: a keyword that looks like a misspelt one of these.
             ValueError: a bad argument, or a compiled or scripted module with neither ``gate="hold"`` nor
                 ``apply="on_receive"``.
             RuntimeError: this scheme is connected already, or the sender.
         """
+        for name in kwargs.keys() - signature(self.create_transport).parameters.keys():
+            if meant := get_close_matches(name, RECEIVER_ARGUMENTS, 1, 0.75):
+                raise TypeError(f"init_on_receiver() has no argument {name!r}; did you mean {meant[0]!r}?")
         if apply not in ("auto", "on_receive"):
             raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
         if gate not in ("hooks", "hold"):
@@ -249,14 +266,16 @@ class SchemeCore(Sources, ABC):
             probe = Gate()
             probe.attach(model)
             probe.detach()
-        transport = None if worker_idx is None else make_receiver(self, worker_idx)
+            warn_of_calls_unseen(model, stacklevel=2)
+        transport = None if worker_idx is None else make_receiver(self, worker_idx, kwargs)
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
         bus._join(self, "receiver", model_id)
         self._bus = bus
         self._reset()
         self._role, self._pid = "receiver", os.getpid()
         self._model_id, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
-        self._binding, self._manual, self._hooked, self._shared = binding, apply == "on_receive", hooked, transport
+        self._binding, self._manual, self._hooked = binding, apply == "on_receive", hooked
+        self._transport_options, self._shared = kwargs, transport
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
 
@@ -305,7 +324,7 @@ class SchemeCore(Sources, ABC):
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
         assert self._binding is not None
         if self._shared is None:
-            self._shared = make_receiver(self, self._worker_idx)
+            self._shared = make_receiver(self, self._worker_idx, self._transport_options)
         link = self._bus._open_receiver(self._worker_idx)
         if self._hooked:
             link.gate.attach(self._model)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import zmq
 
+from asyncsync import loop_thread
 from asyncsync.copying import copy_bytes
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
@@ -41,6 +42,8 @@ DRAIN_PATIENCE = 0.05
 # off its core by the first worker that it wakes: it would tell the others when that one has finished, and hear of its
 # acknowledgement late. So it pauses before, and is rested. A pause takes some 0.06 ms.
 BUSY_SECONDS = 0.0007
+# An event loop that has been blocked for so long while weights were to be fetched delivers them too late.
+BLOCKED_SECONDS = 1.0
 # Of more, workers do not say that they are done with it when they say that they have it.
 ROUTINE_BYTES = (1 << 20) - 1
 
@@ -90,6 +93,7 @@ class SenderLink(Link):
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self.origin: Callable[[], int] | None = None
+        self._has_warned = False  # of an event loop that was blocked
         self._busy = False  # whether this thread has run for long when it tells of the latest publication
         self.order = asyncio.Lock()
         self._in_line = 0  # publications that wait for it
@@ -198,6 +202,25 @@ class SenderLink(Link):
                 self.settle()
 
         return ended
+
+    def _due(self) -> None:
+        if not self._has_warned and self._timer is not None:
+            late = self.loop.time() - self._timer.when()
+            if late > BLOCKED_SECONDS and not loop_thread.is_here():
+                self._warn_of_blocking(late)
+        super()._due()
+
+    def _warn_of_blocking(self, seconds: float) -> None:
+        publisher = self.publisher
+        waiting = publisher.progress(self.version, publisher.targeted(self.version)).waiting & publisher.peers.keys()
+        if waiting:
+            self._has_warned = True
+            logger.warning(
+                "this event loop was blocked for %.1f s while worker(s) %s had still to fetch version %d: large "
+                "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
+                "asyncsync.sync, whose send_async and publish_async can be awaited on any loop",
+                seconds, sorted(waiting), self.version,
+            )  # fmt: skip
 
     def _tick(self, now: float) -> None:
         self.publisher.tick(now)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from asyncsync.context import has_model, resolve_model
+from asyncsync.context import find_model, resolve_model
 from asyncsync.flat import FlatWeights, flatten
 from asyncsync.state import SchemeState, as_tensordict, by_worker
 from asyncsync.strategy import WeightStrategy, flat_weights, module_weights
@@ -35,7 +35,7 @@ class Sources(SchemeState):
     def _has_source(self) -> bool:
         if self._model is not None or self._weights is not None or hasattr(self._context, "get_model"):
             return True
-        return has_model(self._context, self._model_id)
+        return find_model(self._context, self._model_id) is not None
 
     def _resolve_source(self, weights: Any, model_id: str | None, context: Any) -> Any:
         if weights is None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from asyncsync.binding import Binding
 from asyncsync.bus import BusCore
+from asyncsync.context import find_model
 from asyncsync.errors import WeightSyncError
 from asyncsync.flat import FlatWeights, nest
 from asyncsync.receiver import Mark, ReceiverLink
@@ -50,6 +51,7 @@ class SchemeState:
         self._worker_idx: int | None = None
         self._binding: Binding | None = None
         self._manual = self._hooked = False
+        self._transport_options: dict[str, Any] = {}
         self._shared: TransportCore | None = None
         self._registered = False
         self._returned: Mark | None = None
@@ -79,7 +81,9 @@ class SchemeState:
 
     @property
     def model(self) -> Any:
-        """The registered model; None when unset."""
+        """The registered model, on a sender with a context that one's; None when unset."""
+        if self._role == "sender" and self._model is None and self._weights is None:
+            return find_model(self._context, self._model_id)
         return self._model
 
     @property
@@ -98,7 +102,7 @@ class SchemeState:
 
         Sender: of the registered source, else of what was published last. Receiver: of what was applied last.
         """
-        source = self._model if self._model is not None else self._weights
+        source = self._weights if self._weights is not None else self.model
         if self._role == "sender" and source is not None and not by_worker(source):
             return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
         return self._bus._look(self._held_weights)
@@ -166,7 +170,7 @@ class SchemeState:
 
 LOCAL = {
     "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
-    "_hooked", "_shared", "_registered", "_returned", "_closed",
+    "_hooked", "_transport_options", "_shared", "_registered", "_returned", "_closed",
 }  # fmt: skip
 
 

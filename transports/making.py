@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.transports.base import TransportCore
@@ -42,15 +43,21 @@ def make_sender(scheme: SchemeCore, workers: int | None) -> TransportCore:
     return WrappedSender(first, create, workers)
 
 
-def make_receiver(scheme: SchemeCore, worker: int) -> TransportCore:
-    """A receiver's transport, wrapped if it is a blocking one of a user's own. Raises as :func:`make_sender`."""
-    made = _created(scheme, worker)
+def make_receiver(scheme: SchemeCore, worker: int, options: Mapping[str, Any]) -> TransportCore:
+    """A receiver's transport, wrapped if it is a blocking one of a user's own. Raises as :func:`make_sender`.
+
+    Args:
+        scheme: creates it.
+        worker: its worker_idx.
+        options: what ``init_on_receiver`` was given beyond its own arguments, for ``create_transport``.
+    """
+    made = _created(scheme, worker, **options)
     transport: TransportCore = WrappedReceiver(made) if is_channel(made) else made
     return transport
 
 
-def _created(scheme: SchemeCore, worker: int) -> Any:
-    made = scheme.create_transport(worker_idx=worker)
+def _created(scheme: SchemeCore, worker: int, **options: Any) -> Any:
+    made = scheme.create_transport(worker_idx=worker, **options)
     if isinstance(made, TransportCore):
         made.bind(scheme)
     return made

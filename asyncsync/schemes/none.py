@@ -102,6 +102,9 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     ) -> None:
         self._count_up()
 
+    async def publish_async(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+        return self._count_up()
+
     async def send_async(
         self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
