@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 import asyncsync
 from asyncsync import ClosedError, NotConnected, PartialSendError, RemoteError, WeightStrategy
 from asyncsync.sync import Bus, NoWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.apis import BLOCKING, Face, bare, in_thread
+from helpers.apis import BLOCKING, Api, Face, bare, in_thread
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
 LOOP = "asyncsync-loop"
@@ -39,17 +39,20 @@ async def test_the_face_by_which_other_tests_see_a_blocking_scheme_is_that_of_as
 # -- what runs where
 
 
-async def test_r021_connect_starts_what_receives_and_the_worker_need_not_call_anything() -> None:
+@pytest.mark.schemes("every")
+async def test_r021_connect_starts_what_receives_and_the_worker_need_not_call_anything(api: Api) -> None:
+    """The loop thread of the blocking API; for a coroutine, its own event loop."""
+    before = set(threading.enumerate())
     assert loop_threads() == []
-    sender = ZMQWeightSyncScheme(num_workers=1)
+    sender = api.scheme(num_workers=1)
     sender.init_on_sender(model_id="policy", model=Model(1))
     receiver = receiver_of(sender, 0, model := Model())
-    assert loop_threads() == [], "init starts nothing"
-    with sender, receiver:
-        await asyncio.gather(in_thread(sender.connect), in_thread(receiver.connect))
-        assert loop_threads() == [LOOP]
+    assert set(threading.enumerate()) == before, "init starts nothing"
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        assert loop_threads() == ([LOOP] if api.is_blocking else [])
         for value in (2, 3):
-            sender.send(Model(value))
+            await sender.send_async(Model(value))
             assert read(model) == {value}
     assert loop_threads() == []
 
@@ -64,18 +67,19 @@ def test_r021_a_scheme_that_receives_nothing_starts_nothing() -> None:
     scheme.shutdown()
 
 
-async def test_r025_updates_never_block_the_workers_main_path() -> None:
-    async with BLOCKING.crew(1) as (sender, (receiver,), (model,)):
+@pytest.mark.schemes("all")
+async def test_r025_updates_never_block_the_workers_main_path(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), (model,)):
         with receiver.hold():  # a step of this thread, the worker's main one
             for value in (1, 2, 3):
                 await sender.publish(Model(value))
                 with Clock(0.1):
                     assert model() == {0}, "its own forward goes on with what the step began with"
-                    assert receiver.bare.receive(timeout=0) is None
-                    assert receiver.bare.status()[0].version == 1
+                    assert await receiver.receive(timeout=0) is None
+                    assert receiver.status()[0].version == 1
         with Clock(0.1):
             assert model() == {3}, "the newest was applied when the step was over"
-        assert read(receiver.bare.receive(timeout=5)) == {3}
+        assert read(await api.receive(receiver, 5)) == {3}
 
 
 async def test_r189_all_blocking_schemes_of_a_process_share_one_thread() -> None:

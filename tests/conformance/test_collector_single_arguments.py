@@ -15,7 +15,9 @@ from asyncsync.sync import SharedMemWeightSyncScheme
 from helpers.collecting_single import Actor, Buffer, WalkEnv
 
 
-def test_r127_to_r138_defaults_are_the_documented_ones() -> None:
+def test_r120_r127_to_r138_r154_defaults_are_the_documented_ones() -> None:
+    """Of 120 and 154, which are lines of RPCCollector's page, what every collector has: the arguments that may be
+    given by position, and the default."""
     parameters = inspect.signature(Collector.__init__).parameters
     documented = {
         "policy": None,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
 
+import asyncsync
 from asyncsync import sync
 from asyncsync.collectors import Collector, VanillaWeightUpdater
 from asyncsync.errors import SchemaMismatch
@@ -122,6 +124,35 @@ def test_r005_r011_r199_every_frame_tells_the_version_of_the_weights_that_acted(
     finally:
         leaf.shutdown()
         top.shutdown()
+
+
+class Threads(sync.WeightStrategy):
+    """Notes in which threads updates are converted: where the receiver's scheme runs."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def convert(self, weights: Any, model: Any) -> Any:
+        self.seen.add(threading.current_thread().name)
+        return super().convert(weights, model)
+
+
+@pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
+@pytest.mark.parametrize("module", [asyncsync, sync], ids=["asyncio's scheme", "a blocking one"])
+async def test_r189_collectors_run_their_schemes_on_the_loop_thread(module: Any, kind: str) -> None:
+    """Also in an async program, and with either API's schemes."""
+    Threads.seen.clear()
+    top = Readings(policy=Level(1), schemes={"policy": getattr(module, kind)(Threads())}, workers=1)
+    connecting = asyncio.ensure_future(asyncio.to_thread(top._connect_senders, 20))
+    leaf = await asyncio.to_thread(collector, weight_recv_schemes=passed_on(top), worker_idx=0)
+    await connecting
+    try:
+        await top.update_policy_weights_async(Level(2))
+        assert {frame[0] for frame in levels(leaf.next())} == {2}
+        [loop] = [thread for thread in threading.enumerate() if thread.name == "asyncsync-loop"]
+        assert Threads.seen == {loop.name}
+    finally:
+        await asyncio.to_thread(leaf.shutdown)
+        await asyncio.to_thread(top.shutdown)
 
 
 def test_max_lag_waits_for_the_newer_version() -> None:

@@ -54,7 +54,8 @@ class Sharing(Unshared):
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
 
-def test_documented_defaults() -> None:
+def test_r120_r154_documented_defaults() -> None:
+    """Of 120 and 154 what every collector has: the arguments that may be given by position, and the default."""
     parameters = inspect.signature(MultiSyncCollector.__mro__[1].__init__).parameters
     found = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     expected: dict[str, Any] = {

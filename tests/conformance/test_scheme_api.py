@@ -224,7 +224,7 @@ def test_r064_a_model_id_may_be_a_path_in_the_context(api: Api) -> None:
     assert scheme.model is model
 
 
-@pytest.mark.schemes("zmq")
+@pytest.mark.schemes("every")
 def test_r065_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api) -> None:
     parameters = inspect.signature(api.WeightSyncScheme.init_on_receiver).parameters
     assert parameters["context"].default is None

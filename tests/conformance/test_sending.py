@@ -379,7 +379,7 @@ async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version(api: 
         assert busy.bus._link.subscriber.pool.peak <= 4  # type: ignore[union-attr]
 
 
-@pytest.mark.schemes("zmq")
+@pytest.mark.schemes("every")
 @pytest.mark.both_loops
 async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(api: Api) -> None:
     sender = api.scheme(num_workers=4)
@@ -417,9 +417,9 @@ async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(
         assert (zero.status()[0].state, zero.status()[0].reason) == ("lost", "the sender was shut down")
 
 
-@pytest.mark.schemes("zmq")
+@pytest.mark.schemes("every")
 async def test_r212_an_elastic_sender_needs_min_workers(api: Api) -> None:
-    assert inspect.signature(api.ZMQWeightSyncScheme).parameters["min_workers"].default == 1
+    assert inspect.signature(api.scheme_class).parameters["min_workers"].default == 1
     sender = api.scheme(min_workers=2)
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))
     async with sender, receiver_of(sender, 0, Model()) as zero, receiver_of(sender, 5, model := Model()) as five:

@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 
-from asyncsync import ClosedError, TransportBackend, ZMQWeightSyncScheme
+from asyncsync import (
+    ClosedError,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    TransportBackend,
+    ZMQWeightSyncScheme,
+)
 from asyncsync.slab import Slab, pack
 from helpers.processes import LARGE, Schemes, eventually, value_of
 
@@ -25,6 +31,15 @@ GARBAGE = -99.0
 STRIKES = ["at_once", "in_the_same_tick", "timeout"]
 
 both_sizes = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "large"])
+every_way = pytest.mark.parametrize(
+    ("numel", "kind"),
+    [
+        pytest.param(SMALL, ZMQWeightSyncScheme, id="small"),
+        pytest.param(LARGE, ZMQWeightSyncScheme, id="large"),
+        pytest.param(LARGE, SharedMemWeightSyncScheme, id="shared"),
+        pytest.param(SMALL, MultiProcessWeightSyncScheme, id="process"),
+    ],
+)
 every_strike = pytest.mark.parametrize("how", STRIKES)
 
 
@@ -141,9 +156,11 @@ async def still_works(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncSche
 
 
 @every_strike
-@both_sizes
-async def test_r192_receive_cancelled_at_any_await_loses_no_update(schemes: Schemes, numel: int, how: str) -> None:
-    sender, [receiver] = await schemes.connected(numel)
+@every_way
+async def test_r192_receive_cancelled_at_any_await_loses_no_update(
+    schemes: Schemes, numel: int, kind: Any, how: str
+) -> None:
+    sender, [receiver] = await schemes.connected(numel, kind=kind)
 
     def publish(k: int) -> asyncio.Task[int]:
         return asyncio.create_task(sender.send_async(sender.model.fill(k + 2)))
@@ -241,9 +258,41 @@ async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all
 
 
 @every_strike
-@both_sizes
-async def test_r192_send_async_cancelled_at_any_await_loses_no_update(schemes: Schemes, numel: int, how: str) -> None:
-    sender, receivers = await schemes.connected(numel, workers=2)
+@every_way
+async def test_r192_wait_version_cancelled_at_any_await_leaves_the_scheme_usable(
+    schemes: Schemes, numel: int, kind: Any, how: str
+) -> None:
+    """Of a sender; also that of the receiver, which has nothing to do for it."""
+    sender, [receiver] = await schemes.connected(numel, kind=kind)
+
+    async def leave() -> None:
+        hold.__exit__()
+
+    async def both() -> None:
+        await receiver.wait_version(sender.version, timeout=10)
+        await sender.wait_version(sender.version, timeout=10)
+
+    for make in (lambda: sender.wait_version(sender.version, timeout=10), both):
+        (hold := receiver.hold()).__enter__()  # nothing is applied before somebody waits
+        await sender.publish(sender.model.fill(sender.version + 1))
+        async for _ in struck_everywhere(make, how, meanwhile=lambda _: asyncio.create_task(leave())):
+            await both()
+            assert receiver.model.value == receiver.version == sender.version
+            await eventually(lambda: check_idle(sender, receiver))
+            (hold := receiver.hold()).__enter__()
+            await sender.publish(sender.model.fill(sender.version + 1))
+        await leave()
+        await both()
+        assert value_of(await receiver.receive(10)) == sender.version
+    await still_works(sender, receiver)
+
+
+@every_strike
+@every_way
+async def test_r192_send_async_cancelled_at_any_await_loses_no_update(
+    schemes: Schemes, numel: int, kind: Any, how: str
+) -> None:
+    sender, receivers = await schemes.connected(numel, workers=2, kind=kind)
 
     async def send() -> int:
         return await sender.send_async(sender.model.fill(own))
@@ -268,14 +317,14 @@ async def test_r192_send_async_cancelled_at_any_await_loses_no_update(schemes: S
 
 
 @every_strike
-@both_sizes
+@every_way
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 async def test_r192_connect_cancelled_at_any_await_may_be_called_again(
-    schemes: Schemes, numel: int, how: str, side: str
+    schemes: Schemes, numel: int, kind: Any, how: str, side: str
 ) -> None:
     k, hit = 0, True
     while hit:
-        sender = schemes.sender(numel, value=float(k + 1), num_workers=2)
+        sender = schemes.sender(numel, value=float(k + 1), num_workers=2, kind=kind)
         receivers = [schemes.receiver(sender, i) for i in range(2)]
         victim = sender if side == "sender" else receivers[1]
         others = [asyncio.create_task(s.connect(timeout=20)) for s in (sender, *receivers) if s is not victim]

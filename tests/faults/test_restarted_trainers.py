@@ -10,10 +10,19 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncsync import ClosedError, Fenced, NotConnected, ZMQWeightSyncScheme
+from asyncsync import (
+    ClosedError,
+    Fenced,
+    MultiProcessWeightSyncScheme,
+    NotConnected,
+    SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
+)
+from helpers.apis import face
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient, value_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,15 +32,25 @@ def fresh(scheme: ZMQWeightSyncScheme) -> ZMQWeightSyncScheme:
     return pickle.loads(pickle.dumps(scheme))
 
 
-@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-@pytest.mark.parametrize("numel", [1000, 2 << 18], ids=["eager", "chunked"])
+@pytest.mark.parametrize(
+    ("endpoint", "numel", "kind", "blocking"),
+    [
+        pytest.param("ipc", 1000, ZMQWeightSyncScheme, False, id="ipc, eager"),
+        pytest.param("tcp", 2 << 18, ZMQWeightSyncScheme, True, id="tcp, chunked"),
+        pytest.param("ipc", 2 << 18, SharedMemWeightSyncScheme, False, id="shared"),
+        pytest.param("ipc", 1000, MultiProcessWeightSyncScheme, True, id="process"),
+    ],
+    indirect=["endpoint"],
+)
 async def test_r197_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
-    endpoint: str, numel: int, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, numel: int, kind: Any, blocking: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    plan = schemes.sender(numel, endpoint=endpoint, num_workers=2)
+    """Of the two workers, one has the blocking API where that is asked for."""
+    plan = schemes.sender(numel, endpoint=endpoint, num_workers=2, kind=kind)
     here = schemes.receiver(plan)
     first, worker = start(Trainer), start(Worker)
-    await asyncio.gather(first.connect(fresh(plan), numel, 1), here.connect(), worker.connect(fresh(plan), 1, numel))
+    theirs = face(fresh(plan).blocking) if blocking else fresh(plan)
+    await asyncio.gather(first.connect(fresh(plan), numel, 1), here.connect(), worker.connect(theirs, 1, numel))
     for value in (2, 3, 4):
         await first.send(value)
     assert value_of(await here.receive(0)) == 4
