@@ -21,7 +21,7 @@ from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.loans import Loans
 from asyncsync.overview import Overview, Progress
-from asyncsync.peer import Announcement, Peer, Transfer
+from asyncsync.peer import Announcement, Parts, Peer, Transfer
 from asyncsync.settings import Identity, Settings
 from asyncsync.slab import Slab
 from asyncsync.targets import Kept, Publication, Target, Targets
@@ -317,8 +317,9 @@ class Publisher(Overview):
                 if target is None or target.version != version:
                     # It has waited once: what there is now comes without being asked for, or publications that follow
                     # each other faster than its questions would keep it waiting for ever.
+                    models = list(transfer.parts)
                     peer.end_transfer()
-                    self._pump(peer, granted=True)
+                    self._pump(peer, granted=models)
                     return False
             transfer.claim()
             self._loans(peer).lend(transfer.serial, transfer.lent)
@@ -633,32 +634,19 @@ class Publisher(Overview):
             if peer in waiting:
                 self._give(peer, model_id, tell=peer in untold)
 
-    def _pump(self, peer: Peer, *, granted: bool = False) -> None:
-        """Start the next UPDATE for a worker that has none outstanding and is behind its target. ``granted``: what is
-        read in place is lent at once."""
+    def _pump(self, peer: Peer, *, granted: Collection[str] = ()) -> None:
+        """Start the next UPDATE for a worker that has none outstanding and is behind its target. ``granted``: the
+        models that it has asked for; what is read in place is lent at once."""
         if peer.transfer is not None or peer.lost or self.fenced is not None:
             return
-        behind, blocked, fresh = {}, set(), False
-        for model_id in peer.hello.have:
-            target = self.targets.target(peer.worker, model_id)
-            if target is None or target.version <= peer.ahead(model_id):
-                continue
-            if (model_id, target.slab.layout.digest) not in peer.accepted:
-                blocked.add(target.version)
-                continue
-            behind[model_id] = target
-            # What failed once is not sent again by itself, but goes along with whatever is new.
-            fresh = fresh or model_id not in peer.failed or target.version > peer.failed[model_id][0]
-        if not fresh:
-            return
-        # Models of one publication switch together or not at all.
-        parts = {m: (t.version, t.slab) for m, t in behind.items() if t.version not in blocked}
+        parts = self._due(peer, granted)
         if not parts:
             return
+        lends = bool(granted)
         said = self._said
         # (AGAIN is only for those who had had the update before it when it was said: they have been told.)
         whole = said is not None and type(said.instruction) is wire.Update
-        if said is None or not whole or said.serial <= peer.serial or not said.says(parts, granted=granted):
+        if said is None or not whole or said.serial <= peer.serial or not said.says(parts, granted=lends):
             self._serial += 1
             self._started = True
             said = self._said = Announcement(
@@ -667,7 +655,7 @@ class Publisher(Overview):
                 self.epoch,
                 eager_bytes=self.settings.eager_bytes,
                 checksum=self.settings.checksum,
-                granted=granted,
+                granted=lends,
             )
         peer.transfer = Transfer(said, parts, peer.ping_seq)
         if said.lends:
@@ -675,6 +663,40 @@ class Publisher(Overview):
         peer.serial = said.serial
         peer.bytes_sent += said.nbytes
         self._send(peer.route, said.instruction, said.payload)
+
+    def _due(self, peer: Peer, first: Collection[str]) -> Parts:
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one of these models.
+
+        The parts of one publication come together or not at all, and without those of any other: one that fails keeps
+        nothing else from coming. What has failed is not sent again until there is something newer in its publication's
+        place. Where a newer one has replaced a part, that goes first: so nobody sees what is left without it.
+        """
+        behind: dict[str, Target] = {}
+        blocked: set[int] = set()
+        fresh: set[int] = set()
+        for model_id in peer.hello.have:
+            target = self.targets.target(peer.worker, model_id)
+            if target is None or target.version <= peer.ahead(model_id):
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                blocked.add(target.version)
+                continue
+            behind[model_id] = target
+            if model_id not in peer.failed or target.version > peer.failed[model_id][0]:
+                fresh.add(target.version)
+        if not (fresh := fresh - blocked):
+            return {}
+        asked = {behind[m].version for m in first if m in behind} & fresh
+        version = min(asked or fresh)
+        while newer := [v for v in self._replacing(peer, behind, version) if v in fresh]:
+            version = max(newer)
+        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+
+    def _replacing(self, peer: Peer, behind: Mapping[str, Target], version: int) -> list[int]:
+        """The versions that have replaced parts of this one, which the worker has never had."""
+        publication = next(t.publication for t in behind.values() if t.version == version)
+        parts = [(m, behind[m].version) for m in publication.models if m in behind]
+        return [newer for m, newer in parts if newer > version > peer.ahead(m)]
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {

@@ -74,8 +74,8 @@ class ReceiverLink(Link):
         self.shown: dict[str, tuple[Epoch, int, int]] = {}
         self.sender_lost = False
         self._copying = 0
-        self._offered: Staging | None = None
-        self._inline: list[tuple[Staging, BaseException | None]] | None = None
+        self._offered: list[Staging] = []  # what the gate has, unless it has done with it
+        self._inline: list[list[Staging]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
         self._fetches = Fetches(self.subscriber, self._fetched)
@@ -209,12 +209,6 @@ class ReceiverLink(Link):
         window = partial(self._fetches.window, part, newest.layout)
         subscriber.routine = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._show)
 
-    def _apply(self, staging: Staging) -> None:
-        """By the gate: an interrupt in here has it done again, all of it, before any reader enters."""
-        staging.run()
-        if not staging.abandoned:
-            self._show(staging.epoch, staging.acting)
-
     def _show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
         """The models have these versions. Under the gate: who asks inside a hold is told what it reads."""
         # A new dict, because other threads may be looking at this one.
@@ -264,7 +258,7 @@ class ReceiverLink(Link):
 
     def _flush(self, now: float) -> None:
         subscriber = self.subscriber
-        if subscriber.staged is not None:
+        if subscriber.staged:
             self._offer()
         if subscriber.fetches:
             self._fetches.start()
@@ -311,24 +305,52 @@ class ReceiverLink(Link):
     # -- the gate ---------------------------------------------------------------------------------------------------
 
     def _offer(self) -> None:
-        """Give the newest staging to the gate, unless one of its models is to wait for ``receive``."""
-        staging = self.subscriber.staged
-        if staging is None or staging is self._offered or self.cascade.task is not None:
+        """Give the gate what is staged, to be applied in one pass."""
+        if self.cascade.task is not None or self.closed or self.subscriber.leaving:
             return
-        if self.closed or self.subscriber.leaving:
+        passing = self._ready() if self.manual else self.subscriber.staged.copy()
+        if not passing or passing == self._offered:
             return
-        if self.manual and any(m in self.manual and m not in self.wanted for m in staging.parts):
-            return
-        self._offered = staging
+        self._offered = passing
         self._inline = []
         try:
-            self.gate.offer(lambda: self._apply(staging), lambda error: self._done(staging, error))
+            self.gate.offer(lambda: self._pass(passing), lambda error: self._done(passing))
         finally:
             finished, self._inline = self._inline, None
         for done in finished:
-            self._applied(*done)
+            self._applied(done)
         if not finished and self.gate.pending and self._gate_timer is None:
             self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def _ready(self) -> list[Staging]:
+        """What is staged, without what is to wait for ``receive``.
+
+        An update may go before an older one that waits; what both bring, the older one then brings no more.
+        """
+        ready: list[Staging] = []
+        waiting: list[Staging] = []
+        for staging in self.subscriber.staged:
+            if self._awaits_receive(staging) and staging not in self._offered:
+                waiting.append(staging)
+                continue
+            for older in waiting:
+                older.leave_out(staging.parts)
+            ready.append(staging)
+        return ready
+
+    def _awaits_receive(self, staging: Staging) -> bool:
+        return any(m in self.manual and m not in self.wanted for m in staging.parts)
+
+    def _pass(self, passing: list[Staging]) -> None:
+        """By the gate, in whatever thread: apply one after the other. One that fails keeps none of the others back.
+
+        After an interrupt, once more: then what is over already is left out.
+        """
+        for staging in passing:
+            if not staging.over:
+                if staging.attempt():
+                    self._show(staging.epoch, staging.acting)
+                staging.over = True
 
     def _waits(self, models: Iterable[str]) -> bool:
         """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to.
@@ -339,36 +361,45 @@ class ReceiverLink(Link):
             return True
         return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
 
-    def _done(self, staging: Staging, error: BaseException | None) -> None:
+    def _done(self, passed: list[Staging]) -> None:
         """Called by the gate in the thread that applied."""
-        staging.over = True
         if self._inline is not None and threading.get_ident() == self._thread:
-            self._inline.append((staging, error))
+            self._inline.append(passed)
             return
         try:
-            self.loop.call_soon_threadsafe(self._applied_later, staging, error)
+            self.loop.call_soon_threadsafe(self._applied_later, passed)
         except RuntimeError:
             pass  # the loop is closed: nobody is left to tell
 
-    def _applied_later(self, staging: Staging, error: BaseException | None) -> None:
+    def _applied_later(self, passed: list[Staging]) -> None:
         with self.guard():
-            self._applied(staging, error)
+            self._applied(passed)
             if not self.closed:
                 self.settle()
 
-    def _applied(self, staging: Staging, error: BaseException | None) -> None:
-        if self._offered is staging:
-            self._offered = None
-        if error is None and not staging.abandoned and self.cascade.concerns(staging.parts):
-            # No newer one goes through the gate until those below have this one, and it counts as applied.
-            slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-            self.cascade.begin(slabs, lambda failure: self._passed_on(staging, failure))
-        else:
-            self._finished(staging, error)
+    def _applied(self, passed: list[Staging]) -> None:
+        if self._offered is passed:
+            self._offered = []
+        self._hear(passed.copy())
 
-    def _passed_on(self, staging: Staging, failure: Exception | None) -> None:
+    def _hear(self, passed: list[Staging]) -> None:
+        """Of each in turn, how it went."""
+        while passed:
+            staging = passed.pop(0)
+            if staging.heard or staging.abandoned:
+                continue
+            staging.heard = True
+            if staging.error is None and self.cascade.concerns(staging.parts):
+                # Nothing newer goes through the gate until those below have this one, and it counts as applied.
+                slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
+                self.cascade.begin(slabs, partial(self._passed_on, staging, passed))
+                return
+            self._finished(staging, staging.error)
+
+    def _passed_on(self, staging: Staging, others: list[Staging], failure: Exception | None) -> None:
         with self.guard():
             self._finished(staging, failure)
+            self._hear(others)
             if not self.closed:
                 self.settle()
 
@@ -403,11 +434,10 @@ class ReceiverLink(Link):
 
     def _withdraw(self) -> None:
         """Nobody receives any more: a manual update that the gate has not begun with waits again."""
-        staging = self._offered
-        if staging is None or not any(m in self.manual and m not in self.wanted for m in staging.parts):
-            return
-        if self.gate.withdraw():
-            self._offered = None
+        if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
+            self._offered = []
+            if not self.closed:
+                self.settle()  # for the others
 
     # -- what schemes await -----------------------------------------------------------------------------------------
 

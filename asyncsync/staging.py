@@ -6,9 +6,9 @@ import threading
 import traceback
 import zlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 
 from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import ProtocolError, SchemaMismatch
@@ -255,25 +255,23 @@ class StagedPart:
     origin: int | None = None
 
 
-_numbers = count()
-
-
 class Staging:
-    """Complete, checked parts that go into the models in one pass: all of them, or none.
+    """The parts of one update, complete and checked, that go into the models together: all of them, or none.
 
     Attributes:
-        number: larger than that of every earlier one of this process.
         abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
-        over: the gate has said how it ended, though perhaps in another thread, so that it is still to be heard here.
+        over: the gate has done with it, though perhaps in another thread, so that the loop has still to hear of it.
+        heard: the loop has.
+        error: why it could not be applied, once it is over.
     """
 
     def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
         self.epoch = epoch
         self.serial = serial
         self.parts = parts
-        self.number = next(_numbers)
         self.abandoned = False
-        self.over = False
+        self.over = self.heard = False
+        self.error: Exception | None = None
         self._begun = False
         # The gate may run this in whichever thread leaves last, while the loop replaces it.
         self._lock = threading.Lock()
@@ -287,11 +285,18 @@ class Staging:
         """What the models show when it has been applied."""
         return {m: (p.version, p.version if p.origin is None else p.origin) for m, p in self.parts.items()}
 
-    def take_over(self, older: Staging) -> None:
-        """What this one has nothing newer for."""
-        for model_id, part in older.parts.items():
-            if model_id not in self.parts:
-                self.parts[model_id] = StagedPart(part.version, part.slab.retain(), part.prepared, part.origin)
+    def leave_out(self, models: Iterable[str]) -> None:
+        """A newer update of these models goes first. Only while the gate does not have this one."""
+        for model_id in self.parts.keys() & set(models):
+            self.parts.pop(model_id).slab.release()
+
+    def attempt(self) -> bool:
+        """:meth:`run`; True if the models have it now. An Exception is kept as :attr:`error`."""
+        try:
+            self.run()
+        except Exception as error:
+            self.error = error
+        return self.error is None and not self.abandoned
 
     def run(self) -> None:
         """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were."""

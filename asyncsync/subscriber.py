@@ -4,7 +4,7 @@ Usage by a shell that owns the socket, the gate and time::
 
     subscriber.connected(now)                                # HELLO goes out, on every (re)connection
     subscriber.receive(instruction, payload, now)
-    if subscriber.staged is not None: gate.offer(subscriber.staged.run, …)
+    for staging in subscriber.staged: gate.offer(staging.run, …)
     subscriber.applied(staging, now)  /  subscriber.failed(staging, error, now)
     subscriber.tick(now)                                     # at least at next_tick()
     while subscriber.outbox: send(*subscriber.outbox.popleft())
@@ -52,7 +52,7 @@ class Subscriber:
         attach: brings the slab of a part with a descriptor at once, or None: then it is one of these:
         fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
         waits: whether updates of these models will not be applied at once, as far as one knows.
-        staged: what should go through the gate next.
+        staged: what should go through the gate, oldest first, and what has without having been heard of.
         borrows: whether there may be something to :meth:`give_back`.
         routine: applies what is as always; whatever else happens here ends it.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
@@ -71,7 +71,7 @@ class Subscriber:
         self.fetches: deque[tuple[int, int, wire.Part, Slab]] = deque()
         self.epoch: Epoch | None = None
         self.trainer: wire.Welcome | None = None
-        self.staged: Staging | None = None
+        self.staged: list[Staging] = []
         self.ended: WeightSyncError | None = None
         self.refused: dict[str, SchemaMismatch] = {}
         self.error: dict[str, tuple[int, Exception]] = {}
@@ -88,7 +88,6 @@ class Subscriber:
         self.routine: WorkerRoutine | None = None
         self._unsaid: Staging | None = None  # what STAGED has not told of; DONE will, if it is applied at once
         self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
-        self._interrupted: list[Staging] = []
         self._versions: dict[str, int] = {}
         self._held: dict[str, tuple[Epoch, int, Slab]] = {}
         self._layouts = KnownLayouts()
@@ -214,23 +213,27 @@ class Subscriber:
             self._homes[model_id] = newer
 
     def _done(self, staging: Staging) -> None:
-        """The gate has finished with it, and so with all that came before; some of that may have been interrupted.
+        """The gate has finished with it."""
+        if staging in self.staged:
+            self.staged.remove(staging)
 
-        Not with what came after: whoever applied this may be copying from the next one already.
+    def _line_up(self, staging: Staging) -> None:
+        """Behind those that wait for the gate, without those of whose every model something newer waits now.
+
+        One that the gate has begun with stays until it is done: it may have been interrupted, and half of it be in
+        the models. One that is newer in part stays whole, because its models switch together.
         """
-        if self.staged is staging:
-            self.staged = None
-        for one in self._interrupted:
-            # One that another thread has applied, just before a newer one was applied here, is still to be told of.
-            if one.number < staging.number and not one.over:
-                one.release()
-        if self._interrupted:
-            self._interrupted = [one for one in self._interrupted if one.number > staging.number]
+        self.staged.append(staging)
+        newer: set[str] = set()
+        for one in reversed(self.staged.copy()):
+            if newer.issuperset(one.parts) and one.abandon():
+                self.staged.remove(one)
+            else:
+                newer.update(one.parts)
 
-    def _supersede(self, staging: Staging | None) -> None:
-        """Take back what waits for the gate; what the gate has begun with is released when it is done."""
-        if staging is not None and not staging.abandon():
-            self._interrupted.append(staging)
+    def _waiting(self) -> dict[str, int]:
+        """Per model, the newest version of this epoch that is staged."""
+        return {m: version for one in self.staged if one.epoch == self.epoch for m, version in one.versions.items()}
 
     def request(self, now: float) -> int:
         """Ask for the current target; :meth:`answered` tells when :attr:`targets` are from after this call."""
@@ -264,9 +267,9 @@ class Subscriber:
         """Let go of all slabs."""
         self.end_routine()
         self._drop_incoming()
-        if self.staged is not None:
-            self.staged.abandon()
-            self.staged = None
+        for staging in self.staged:
+            staging.abandon()
+        self.staged = []
         for _, _, slab in self._held.values():
             slab.release()
         self._held.clear()
@@ -366,8 +369,7 @@ class Subscriber:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
         self.epoch = epoch
         self._drop_incoming()
-        self._supersede(self.staged)
-        self.staged = None
+        self.staged = [one for one in self.staged if not one.abandon()]
         self._versions = {}
         self._serial = 0
         self._failure = None
@@ -463,7 +465,7 @@ class Subscriber:
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
         slab: Slab | None = None
-        quick = layout is not None and self.staged is None and self._incoming is None and not self.leaving
+        quick = layout is not None and not (self.staged or self._incoming or self.leaving)
         if not quick or again.version <= self.version(model_id):
             self._on_update(_expanded(again, part), (b"", *(payload or (b"",))), now)
             return
@@ -496,7 +498,8 @@ class Subscriber:
                 slab.release()
             raise
         parts = {model_id: StagedPart(again.version, slab, prepared)}
-        self.staged = self._unsaid = Staging(again.epoch, again.serial, parts)
+        self._unsaid = Staging(again.epoch, again.serial, parts)
+        self.staged.append(self._unsaid)
 
     # -- routine ----------------------------------------------------------------------------------------------------
 
@@ -506,7 +509,7 @@ class Subscriber:
         base, epoch = self._base, self.epoch
         if base is None or base[0] != serial or self._serial != serial or self.leaving or self.ended is not None:
             return None
-        if self.staged or self._incoming or self._unsaid or self.outbox or self._interrupted or self._failure:
+        if self.staged or self._incoming or self._unsaid or self.outbox or self._failure:
             return None
         if self._kept or self._owes or self._homes or self.error:
             return None
@@ -545,7 +548,8 @@ class Subscriber:
         """The routine was interrupted while it applied an AGAIN: what it has begun is staged, and goes the long way."""
         assert self.epoch is not None
         parts = {model_id: StagedPart(version, slab.retain(), slab.prepared)}
-        self.staged = self._unsaid = Staging(self.epoch, base[0], parts)
+        self._unsaid = Staging(self.epoch, base[0], parts)
+        self.staged.append(self._unsaid)
         self._serial, self._base, self.targets[model_id] = base[0], base, version
         self.bytes_received += slab.nbytes
         self.end_routine()
@@ -667,15 +671,14 @@ class Subscriber:
         self._stage(incoming.serial, incoming.parts, incoming.take())
 
     def _stage(self, serial: int, told: Sequence[wire.Part], slabs: Sequence[Slab]) -> None:
-        """All bytes are here: convert, check, and merge with what still waits for the gate."""
+        """All bytes are here: convert, check, and wait for the gate."""
         assert self.epoch is not None
         parts: dict[str, StagedPart] = {}
-        waiting = self.staged.parts if self.staged is not None else {}
+        waiting = self._waiting()
         versions = {self._local(part.model_id): part.version for part in told}
         try:
             for (model_id, version), slab, of in zip(versions.items(), slabs, told, strict=True):
-                ahead = waiting[model_id].version if model_id in waiting else self.version(model_id)
-                if version > ahead:
+                if version > waiting.get(model_id, self.version(model_id)):
                     prepared = self.models[model_id].prepare(slab)
                     parts[model_id] = StagedPart(version, slab.retain(), prepared, of.origin)
         except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
@@ -687,10 +690,7 @@ class Subscriber:
             for slab in slabs:
                 slab.release()
         if parts:
-            older, self.staged = self.staged, Staging(self.epoch, serial, parts)
-            if older is not None:
-                self.staged.take_over(older)
-                self._supersede(older)
+            self._line_up(Staging(self.epoch, serial, parts))
         self._send(wire.Staged(self.epoch, serial, *self._report()))
         if not parts:
             self._send(wire.Applied(self.epoch, self._named(self._versions), *self._report()))
@@ -705,13 +705,12 @@ class Subscriber:
     def _on_ping(self, ping: wire.Ping) -> None:
         # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
         self._serial = max(self._serial, ping.serial)
-        staged = self.staged.versions if self.staged is not None else {}
         serial = self._incoming.serial if self._incoming is not None else 0
         if self._failure is not None:
             self._send(self._failure)
         assert self.epoch is not None
         versions = self._named(self._versions)
-        self._send(wire.Pong(self.epoch, ping.seq, versions, self._named(staged), serial, *self._report()))
+        self._send(wire.Pong(self.epoch, ping.seq, versions, self._named(self._waiting()), serial, *self._report()))
 
     def _on_pong(self, pong: wire.Pong) -> None:
         if pong.seq > self._ping:

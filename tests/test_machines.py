@@ -93,16 +93,22 @@ MUTATIONS = {
         (Subscriber, "_stage", "if version > ahead:", "if True:"),
     ],
     "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
-    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "self._supersede(self.staged)", "return")],
+    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "not one.abandon()", "True")],
     "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
     "an announcement is used again for other parts": [(Announcement, "says", "return", "return True or")],
     "nobody is asked, because all accepted something else": [
         (Publisher, "_agreed", "layout not in peer.accepted", "False"),
-        (Publisher, "_pump", "not in peer.accepted", "is None"),
+        (Publisher, "_due", "not in peer.accepted", "is None"),
     ],
     "parts go one by one": [(Publisher, "_pump", "if not parts:", ONE_BY_ONE)],
-    "a part is sent without the one that is refused": [(Publisher, "_pump", "if t.version not in blocked", "")],
+    "a part is sent without the one that is refused": [(Publisher, "_due", "fresh - blocked", "fresh")],
+    "an update is applied before an older one that waits": [
+        (Subscriber, "_line_up", "self.staged.append(staging)", "self.staged.insert(0, staging)")
+    ],
+    "what waits is withdrawn for something newer of a part": [
+        (Subscriber, "_line_up", "newer.issuperset(one.parts)", "not newer.isdisjoint(one.parts)")
+    ],
     "a part is withdrawn with a newer one that is refused": [
         (
             Targets,

@@ -815,17 +815,85 @@ def test_a_failure_is_reported_and_not_sent_again(desk: Desk) -> None:
     assert not desk.take()
 
 
-def test_what_failed_goes_along_with_something_new() -> None:
+def test_what_failed_does_not_go_along_with_what_was_published_apart_from_it() -> None:
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
-    first = desk.publish(models=["policy", "critic"])
+    desk.publish(models=["critic"])
     (update,) = desk.take(wire.Update)
     desk.failed(0, update)
-    second = desk.publish(models=["policy"])
+    for _ in range(3):
+        version = desk.publish(models=["policy"])
+        (update,) = desk.take(wire.Update)
+        assert versions_of(update) == {"policy": version}
+        desk.finish(0, update)
+        assert desk.publisher.progress(version, [0], ["policy"]).acked == {0: version}
+    assert not desk.take()
+
+
+def test_the_siblings_of_what_failed_come_with_their_next_publication() -> None:
+    desk = Desk(1, models=["policy", "critic"])
+    desk.join(0)
+    both = desk.publish(models=["policy", "critic"])
     (update,) = desk.take(wire.Update)
-    assert versions_of(update) == {"policy": second, "critic": first}
+    desk.failed(0, update)
+    assert set(desk.publisher.progress(both, [0]).failed) == {0}
+    version = desk.publish(models=["policy"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": version}
     desk.finish(0, update)
-    assert desk.publisher.progress(first, [0]).acked == {0: first}
+    both = desk.publish(models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": both, "critic": both}
+
+
+def test_each_publication_is_an_update_of_its_own_the_oldest_first() -> None:
+    desk = Desk(1, models=["policy", "critic", "actor"])
+    versions = {model: desk.publish(models=[model]) for model in ("actor", "policy", "critic")}
+    desk.join(0)
+    desk.hello(0)
+    desk.ready(0, models=versions)
+    for model, version in versions.items():
+        (update,) = desk.take(wire.Update)
+        assert versions_of(update) == {model: version}
+        desk.staged(0, update)
+    assert not desk.take(wire.Update)
+
+
+def test_a_model_that_is_published_all_the_time_does_not_keep_another_waiting() -> None:
+    desk = Desk(1, models=["policy", "critic"])
+    desk.join(0)
+    desk.publish(models=["policy"])
+    (update,) = desk.take(wire.Update)
+    critic = desk.publish(models=["critic"])
+    desk.publish(models=["policy"])
+    desk.staged(0, update)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"critic": critic}
+
+
+def test_what_a_newer_publication_has_left_of_one_follows_it() -> None:
+    desk = Desk(None, models=["policy", "critic"])
+    desk.publish(models=["policy", "critic"])
+    newer = desk.publish(models=["policy"])
+    desk.hello(0)
+    desk.ready(0, models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"policy": newer}
+    desk.staged(0, update)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"critic": newer - 1}
+
+
+def test_what_is_left_of_a_publication_comes_although_what_has_replaced_the_rest_fails() -> None:
+    desk = Desk(None, models=["policy", "critic"])
+    desk.publish(models=["policy", "critic"])
+    newer = desk.publish(models=["policy"])
+    desk.hello(0)
+    desk.ready(0, models=["policy", "critic"])
+    (update,) = desk.take(wire.Update)
+    desk.failed(0, update)
+    (update,) = desk.take(wire.Update)
+    assert versions_of(update) == {"critic": newer - 1}
 
 
 def test_a_late_failure_does_not_undo_what_was_applied(desk: Desk) -> None:

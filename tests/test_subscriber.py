@@ -169,7 +169,7 @@ def test_an_update_is_staged_when_its_last_chunk_is_here_in_whatever_order(stati
     station.update(1, {"policy": (1, 10)}, eager=False)
     for offset in (80, 0, 40, 0, 80):
         station.chunk(1, offset, 40, 10)
-        assert station.subscriber.staged is None
+        assert not station.subscriber.staged
     station.chunk(1, 120, 8, 10)
     station.apply()
     assert station.content() == {10}
@@ -203,7 +203,7 @@ def test_a_transfer_that_gets_on_is_never_given_up(station: Station) -> None:
     for offset in range(0, 128, 8):
         station.pass_time(RETRY)
         station.chunk(1, offset, 8, 10)
-    assert station.subscriber.staged is not None
+    assert station.subscriber.staged
 
 
 def test_a_transfer_that_does_not_get_on_is_given_up_and_pong_says_so(station: Station) -> None:
@@ -224,7 +224,7 @@ def test_an_old_update_and_a_repeated_one_are_ignored(station: Station) -> None:
     station.take()
     station.update(5, {"policy": (5, 50)})
     station.update(4, {"policy": (4, 40)})
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert not station.take()
 
 
@@ -233,7 +233,7 @@ def test_a_version_never_goes_back(station: Station) -> None:
     station.apply()
     station.take()
     station.update(2, {"policy": (4, 40)})
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert station.take() == [wire.Staged(EPOCH, 2, 2), wire.Applied(EPOCH, {"policy": 5}, 2)]
 
 
@@ -258,8 +258,7 @@ def test_a_newer_update_replaces_the_one_that_arrives(station: Station) -> None:
 
 def test_a_newer_update_replaces_the_one_that_waits_for_the_gate(station: Station) -> None:
     station.update(1, {"policy": (1, 10)})
-    first = station.subscriber.staged
-    assert first is not None
+    first = station.subscriber.staged[-1]
     station.update(2, {"policy": (2, 20)})
     assert first.abandoned
     first.run()
@@ -270,8 +269,7 @@ def test_a_newer_update_replaces_the_one_that_waits_for_the_gate(station: Statio
 
 def test_an_update_that_the_gate_has_begun_with_is_finished_before_the_next(station: Station) -> None:
     station.update(1, {"policy": (1, 10)})
-    first = station.subscriber.staged
-    assert first is not None
+    first = station.subscriber.staged[-1]
     first.run()
     station.update(2, {"policy": (2, 20)})
     assert not first.abandoned
@@ -294,13 +292,55 @@ def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
     pair.update(2, {"policy": (2, 20)})
     pair.apply()
     assert [pair.content(m) for m in ("policy", "critic")] == [{20}, {11}]
-    assert pair.take(wire.Applied) == [wire.Applied(EPOCH, {"policy": 2, "critic": 1}, 2)]
+    assert pair.take(wire.Applied)[-1] == wire.Applied(EPOCH, {"policy": 2, "critic": 1}, 2)
+
+
+def test_an_update_waits_apart_from_those_that_wait_already(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10)})
+    pair.update(2, {"critic": (2, 20)})
+    policy, critic = pair.subscriber.staged
+    assert (policy.versions, critic.versions) == ({"policy": 1}, {"critic": 2})
+    pair.take()
+    pair.receive(wire.Ping(EPOCH, 1))
+    (pong,) = pair.take(wire.Pong)
+    assert pong.staged == {"policy": 1, "critic": 2}  # type: ignore[attr-defined]
+    critic.run()
+    pair.subscriber.applied(critic)
+    assert [pair.content(m) for m in ("policy", "critic")] == [{0}, {20}]
+    pair.apply()
+    assert [pair.content(m) for m in ("policy", "critic")] == [{10}, {20}]
+
+
+def test_one_update_that_cannot_be_applied_keeps_no_other_back(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10)})
+    pair.update(2, {"critic": (2, 20)})
+    policy, critic = pair.subscriber.staged
+    pair.models["policy"]["a"] = torch.zeros(3)
+    assert not policy.attempt()
+    assert isinstance(policy.error, SchemaMismatch)
+    pair.subscriber.failed(policy, policy.error)
+    assert critic.attempt()
+    pair.subscriber.applied(critic)
+    (failed,) = pair.take(wire.Failed)
+    assert failed.versions == {"policy": 1}  # type: ignore[attr-defined]
+    assert (pair.subscriber.version("policy"), pair.subscriber.version("critic")) == (0, 2)
+    assert pair.subscriber.error.keys() == {"policy"}
+
+
+def test_an_update_of_which_all_models_are_overtaken_by_several_is_dropped(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    both = pair.subscriber.staged[-1]
+    pair.update(2, {"policy": (2, 20)})
+    assert not both.abandoned
+    pair.update(3, {"critic": (3, 30)})
+    assert both.abandoned
+    assert [one.versions for one in pair.subscriber.staged] == [{"policy": 2}, {"critic": 3}]
+    assert pair.subscriber.pool.slabs <= 3
 
 
 def test_all_or_nothing_when_one_model_has_changed_meanwhile(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
-    staging = pair.subscriber.staged
-    assert staging is not None
+    staging = pair.subscriber.staged[-1]
     pair.models["critic"]["a"] = torch.zeros(3)
     with pytest.raises(SchemaMismatch) as caught:
         staging.run()
@@ -352,7 +392,7 @@ def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
 def test_a_part_that_cannot_be_converted_lets_go_of_the_others(pair: Station) -> None:
     pair.bindings["critic"].broken = OSError("no")
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
-    assert pair.subscriber.staged is None
+    assert not pair.subscriber.staged
     assert pair.subscriber.pool.slabs <= 1
 
 
@@ -397,7 +437,7 @@ def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_on
     station.update(1, {"policy": (1, 20)}, epoch=NEWER, descriptor=b"new")
     assert station.subscriber.fetches[0][0] == old[0]  # serial numbers begin again
     station.subscriber.fetched(old[0], old[1], old[3], None, station.now)
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
 
 
 def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) -> None:
@@ -531,8 +571,7 @@ def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
 
 def test_a_borrowed_slab_whose_update_cannot_be_applied_is_given_back(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    staging = station.subscriber.staged
-    assert staging is not None
+    staging = station.subscriber.staged[-1]
     station.take()
     station.subscriber.failed(staging, RuntimeError("no"))
     (failed,) = station.take()
@@ -548,8 +587,7 @@ def test_a_lent_slab_that_is_replaced_before_the_gate_is_not_kept(station: Stati
 
 def test_a_lent_slab_that_the_gate_has_begun_with_is_kept_though_a_newer_one_waits(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
-    begun = station.subscriber.staged
-    assert begun is not None
+    begun = station.subscriber.staged[-1]
     begun.run()
     station.take()
     station.lend(2, {"policy": (2, 20)})
@@ -560,12 +598,10 @@ def test_a_lent_slab_that_the_gate_has_begun_with_is_kept_though_a_newer_one_wai
 def test_a_lent_slab_that_is_being_copied_is_kept_when_an_earlier_update_is_told_of(station: Station) -> None:
     # A reader's thread applies two in a row, and the loop hears of the first while the second is being copied.
     station.lend(1, {"policy": (1, 10)})
-    first = station.subscriber.staged
-    assert first is not None
+    first = station.subscriber.staged[-1]
     first.run()
     station.lend(2, {"policy": (2, 20)})
-    second = station.subscriber.staged
-    assert second is not None
+    second = station.subscriber.staged[-1]
     first.over = True
     second.run()
     station.lend(3, {"policy": (3, 30)})
@@ -583,9 +619,11 @@ def test_a_lent_slab_that_is_being_copied_is_kept_when_an_earlier_update_is_told
     assert station.content() == {30}
 
 
-def test_a_part_that_is_staged_with_a_newer_one_of_another_model_is_kept(pair: Station) -> None:
+def test_a_part_is_kept_with_its_sibling_though_there_is_a_newer_one(pair: Station) -> None:
     pair.lend(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.lend(2, {"policy": (2, 20)})
+    assert reported(pair.take()[-1]) == (2, (("policy", 1), ("critic", 1), ("policy", 2)))
+    pair.apply()
     assert reported(pair.take()[-1]) == (2, (("critic", 1), ("policy", 2)))
 
 
@@ -681,9 +719,9 @@ def test_an_update_that_was_lost_before_a_ping_is_given_back(station: Station) -
     station.receive(wire.Ping(EPOCH, 1, 2))
     assert reported(station.take()[-1]) == (2, (("policy", 1),))
     station.lend(2, {"policy": (2, 20)})
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     station.lend(3, {"policy": (2, 20)})
-    assert station.subscriber.staged is not None
+    assert station.subscriber.staged
 
 
 def test_a_ping_does_not_disturb_what_is_arriving(station: Station) -> None:
@@ -729,7 +767,7 @@ def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
     station.subscriber.leave()
     station.take()
     station.lend(2, {"policy": (2, 20)})
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert not station.take()
     station.receive(wire.Ping(EPOCH, 1))
     assert reported(station.take()[-1]) == (2, (("policy", 1),))
@@ -767,12 +805,11 @@ def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) 
     station.update(9, {"policy": (7, 70)})
     station.apply()
     station.update(10, {"policy": (8, 80)})
-    staged = station.subscriber.staged
-    assert staged is not None
+    staged = station.subscriber.staged[-1]
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     assert staged.abandoned
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert station.subscriber.version("policy") == 0
     assert station.content() == {70}  # the model keeps what it has
     station.update(1, {"policy": (1, 10)}, epoch=NEWER)
@@ -785,8 +822,7 @@ def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) 
 
 def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(station: Station) -> None:
     station.update(1, {"policy": (7, 70)})
-    begun = station.subscriber.staged
-    assert begun is not None
+    begun = station.subscriber.staged[-1]
     begun.run()
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
@@ -804,7 +840,7 @@ def test_messages_of_another_epoch_are_refused(station: Station, epoch: wire.Epo
             station.receive(instruction)
     with pytest.raises(ProtocolError, match="another epoch"):
         station.update(1, {"policy": (9, 90)}, epoch=epoch)
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert station.subscriber.epoch == EPOCH
     assert station.subscriber.targets == {}
 
@@ -851,7 +887,7 @@ def test_bye_ends_it_and_leaves_what_was_applied(station: Station, reason: str, 
     station.update(2, {"policy": (2, 20)})
     station.receive(wire.Ping(EPOCH, 1))
     station.pass_time(600)
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert not station.take()
 
 
@@ -888,8 +924,7 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
     station.apply()
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
-    staged = station.subscriber.staged
-    assert staged is not None
+    staged = station.subscriber.staged[-1]
     held = station.subscriber.held("policy")
     assert held is not None
     station.subscriber.close()
@@ -933,7 +968,7 @@ def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:
     station.welcome(F32)  # asked about again
     station.welcome(dtypes[KEPT_LAYOUTS - 1])
     station.update(1, {"policy": (1, 10)})
-    assert station.subscriber.staged is not None
+    assert station.subscriber.staged
 
 
 # -- messages that no correct trainer sends -------------------------------------------------------------------------
@@ -945,7 +980,7 @@ def state(subscriber: Subscriber) -> object:
         subscriber.welcomed,
         subscriber.ended,
         dict(subscriber.targets),
-        subscriber.staged,
+        subscriber.staged.copy(),
         subscriber._incoming,
         subscriber._serial,
         subscriber.last_seen,
@@ -1003,7 +1038,7 @@ def test_more_memory_than_there_is_fails_the_update_only(station: Station, monke
     assert isinstance(failed, wire.Failed)
     assert failed.type_name == "builtins.MemoryError"
     station.update(2, {"policy": (2, 20)})
-    assert station.subscriber.staged is not None
+    assert station.subscriber.staged
 
 
 def test_what_was_granted_to_an_earlier_update_is_not_taken_for_a_newer_one(station: Station) -> None:
@@ -1016,7 +1051,7 @@ def test_what_was_granted_to_an_earlier_update_is_not_taken_for_a_newer_one(stat
         station.receive(wire.Update(EPOCH, serial, True, (part,)), [b"", b""])
         assert [fetch.serial for fetch in station.take(wire.Fetch)] == [serial]  # type: ignore[attr-defined]
     station.receive(wire.Granted(EPOCH, 1))
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     station.receive(wire.Granted(EPOCH, 2))
     station.apply()
     assert station.content() == {60}
@@ -1126,7 +1161,7 @@ def test_an_again_that_comes_twice_or_late_changes_nothing(station: Station) -> 
     station.apply()
     station.take()
     repeat(station, 2, 2, 99)
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert station.take() == [wire.Done(EPOCH, 2)], "an interrupt may have swallowed the first answer"
     station.receive(wire.Again(EPOCH, 2, 1, 2, None), [content_of(99)])
     assert station.take() == [wire.Done(EPOCH, 2)]
@@ -1197,7 +1232,7 @@ def test_whoever_leaves_looks_at_no_again(station: Station) -> None:
     station.take()
     station.subscriber.leave()
     repeat(station, 2, 2, 2.0)
-    assert station.subscriber.staged is None
+    assert not station.subscriber.staged
     assert station.take() == []
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import ClosedError, NotConnected, PartialSendError, SchemaMismatch
+from asyncsync import ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, crew, fill, passed_on, read, until
 
@@ -268,3 +268,90 @@ async def test_r189_large_updates_start_the_documented_threads_only() -> None:
         assert all(t.daemon for t in started)
         # Each side has a ZeroMQ context of two native threads. (What is called otherwise is torch's.)
         assert sorted((native_threads() - native).elements()) == ["ZMQbg/IO/0"] * 2 + ["ZMQbg/Reaper"] * 2
+
+
+# -- a model that does not take part, and its neighbours
+
+
+class Refusing(WeightStrategy):
+    """Whose conversion raises for whatever is not zero: a worker accepts the layout, and fails with the update."""
+
+    def convert(self, weights: Any, model: Any) -> Any:
+        if read(weights) != {0}:
+            raise OSError("it cannot be converted")
+        return super().convert(weights, model)
+
+
+@asynccontextmanager
+async def separately(
+    api: Api, *, strategy: WeightStrategy | None = None, **value: Any
+) -> AsyncIterator[tuple[Any, dict[str, Model], dict[str, Any], dict[str, Model]]]:
+    """Two models on one bus, of which only the policy has been sent: the worker's value has another strategy, or
+    further arguments of ``init_on_receiver``."""
+    async with api.bus(num_workers=1) as bus:
+        sources = {name: Model(0) for name in NAMES}
+        schemes = {name: api.scheme(bus=bus) for name in NAMES}
+        copies = passed_on(schemes)
+        if strategy is not None:
+            copies["value"].strategy = strategy
+        schemes["policy"].init_on_sender(model_id="policy", model=sources["policy"])
+        schemes["value"].init_on_sender(model_id="value")
+        models = {name: Model() for name in NAMES}
+        copies["policy"].init_on_receiver("policy", model=models["policy"], worker_idx=0)
+        copies["value"].init_on_receiver("value", model=models["value"], worker_idx=0, **value)
+        below = copies["policy"].bus
+        try:
+            await asyncio.gather(bus.connect(timeout=5), below.connect(timeout=5))
+            yield bus, sources, copies, models
+        finally:
+            await below.shutdown()
+
+
+@pytest.mark.schemes("all")
+async def test_a_model_that_cannot_be_converted_does_not_keep_others_from_their_updates(api: Api) -> None:
+    async with separately(api, strategy=Refusing()) as (bus, sources, _, models):
+        for value in range(1, 4):
+            with Clock(1.0), pytest.raises(PartialSendError) as caught:
+                await bus.send_async({"value": fill(sources["value"], value)}, timeout=5)
+            assert "it cannot be converted" in str(caught.value.failed[0])
+            await bus.send_async({"policy": fill(sources["policy"], value)}, timeout=5)
+            assert (read(models["policy"]), read(models["value"])) == ({value}, {-1})
+
+
+@pytest.mark.schemes("all")
+async def test_what_cannot_be_converted_keeps_its_siblings_of_one_publication_back_and_nothing_later(api: Api) -> None:
+    async with separately(api, strategy=Refusing()) as (bus, sources, _, models):
+        with Clock(1.0), pytest.raises(PartialSendError):
+            await bus.send_async({name: fill(source, 1) for name, source in sources.items()}, timeout=5)
+        assert read(models["policy"]) == {0}
+        await bus.send_async({"policy": fill(sources["policy"], 2)}, timeout=5)
+        assert read(models["policy"]) == {2}
+
+
+@pytest.mark.schemes("waiting")
+async def test_a_model_that_waits_for_receive_does_not_keep_others_waiting(api: Api) -> None:
+    async with separately(api, apply="on_receive") as (bus, sources, copies, models):
+        waiting = await bus.publish({"value": fill(sources["value"], 1)})
+        for value in range(1, 4):
+            await bus.send_async({"policy": fill(sources["policy"], value)}, timeout=5)
+            assert (read(models["policy"]), read(models["value"])) == ({value}, {-1})
+        assert read(await copies["value"].receive(timeout=5)) == {1}
+        assert read(models["value"]) == {1}
+        await bus.wait_version(waiting, timeout=5)
+
+
+@pytest.mark.schemes("waiting")
+async def test_models_of_one_publication_wait_for_receive_together_until_a_newer_one_overtakes(api: Api) -> None:
+    async with separately(api, apply="on_receive") as (bus, sources, copies, models):
+        both = {name: fill(source, 1) for name, source in sources.items()}
+        with pytest.raises(PartialSendError):
+            await bus.send_async(both, timeout=0.3)
+        assert (read(models["policy"]), read(models["value"])) == ({0}, {-1})
+        await bus.send_async({"policy": fill(sources["policy"], 2)}, timeout=5)
+        assert (read(models["policy"]), read(models["value"])) == ({2}, {-1})
+        assert read(await copies["value"].receive(timeout=5)) == {1}
+        assert (read(models["policy"]), read(models["value"])) == ({2}, {1})
+        later = await bus.publish({name: fill(source, 3) for name, source in sources.items()})
+        assert read(await copies["value"].receive(timeout=5)) == {3}
+        assert (read(models["policy"]), read(models["value"])) == ({3}, {3})
+        await bus.wait_version(later, timeout=5)

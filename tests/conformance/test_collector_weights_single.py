@@ -333,7 +333,7 @@ def test_weights_that_wait_to_be_received_are_taken_in_in_the_midst_of_a_rollout
     with registered_in_the_midst(policy, apply="on_receive", gate="hold") as (one, scheme, given):
         version = scheme.publish(Level(2))
         subscriber = given._bus._link.subscriber
-        while (staged := subscriber.staged) is None or staged.versions != {"policy": version}:
+        while not (staged := subscriber.staged) or staged[-1].versions != {"policy": version}:
             time.sleep(0.001)
         assert policy.level.item() == 1.0
         one.receive_weights()

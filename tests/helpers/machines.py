@@ -304,10 +304,10 @@ class Station:
 
     def apply(self) -> None:
         """The gate opens."""
-        staging = self.subscriber.staged
-        assert staging is not None
-        staging.run()
-        self.subscriber.applied(staging)
+        assert self.subscriber.staged
+        for staging in self.subscriber.staged.copy():
+            staging.run()
+            self.subscriber.applied(staging)
 
     def content(self, model: str = "policy") -> set[float]:
         return {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}

@@ -58,9 +58,8 @@ class Oracle:
         subscriber = worker.subscriber
         holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber._held.values())
         holders.update(slab for homes in subscriber._homes.values() for slab in homes)
-        waiting = (subscriber.staged, worker.running, *subscriber._interrupted)
-        stagings = {id(s): s for s in waiting if s is not None and not s.abandoned}
-        for staging in stagings.values():
+        for staging in subscriber.staged:
+            assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
         if subscriber._incoming is not None:
             holders.update(slab for slab in subscriber._incoming.slabs if slab is not None)
@@ -82,9 +81,11 @@ class Oracle:
             assert not borrowed.references or borrowed in holders, f"{worker} keeps a slot that nothing uses"
         own = sum(not slab.lent for slab in holders)
         assert own <= subscriber.pool.slabs <= own + 1, f"{worker} leaks slabs"
-        if subscriber.staged is not None:
-            assert subscriber.staged.epoch == subscriber.epoch, f"{worker} is about to apply weights of another trainer"
-            for model, part in subscriber.staged.parts.items():
+        for staging in subscriber.staged:
+            if staging is worker.running:
+                continue
+            assert staging.epoch == subscriber.epoch, f"{worker} is about to apply weights of another trainer"
+            for model, part in staging.parts.items():
                 assert part.version >= subscriber.version(model), (
                     f"{worker} is about to apply an older version of {model!r}"
                 )
@@ -93,9 +94,8 @@ class Oracle:
         """Whatever a worker may read in place is what it was when it was lent."""
         subscriber = worker.subscriber
         seen = [(*held, model) for model, held in subscriber._held.items()]
-        for staging in (subscriber.staged, worker.running, *subscriber._interrupted):
-            if staging is not None and not staging.abandoned:
-                seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
+        for staging in subscriber.staged:
+            seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
         if (incoming := subscriber._incoming) is not None:
             assert subscriber.epoch is not None
             parts = zip(incoming.parts, incoming.slabs, strict=True)

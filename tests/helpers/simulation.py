@@ -270,8 +270,8 @@ class Simulation(Oracle):
     def _do_begin(self, a: int, b: int) -> None:
         """The gate applies in another thread; the worker's loop hears of it later."""
         worker = self._pick(a)
-        if worker.running is None and worker.subscriber.staged is not None:
-            worker.running = worker.subscriber.staged
+        if worker.running is None and worker.subscriber.staged:
+            worker.running = worker.subscriber.staged[0]
             worker.running.run()
             worker.running.over = True
             self._observe(worker)
@@ -289,9 +289,9 @@ class Simulation(Oracle):
     def _do_mismatch(self, a: int, b: int) -> None:
         """The user has put something else into the model when the update wants to go in."""
         worker = self._pick(a)
-        staging = worker.subscriber.staged
-        if worker.running is not None or staging is None:
+        if worker.running is not None or not worker.subscriber.staged:
             return
+        staging = worker.subscriber.staged[0]
         model = worker.models[sorted(staging.parts)[b % len(staging.parts)]]
         own, model["a"] = model["a"], torch.zeros(3)
         try:
@@ -709,8 +709,8 @@ class Simulation(Oracle):
                 if not worker.held:
                     while worker.fetches:
                         self._fetch(worker, *worker.fetches.pop(0))
-                    while worker.running is None and worker.subscriber.staged is not None:
-                        worker.running = worker.subscriber.staged
+                    while worker.running is None and worker.subscriber.staged:
+                        worker.running = worker.subscriber.staged[0]
                         worker.running.run()
                         worker.running.over = True
                         self._observe(worker)
