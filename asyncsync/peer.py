@@ -240,6 +240,10 @@ class Peer:
         while len(self.refused) > KEPT_REFUSALS:
             del self.refused[next(iter(self.refused))]
 
+    def forget_refused(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
+        """Count what it has refused of these as not answered; True if there was anything."""
+        return any([self.refused.pop(layout, None) is not None for layout in layouts])
+
     def note_applied(self, versions: dict[str, int]) -> None:
         """The models hold these versions, or newer ones."""
         for model_id, version in versions.items():

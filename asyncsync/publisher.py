@@ -101,13 +101,11 @@ class Publisher(Overview):
         if self._agreed(publication):
             self._settle(publication)
             return publication.version
-        known = {w: self._objection(p, publication) for w, p in self.peers.items() if not p.lost}
-        refusals = {w: error for w, error in known.items() if error is not None}
-        if refusals:
-            self.targets.reject(publication, refusals)
+        # Whoever has refused these layouts is asked again: its model may fit now.
+        again = [peer for peer in self.peers.values() if peer.forget_refused(publication.layouts)]
         publication.awaiting = self._unanswered(publication)
         for peer in self.peers.values():
-            self._announce(peer)
+            self._announce(peer, again=peer in again)
         self._settle(publication)
         return publication.version
 

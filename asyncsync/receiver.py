@@ -465,6 +465,7 @@ class ReceiverLink(Link):
 
         if subscriber.ended is not None:
             raise self._ending()
+        self._check_again(model_id)
         self.wanted.append(model_id)
         try:
             self.settle()
@@ -483,6 +484,12 @@ class ReceiverLink(Link):
         if model_id in subscriber.refused:
             raise _again(subscriber.refused[model_id])
         raise subscriber.error[model_id][1]
+
+    def _check_again(self, model_id: str) -> None:
+        """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
+        self.subscriber.check_again(model_id, self.loop.time())
+        if model_id in self.subscriber.refused:
+            raise _again(self.subscriber.refused[model_id])
 
     def _why(self, model_id: str) -> str:
         subscriber = self.subscriber
@@ -540,6 +547,7 @@ class ReceiverLink(Link):
         """
         subscriber = self.subscriber
         deadline = self.loop.time() + timeout
+        self._check_again(model_id)
         self.wanted.append(model_id)
         try:
             first = subscriber.request(self.loop.time())

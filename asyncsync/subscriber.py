@@ -91,6 +91,7 @@ class Subscriber:
         self._versions: dict[str, int] = {}
         self._held: dict[str, tuple[Epoch, int, Slab]] = {}
         self._layouts = KnownLayouts()
+        self._unfit: dict[str, Layout] = {}  # what was refused
         self._incoming: Incoming | None = None
         self._serial = 0
         self._base: tuple[int, wire.Part] | None = None  # what AGAIN builds on: an update's serial, and its one part
@@ -109,6 +110,19 @@ class Subscriber:
         """Take part in the updates of one more model."""
         self.end_routine()
         self.models[model_id] = binding
+        if self.online:
+            self._hello(now)
+
+    def check_again(self, model_id: str, now: float) -> None:
+        """If the trainer's layout has not fitted this model, and does by now, tell the trainer."""
+        if model_id not in self.refused or self.ended is not None:
+            return
+        error = self._layouts.check(model_id, self.models[model_id], self._unfit[model_id])
+        if error is not None:
+            self.refused[model_id] = error
+            return
+        del self.refused[model_id], self._unfit[model_id]
+        self.end_routine()
         if self.online:
             self._hello(now)
 
@@ -357,9 +371,10 @@ class Subscriber:
             error = self._layouts.check(model_id, self.models[model_id], layout)
             if error is None:
                 self.refused.pop(model_id, None)
+                self._unfit.pop(model_id, None)
                 accepted[self._name(model_id)] = layout.digest
             else:
-                self.refused[model_id] = error
+                self.refused[model_id], self._unfit[model_id] = error, layout
                 text = str(error)[: wire.MAX_TEXT]
                 self._send(wire.Refused(welcome.epoch, self._name(model_id), layout.digest, text))
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
@@ -374,7 +389,7 @@ class Subscriber:
         self._serial = 0
         self._failure = None
         self.error = {}
-        self.refused = {}
+        self.refused, self._unfit = {}, {}
         self.targets = {}
         self._kept = {}  # the old one's slots are written no more
 

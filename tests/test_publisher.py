@@ -664,14 +664,41 @@ def test_one_refusal_changes_no_worker(desk: Desk) -> None:
     assert desk.pool.slabs <= 2
 
 
-def test_a_refused_layout_is_refused_at_once_the_next_time(desk: Desk) -> None:
+def test_a_refused_layout_is_asked_about_again_with_the_next_publication(desk: Desk) -> None:
     desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
     desk.publish(dtype=F64)
+    desk.ready(0, F64)
     desk.refuse(1, F64)
     desk.take()
     again = desk.publish(dtype=F64)
+    (welcome,) = desk.take(wire.Welcome, b"1")
+    assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
+    assert desk.publisher.progress(again, [0, 1]).waiting == {0, 1}
+    desk.refuse(1, F64)
     assert set(desk.publisher.progress(again, [0, 1]).failed) == {0, 1}
-    assert not desk.take()
+    desk.take()
+    last = desk.publish(dtype=F64)
+    desk.take()
+    desk.ready(1, F64)
+    assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": last}] * 2
+
+
+def test_the_layout_of_its_target_that_a_worker_has_refused_is_asked_about_again() -> None:
+    desk = Desk(None)
+    desk.join(0)
+    desk.publish()
+    (update,) = desk.take(wire.Update)
+    desk.finish(0, update)
+    desk.hello(1)
+    desk.refuse(1, F32)
+    desk.take()
+    version = desk.publish()
+    assert [versions_of(u) for u in desk.take(wire.Update, b"0")] == [{"policy": version}], "nobody waits for it"
+    desk.ready(1)
+    (update,) = desk.take(wire.Update, b"1")
+    assert versions_of(update) == {"policy": version}
 
 
 def test_a_silent_worker_holds_up_a_new_layout_for_the_patience_only(desk: Desk) -> None:
@@ -736,8 +763,11 @@ def test_refusing_a_layout_that_is_in_use_concerns_the_refuser_only() -> None:
     desk.hello(1)
     pending = desk.publish()
     desk.refuse(1, F32)
-    for version in (pending, desk.publish()):
-        assert isinstance(desk.publisher.progress(version, [1]).failed[1], SchemaMismatch)
+    assert isinstance(desk.publisher.progress(pending, [1]).failed[1], SchemaMismatch)
+    version = desk.publish()
+    assert desk.publisher.progress(version, [1]).waiting == {1}
+    desk.refuse(1, F32)
+    assert isinstance(desk.publisher.progress(version, [1]).failed[1], SchemaMismatch)
     updates = desk.take(wire.Update)
     assert [versions_of(u) for u in updates] == [{"policy": pending}]
     desk.finish(0, updates[0])

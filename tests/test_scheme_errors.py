@@ -426,6 +426,53 @@ async def test_a_later_mismatch_fails_that_update_only(api: Api) -> None:
         assert everybody.read == [{4}, {4}]
 
 
+@pytest.mark.schemes("every")
+async def test_a_model_that_fits_by_now_takes_what_it_has_refused(api: Api) -> None:
+    """As with an adapter that the trainer has added a moment before the worker."""
+    async with api.crew(2, models=[Model(), Model()]) as everybody:
+        for _ in range(2):
+            with Clock(1.0), pytest.raises(PartialSendError):
+                await everybody.sender.send_async(Model(9, width=3), timeout=5)
+        everybody.models[0].first = nn.Parameter(torch.empty(3))
+        with Clock(1.0), pytest.raises(PartialSendError) as caught:
+            await everybody.sender.send_async(Model(9, width=3), timeout=5)
+        assert "worker 1" in str(caught.value.failed[0])
+        everybody.models[1].first = nn.Parameter(torch.empty(3))
+        for value in (5, 6):
+            await everybody.sender.send_async(Model(value, width=3), timeout=5)
+            assert everybody.read == [{value}, {value}]
+
+
+@pytest.mark.schemes("every")
+async def test_both_sides_may_connect_again_when_the_model_fits(api: Api) -> None:
+    sender = sender_of(api)
+    receiver = receiver_of(sender, 0, model := Model(width=3))
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5), return_exceptions=True)
+        with Clock(0.5), pytest.raises(SchemaMismatch):
+            await receiver.connect(timeout=5)
+        model.first = nn.Parameter(torch.empty(64))
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        assert (len(read(model)), receiver.version) == (1, sender.version)
+        version = await sender.send_async(Model(4), timeout=5)
+        assert (read(model), receiver.version) == ({4}, version)
+
+
+async def test_a_late_worker_whose_model_fits_by_now_connects_without_a_publication(api: Api) -> None:
+    async with api.scheme() as sender:
+        sender.init_on_sender(model_id="policy", model=Model(7))
+        first = receiver_of(sender, 0, Model())
+        late = receiver_of(sender, 1, model := Model(width=3))
+        async with first, late:
+            await asyncio.gather(sender.connect(timeout=5), first.connect(timeout=5))
+            for call in (late.connect, late.fetch):
+                with Clock(0.5), pytest.raises(SchemaMismatch):
+                    await call(timeout=5)
+            model.first = nn.Parameter(torch.empty(64))
+            await late.connect(timeout=5)
+            assert read(model) == {7}
+
+
 # -- the endpoint
 
 
