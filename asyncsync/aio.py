@@ -68,7 +68,7 @@ class Bus(BusCore):
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has.
+        worker has, of every model for which it has been told of one.
 
         Args:
             version: as returned by ``publish``.

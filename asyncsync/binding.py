@@ -1,9 +1,10 @@
 """Binding: the receiver's model, and the way from a slab into it.
 
 :meth:`Binding.check` compares a layout with the model before anything is sent; :meth:`Binding.prepare` converts and
-checks one update when it is staged, outside the gate; :meth:`Prepared.resolve` and :meth:`Prepared.apply` are the gated
-pass: the former looks once more at a model that may have changed, the latter only copies or re-points. A model is a
-module, a TensorDict, a dict of tensors, or None (nothing to apply to: ``receive`` just returns the weights).
+checks one update when it is staged, outside the gate; :meth:`Prepared.resolve`, :meth:`Prepared.apply` and
+:meth:`Prepared.complete` are the gated pass: the first looks once more at a model that may have changed, the second
+only copies or re-points, the last calls the user's code where there is some. A model is a module, a TensorDict, a dict
+of tensors, or None (nothing to apply to: ``receive`` just returns the weights).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KEPT_PLANS = 4
 
 
 class Prepared:
-    """One update of one model, converted and checked: :meth:`resolve`, then :meth:`apply`, both under the gate.
+    """One update of one model, converted and checked: :meth:`resolve`, :meth:`apply`, :meth:`complete`, under the gate.
 
     ``sources`` belong to the plan's places; ``states`` and ``values`` are extra state: tensors, and msgpack values.
     """
@@ -181,7 +182,7 @@ class Prepared:
         self._replaced.append((owner, key, value))
 
     def apply(self) -> None:
-        """Copy. Nothing that :meth:`resolve` could have seen fails here; a user's ``set_extra_state`` may, last."""
+        """Copy. Nothing that :meth:`resolve` could have seen fails here."""
         destinations, sources = self._copies
         if destinations and not self._copy_directly(destinations):
             copy_tensors(destinations, sources)
@@ -189,6 +190,9 @@ class Prepared:
             self._repoint()
         for owner, key, value in self._replaced:
             owner[key] = value
+
+    def complete(self) -> None:
+        """After :meth:`apply`: what only the user's code can do, and may fail at, which is ``set_extra_state``."""
         for name, module in self._plan.model.extra_state.items():
             if name in self._values:
                 module.set_extra_state(self._values[name])
@@ -221,7 +225,7 @@ class Prepared:
         return self._is_simple and self._direct is not None and self._direct[0].is_known
 
     def repeat(self) -> bool:
-        """:meth:`resolve` and :meth:`apply`, if that takes no more than copying bytes to where the same tensors had
+        """All three, if that takes no more than copying bytes to where the same tensors had
         theirs the last time. False: it takes more, and nothing was done."""
         plan = self._plan
         if not self.is_known or self._binding.abroad or plan.model.stale():
@@ -293,6 +297,9 @@ class _Custom(Prepared):
         pass
 
     def apply(self) -> None:
+        pass
+
+    def complete(self) -> None:
         self._apply(self._weights)
 
 
@@ -535,6 +542,7 @@ def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) 
     prepared = Binding(model, WeightStrategy(extract_as), inplace=inplace).prepare_flat(flat)
     prepared.resolve()
     prepared.apply()
+    prepared.complete()
 
 
 def _specs(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -321,8 +321,8 @@ class BusCore:
             await self._receiver().wait_version(version, models or list(self._schemes), timeout)
         else:
             link = self._sender()
-            if not 0 < version <= link.version:
-                raise ValueError(f"version {version} has not been published; the newest is {link.version}")
+            if not 0 < version <= link.issued:
+                raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
             workers = link.check_workers(as_workers(worker_ids))
             await link.wait_version(version, workers, models, timeout, spent=spent)
 
@@ -405,7 +405,8 @@ class BusCore:
 
     @property
     def version(self) -> int:
-        """Sender: the last version published. Receiver: the newest version that any of its models shows. 0: none.
+        """Sender: the newest version published; one that a worker has refused was not. Receiver: the newest version
+        that any of its models shows. 0: none.
 
         On a receiver it switches with the models: inside a :meth:`hold` it does not change.
         """

@@ -242,7 +242,10 @@ class Peer:
 
     def forget_refused(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
         """Count what it has refused of these as not answered; True if there was anything."""
-        return any([self.refused.pop(layout, None) is not None for layout in layouts])
+        known = [layout for layout in layouts if layout in self.refused]
+        for layout in known:
+            del self.refused[layout]
+        return bool(known)
 
     def note_applied(self, versions: dict[str, int]) -> None:
         """The models hold these versions, or newer ones."""

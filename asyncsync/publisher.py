@@ -72,7 +72,13 @@ class Publisher(Overview):
 
     @property
     def version(self) -> int:
+        """The last one that :meth:`publish` has returned."""
         return self.targets.version
+
+    @property
+    def published(self) -> int:
+        """The newest one that has become a target."""
+        return self.targets.published
 
     @property
     def serial(self) -> int:
@@ -579,7 +585,7 @@ class Publisher(Overview):
         common = self.targets.models[model_id].common
         current = common.current
         assert current is not None
-        self.targets.version = version
+        self.targets.version = self.targets.published = version
         publication = Publication(version, frozenset(said.layouts), None, now + self.settings.layout_patience)
         common.current = Target(version, slab, publication)
         current.slab.release()

@@ -585,7 +585,8 @@ class ReceiverLink(Link):
         return mark
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
-        """Wait until every one of these models holds at least this version.
+        """Wait until this worker has applied this version, or a newer one, of every one of these models for which it
+        has been told of one.
 
         Raises:
             AckTimeout: not within the timeout.
@@ -594,7 +595,8 @@ class ReceiverLink(Link):
         subscriber = self.subscriber
 
         def done() -> bool:
-            return any(subscriber.version(m) >= version for m in models)
+            told = [m for m in models if subscriber.targets.get(m, 0) >= version]
+            return bool(told) and all(subscriber.version(m) >= version for m in told)
 
         if not await self.wait(lambda: done() or subscriber.ended is not None, timeout):
             have = {m: subscriber.version(m) for m in models}

@@ -45,6 +45,7 @@ class Routine:
 
     Attributes:
         version: the newest.
+        updates: how many there were.
         waiting: who has not answered it.
         waiter: to be woken when everybody has answered, or this has ended.
     """
@@ -67,7 +68,7 @@ class Routine:
         self._workers = workers
         self._peers = [peer for peer, _ in workers]
         self._known = known
-        self._updates = 0
+        self.updates = 0
         self._is_over = False
         self._asking: dict[Peer, Lane] | None = None
         self._heard = workers[0][1]  # told last
@@ -97,7 +98,7 @@ class Routine:
         waiting, untold = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
-        self.version, self._serial, self._updates = version, serial, self._updates + 1
+        self.version, self._serial, self.updates = version, serial, self.updates + 1
         self._again, self._done, self.waiting, self._untold = again, done, waiting, untold
         return True
 
@@ -154,9 +155,9 @@ class Routine:
 
     def _hand_over(self) -> None:
         self._next.release()
-        if self._updates:
+        if self.updates:
             untold = [peer for peer, _ in self._untold]
             peers, waiting = self._peers, self.waiting
-            self._publisher.catch_up(self.model_id, self._newest, self._updates, peers, waiting, untold, self._began)
+            self._publisher.catch_up(self.model_id, self._newest, self.updates, peers, waiting, untold, self._began)
         else:
             self._newest.release()

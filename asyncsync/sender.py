@@ -134,7 +134,13 @@ class SenderLink(Link):
 
     @property
     def version(self) -> int:
-        """The newest version. From any thread."""
+        """The newest version that is on its way, or has been. From any thread."""
+        routine = self._routine
+        return self._publisher.published if routine is None or not routine.updates else routine.version
+
+    @property
+    def issued(self) -> int:
+        """The last version that :meth:`publish` has returned; some worker may still refuse it."""
         routine = self._routine
         return self._publisher.version if routine is None else routine.version
 

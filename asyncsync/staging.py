@@ -299,7 +299,10 @@ class Staging:
         return self.error is None and not self.abandoned
 
     def run(self) -> None:
-        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were."""
+        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were.
+
+        The user's code comes last: if it raises, every tensor of every model has been copied.
+        """
         with self._lock:
             if self.abandoned:
                 return
@@ -312,6 +315,8 @@ class Staging:
             one.resolve()
         for one in prepared:
             one.apply()
+        for one in prepared:
+            one.complete()
 
     def abandon(self) -> bool:
         """Let go of the slabs, unless the gate is copying from them (False): then :meth:`release` is due when it is

@@ -146,7 +146,8 @@ class SchemeState:
 
     @property
     def version(self) -> int:
-        """Sender: the last version published on this bus. Receiver: the version that the model shows. 0: none.
+        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
+        version that the model shows. 0: none.
 
         On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
         """

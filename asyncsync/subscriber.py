@@ -203,7 +203,7 @@ class Subscriber:
         return self.waits(models) or any(self.models[m].shows_slabs for m in models)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised; the versions that the models hold are unchanged."""
+        """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
         if staging.abandoned:
             return
         self._done(staging)

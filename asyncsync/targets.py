@@ -118,12 +118,17 @@ class _Model:
 
 
 class Targets:
-    """The targets of all workers, for all models of a bus."""
+    """The targets of all workers, for all models of a bus.
+
+    Attributes:
+        version: the last one that a publication was given.
+        published: the newest one that has become a target. (One that is pending may still be refused, and never was.)
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, _Model] = {}
         self.pending: dict[int, Publication] = {}
-        self.version = 0
+        self.version = self.published = 0
         self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
 
     def add_model(self, model_id: str) -> None:
@@ -166,6 +171,7 @@ class Targets:
     def commit(self, publication: Publication) -> None:
         """Every targeted worker has accepted the layouts: the publication becomes the target."""
         self.pending.pop(publication.version, None)
+        self.published = max(self.published, publication.version)
         for model_id in publication.models:
             model = self.models[model_id]
             # Once everybody was waited for, nobody who is absent holds up a publication again.
@@ -222,6 +228,7 @@ class Targets:
                 slot.current = target
             else:
                 target.slab.release()
+        self.published = max((s.current.version for s in self.slots() if s.current is not None), default=0)
         for model in self.models.values():
             model.forget_empty()
 

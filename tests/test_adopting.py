@@ -50,6 +50,7 @@ class Pair:
         assert prepared is not None
         prepared.resolve()
         prepared.apply()
+        prepared.complete()
         if self.held is not None:
             self.held.release()
         self.held = slab

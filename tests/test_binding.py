@@ -45,6 +45,7 @@ def update(binding: Binding, source: Any) -> None:
     one = prepared(binding, source)
     one.resolve()
     one.apply()
+    one.complete()
 
 
 def bound(model: Any, extract_as: str = "tensordict", **options: Any) -> Binding:
@@ -485,6 +486,7 @@ def test_r218_a_model_never_shares_memory_with_the_slab(inplace: bool, meta: boo
     assert one is not None
     one.resolve()
     one.apply()
+    one.complete()
     slab.buffer.zero_()
     assert (model.weight == 1).all()
     assert (model.state == 1).all()
@@ -616,6 +618,7 @@ def test_r218_a_custom_apply_gets_weights_of_its_own() -> None:
     one.resolve()
     assert not kept
     one.apply()
+    one.complete()
     slab.buffer.zero_()
     assert (kept[0]["w"] == 1).all()
     assert kept[0]["n"] == 3
@@ -626,6 +629,7 @@ def test_a_custom_apply_needs_no_model() -> None:
     one = prepared(bound(None, apply=kept.append), {"w": torch.ones(1)})
     one.resolve()
     one.apply()
+    one.complete()
     assert len(kept) == 1
 
 

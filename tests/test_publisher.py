@@ -816,6 +816,29 @@ def test_a_refusal_leaves_an_older_publication_whole() -> None:
     assert isinstance(desk.publisher.progress(both + 1, [0]).failed[0], SchemaMismatch)
 
 
+def test_a_version_is_published_when_its_layouts_are_accepted_and_never_if_one_is_refused(desk: Desk) -> None:
+    first = desk.publish()
+    assert (desk.publisher.version, desk.publisher.published) == (first, first)
+    refused = desk.publish(dtype=F64)
+    assert (desk.publisher.version, desk.publisher.published) == (refused, first)
+    desk.refuse(1, F64)
+    assert desk.publisher.published == first
+    accepted = desk.publish(dtype=I32)
+    desk.ready(0, I32)
+    assert desk.publisher.published == first
+    desk.ready(1, I32)
+    assert (desk.publisher.version, desk.publisher.published) == (accepted, accepted)
+
+
+def test_a_version_that_is_taken_back_is_not_published(desk: Desk) -> None:
+    first = desk.publish()
+    kept = desk.publisher.targets.keep(["policy"])
+    second = desk.publish()
+    assert desk.publisher.published == second
+    desk.publisher.abandon(second, kept)
+    assert desk.publisher.published == first
+
+
 def test_a_late_joiner_gets_the_target_while_a_new_layout_is_pending(desk: Desk) -> None:
     desk.publish()
     desk.publish(dtype=F64)

@@ -422,8 +422,10 @@ async def test_a_later_mismatch_fails_that_update_only(api: Api) -> None:
         assert isinstance(caught.value.failed[0], SchemaMismatch)
         assert set(caught.value.failed) == {0, 1}
         assert everybody.read == [{0}, {0}]
-        await everybody.sender.send_async(fill(everybody.source, 4))
+        assert everybody.sender.version == 1, "the refused one was never published"
+        version = await everybody.sender.send_async(fill(everybody.source, 4))
         assert everybody.read == [{4}, {4}]
+        assert everybody.sender.version == version == 3
 
 
 @pytest.mark.schemes("every")

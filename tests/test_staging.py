@@ -207,6 +207,9 @@ class Recorder:
     def apply(self) -> None:
         self.log.append(f"apply {self.name}")
 
+    def complete(self) -> None:
+        self.log.append(f"complete {self.name}")
+
 
 def staging(*prepared: Any) -> Staging:
     pool = SlabPool()
@@ -223,7 +226,7 @@ def test_every_part_is_resolved_before_any_is_applied() -> None:
     staged = staging(Recorder("a", log), None, Recorder("b", log))
     assert staged.versions == {"m0": 1, "m1": 2, "m2": 3}
     staged.run()
-    assert log == ["resolve a", "resolve b", "apply a", "apply b"]
+    assert log == ["resolve a", "resolve b", "apply a", "apply b", "complete a", "complete b"]
 
 
 def test_nothing_is_applied_if_one_part_does_not_resolve() -> None:
@@ -255,7 +258,7 @@ def test_a_part_that_repeats_is_done_with_unless_it_has_company() -> None:
     assert log == ["repeat a"]
     log.clear()
     staging(Repeating("a", log), Recorder("b", log)).run()
-    assert log == ["resolve a", "resolve b", "apply a", "apply b"]
+    assert log == ["resolve a", "resolve b", "apply a", "apply b", "complete a", "complete b"]
 
 
 def test_what_has_begun_cannot_be_abandoned() -> None:
@@ -279,6 +282,6 @@ def test_what_has_begun_cannot_be_abandoned() -> None:
     finally:
         go.set()
         thread.join()
-    assert log == ["resolve a", "apply a"]
+    assert log == ["resolve a", "apply a", "complete a"]
     staged.release()
     assert references(staged) == [0]

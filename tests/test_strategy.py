@@ -35,6 +35,7 @@ def deliver(strategy: WeightStrategy, source: Any, model: Any, **options: Any) -
     if prepared is not None:
         prepared.resolve()
         prepared.apply()
+        prepared.complete()
     slab.buffer.fill_(0xFF)  # the slab is used for another version: nothing may have kept it
 
 

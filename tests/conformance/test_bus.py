@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
+from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, crew, fill, passed_on, read, until
 
@@ -355,3 +355,57 @@ async def test_models_of_one_publication_wait_for_receive_together_until_a_newer
         assert read(await copies["value"].receive(timeout=5)) == {3}
         assert (read(models["policy"]), read(models["value"])) == ({3}, {3})
         await bus.wait_version(later, timeout=5)
+
+
+class Stateful(Model):
+    """With extra state, which cannot always be set."""
+
+    state = 0
+    broken = False
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        if self.broken:
+            raise OSError("the state cannot be set")
+        self.state = state
+
+
+@pytest.mark.schemes("all")
+async def test_extra_state_that_cannot_be_set_leaves_no_tensor_behind(api: Api) -> None:
+    """Not of its own model, and not of those that switch together with it."""
+    async with api.bus(num_workers=1) as bus:
+        sources = {"policy": Stateful(0), "value": Model(0)}
+        schemes = {name: api.scheme("state_dict", bus=bus) for name in NAMES}
+        for name, scheme in schemes.items():
+            scheme.init_on_sender(model_id=name, model=sources[name])
+        worker = Worker(passed_on(schemes), 0, policy=(policy := Stateful()))
+        try:
+            await asyncio.gather(bus.connect(timeout=5), worker.bus.connect(timeout=5))
+            policy.broken = True
+            with Clock(1.0), pytest.raises(PartialSendError) as caught:
+                await bus.send_async({name: fill(source, 5) for name, source in sources.items()}, timeout=5)
+            assert "the state cannot be set" in str(caught.value.failed[0])
+            assert worker.read == {"policy": {5}, "value": {5}}
+            policy.broken, policy.state = False, 0
+            await bus.send_async({name: fill(source, 6) for name, source in sources.items()}, timeout=5)
+            assert (worker.read, policy.state) == ({"policy": {6}, "value": {6}}, 7)
+        finally:
+            await worker.bus.shutdown()
+
+
+@pytest.mark.schemes("waiting")
+async def test_a_worker_waits_for_a_version_of_every_model_that_it_is_told_of(api: Api) -> None:
+    async with separately(api, apply="on_receive") as (bus, sources, copies, _):
+        waiting = await bus.publish({"value": fill(sources["value"], 1)})
+        await until(lambda: copies["value"].status()[0].target == waiting)
+        newer = await bus.send_async({"policy": fill(sources["policy"], 2)}, timeout=5)
+        below = copies["policy"].bus
+        await below.wait_version(newer, timeout=5)
+        await copies["policy"].wait_version(waiting, timeout=5)
+        for behind in (below, copies["value"]):
+            with pytest.raises(AckTimeout, match=f"had not applied version {waiting}"):
+                await behind.wait_version(waiting, timeout=0.05)
+        assert read(await copies["value"].receive(timeout=5)) == {1}
+        await below.wait_version(waiting, timeout=5)
