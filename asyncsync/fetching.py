@@ -77,6 +77,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
             slab.release()
             raise
         self._subscriber.fetched(serial, index, slab, failure, self._loop.time())
+        del failure  # its traceback refers to this frame, and to the slab's memory
         self._changed()
 
     def cancel(self) -> None:

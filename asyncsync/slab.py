@@ -194,13 +194,14 @@ class Slab:
             self._pool._released(self)
 
     def export(self, start: int, stop: int) -> memoryview:
-        """A piece of the slab for a zero-copy send; the slab is not reused while the piece, or a socket, holds it."""
-        # A fresh memoryview object per piece: its end of life is what tells that libzmq has let go.
-        piece = self.memory[start:stop]
+        """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
+        piece, a part of it, or a socket holds it."""
+        # A fresh array per piece, which all views of it refer to: its end of life tells that everybody has let go.
+        piece = self.buffer.numpy()[start:stop]
         if self._pool is not None:
             self._pool._exported(self)
             weakref.finalize(piece, self._pool._returned, self).atexit = False
-        return piece
+        return piece.data
 
     def contents(self) -> bytes:
         """All bytes, copied once however often they are asked for: for small slabs, which ride in instructions."""

@@ -114,12 +114,7 @@ class TransportCore:
         return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Receiver: bring the slab's bytes into ``into``, completely or with an exception.
-
-        Args:
-            descriptor: what :meth:`offer` returned.
-            into: writable, as long as the slab.
-            deadline: by the running loop's clock, in seconds.
+        """Receiver: bring the slab's bytes into ``into``; see :meth:`TransportBackend.fetch`.
 
         Raises:
             ValueError: the update was offered by another kind of transport.
@@ -128,7 +123,7 @@ class TransportCore:
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""
-        await self.fetch(descriptor, slab.memory, deadline)
+        await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
 
     def close(self) -> None:
         """Release what this end holds; idempotent."""
@@ -182,6 +177,12 @@ class TransportBackend(TransportCore, ABC):
     @abstractmethod
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Receiver: bring the slab's bytes into ``into``, completely or with an exception.
+
+        It is cancelled at the deadline, and when the receiver shuts down. Once it has returned, nothing may write into
+        ``into`` any more: the bytes are applied. If it was cancelled or has raised, whatever it has started (a thread,
+        a task) may still be writing: the memory is used again only when nothing refers to ``into`` any more, nor to
+        a slice, an array or a tensor over it. So let go of it in the end; and code that knows only its address (a
+        native library's) must be waited for, also when this is cancelled.
 
         Args:
             descriptor: what :meth:`offer` returned.

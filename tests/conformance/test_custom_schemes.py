@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncsync import PartialSendError, RemoteError, TransportBackend, WeightStrategy, WeightSyncScheme, sync
+from asyncsync import (
+    PartialSendError,
+    RemoteError,
+    TransportBackend,
+    WeightStrategy,
+    WeightSyncScheme,
+    fetching,
+    sync,
+)
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 
@@ -125,6 +134,67 @@ async def test_r002_a_transport_that_fails_fails_one_update_with_its_own_traceba
 
 async def _no_disk(descriptor: bytes, into: memoryview, deadline: float) -> None:
     raise OSError("no disk")
+
+
+class Stubborn(FileTransport):
+    """Its second fetch leaves the writing to a thread, which goes on when the coroutine is cancelled.
+
+    Attributes:
+        fetches: those that have begun.
+        old: has that thread write.
+        written: it has.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.fetches = 0
+        self.old, self.written = threading.Event(), threading.Event()
+
+    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
+        self.fetches += 1
+        data = Path(os.fsdecode(descriptor)).read_bytes()
+        if self.fetches == 2:  # the first one brings the initial weights
+            await asyncio.to_thread(self._write_late, into[:64], data)
+            raise AssertionError("it was not cancelled")
+        into[:] = data
+        if self.fetches > 2:
+            self.old.set()
+            assert await asyncio.to_thread(self.written.wait, 10)
+
+    def _write_late(self, into: memoryview, data: bytes) -> None:
+        assert self.old.wait(10)
+        into[:] = data[: len(into)]
+        self.written.set()
+
+
+class StubbornScheme(FileScheme):
+    def create_transport(self, **kwargs: Any) -> Stubborn:
+        return Stubborn(self.directory)
+
+
+class BlockingStubbornScheme(BlockingFileScheme):
+    def create_transport(self, **kwargs: Any) -> Stubborn:
+        return Stubborn(self.directory)
+
+
+async def test_a_fetch_that_writes_on_after_its_deadline_does_not_write_into_the_next_update(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = api.make(api.either(StubbornScheme, BlockingStubbornScheme), tmp_path)
+    async with api.crew(1, scheme=scheme) as everybody:
+        sender, [receiver], _ = everybody
+        monkeypatch.setattr(fetching, "FETCH_DEADLINE", 0.05)
+        with pytest.raises(PartialSendError, match="TimeoutError"):
+            await sender.send_async(fill(everybody.source, 1))
+        assert everybody.read == [{0}]
+        monkeypatch.setattr(fetching, "FETCH_DEADLINE", 60.0)
+        await sender.send_async(fill(everybody.source, 2))
+        assert receiver.receiver_transport.written.is_set(), "while the next update was fetched"
+        assert everybody.read == [{2}]
+        for value in (3, 4):
+            await sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}]
+        assert receiver.bus._link.subscriber.pool.slabs <= 2, "nobody refers to the first one's memory any more"
 
 
 async def test_r002_an_offer_that_fails_publishes_nothing(api: Api, tmp_path: Path) -> None:
