@@ -152,7 +152,7 @@ class Stubborn(FileTransport):
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         self.fetches += 1
-        data = Path(os.fsdecode(descriptor)).read_bytes()
+        data = _read(descriptor)
         if self.fetches == 2:  # the first one brings the initial weights
             await asyncio.to_thread(self._write_late, into[:64], data)
             raise AssertionError("it was not cancelled")
@@ -165,6 +165,10 @@ class Stubborn(FileTransport):
         assert self.old.wait(10)
         into[:] = data[: len(into)]
         self.written.set()
+
+
+def _read(descriptor: bytes) -> bytes:
+    return Path(os.fsdecode(descriptor)).read_bytes()
 
 
 class StubbornScheme(FileScheme):
