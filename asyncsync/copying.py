@@ -94,8 +94,14 @@ def _as_bytes(tensor: torch.Tensor) -> _Bytes:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Its bytes, as long as it has them. (After tensor.numpy(), its storage could never be resized.)"""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """Its bytes. Their storage stays as long as the view, also if the tensor is given another one meanwhile.
+
+    (Unlike that of tensor.numpy(), it can still be resized; but if it is, the view must not be used any more.)
+    """
+    own = tensor.detach()  # where it is now, whatever comes
+    memory = (ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())
+    memory.tensor = own  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 class KnownMemory:
@@ -103,7 +109,8 @@ class KnownMemory:
 
     To copy bytes takes none of torch's operators. Those take half as long again in a loop, but five times as long in a
     process that has just been woken, whose caches have none of torch's code, or where there are a thousand tensors.
-    Looking where tensors are takes less, if they are the same as before.
+    Looking where tensors are takes less, if they are the same as before. What they had then is kept until they are
+    looked at again: a thread that gives them other memory meanwhile does not pull it from under a copy.
     """
 
     def __init__(self) -> None:

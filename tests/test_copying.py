@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncsync.copying import FEW, MOST, KnownMemory, copy_bytes, copy_tensors
+from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -119,3 +123,41 @@ def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
         storage = tensor.untyped_storage()
         storage.resize_(0)
         storage.resize_(4 * numel)
+
+
+@pytest.mark.parametrize("numel", [10, 100_000])
+def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
+    """Another thread may give the tensor another storage between a look and a copy."""
+    known, tensor = KnownMemory(), nn.Parameter(torch.ones(numel))
+    storage = StorageWeakRef(tensor.untyped_storage())
+    views = known.of([tensor])
+    assert views is not None
+    tensor.data = torch.zeros(1)
+    assert not storage.expired()
+    assert bytes(views[0]) == torch.ones(numel).numpy().tobytes()
+    del views
+    assert known.of([tensor]) is not None
+    assert storage.expired(), "only until the next look"
+
+
+REPLACED = """
+import threading, torch
+from asyncsync.copying import copy_tensors
+
+torch.set_num_threads(1)
+for _ in range(5):
+    source, destination = torch.nn.Parameter(torch.ones(32 << 20)), torch.zeros(32 << 20)
+    copying = threading.Thread(target=copy_tensors, args=([destination], [source]))
+    copying.start()
+    while not destination[0]:
+        pass
+    source.data, destination.data = torch.zeros(1), torch.zeros(1)  # 128 MiB each, which goes back to the system
+    copying.join()
+print("alive")
+"""
+
+
+def test_tensors_that_are_given_other_memory_during_a_copy_crash_nothing(tmp_path: Path) -> None:
+    with start("-c", REPLACED, cwd=tmp_path) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.split()) == (0, ["alive"]), err
