@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
 import torch
 import zmq
@@ -800,6 +801,25 @@ def test_zeromq_holds_a_piece_until_it_has_sent_it() -> None:
         del frame
         assert drained.wait(10)
     assert not pool.draining(layout.nbytes)
+
+
+def test_the_memory_of_a_slab_that_is_let_go_goes_back_to_the_system() -> None:
+    """Also where malloc would keep it: once it has seen such sizes come and go, it takes them from its heap."""
+    nbytes = 12 << 20
+    layout = Layout([(("w",), torch.uint8, (nbytes,))])
+    del [torch.empty(30 << 20, dtype=torch.uint8)][0]
+    pool = SlabPool()
+    slabs = [pool.acquire(layout) for _ in range(8)]
+    for slab in slabs:
+        assert slab.buffer.data_ptr() % 64 == 0
+        slab.buffer.fill_(1)
+    full = psutil.Process().memory_info().rss
+    pool.close()
+    for slab in slabs[:-1]:
+        slab.release()
+    del slabs[:-1], slab
+    assert psutil.Process().memory_info().rss < full - 6 * nbytes
+    assert int(slabs.pop().buffer.sum()) == nbytes, "the one that is left is whole"
 
 
 def test_a_failed_allocation_leaves_the_counts_right(monkeypatch: pytest.MonkeyPatch) -> None:
