@@ -29,7 +29,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
 from asyncsync.transports.slots import SlotPool
-from asyncsync.transports.zmq import LoopSocket, router
+from asyncsync.transports.zmq import Bound, LoopSocket, router
 from asyncsync.wire import Again, Buffer, Bye, Hello, Instruction, Ping, Released, Update, decode, encode
 
 __all__ = ["SenderLink"]
@@ -117,6 +117,7 @@ class SenderLink(Link):
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
         if is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
+        self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
         self.lanes = Lanes(lane_path(endpoint), self._introduce, self.crash)
         if claim is not None and self.lanes.path is not None:
@@ -777,6 +778,7 @@ class SenderLink(Link):
         self._watches.clear()
         self.lanes.close()
         self._socket.close(LINGER_MS)
+        self._bound.forget()
         self.conditions.notify()
         try:
             await self._terminate()

@@ -8,7 +8,14 @@ publisher sends chunks on the worker's credit, and the subscriber writes them wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +26,7 @@ from asyncsync.transports import blocking
 from asyncsync.transports.base import TransportBackend, TransportCore
 from asyncsync.wire import MAX_FRAME
 
-__all__ = ["BlockingZMQTransport", "LoopSocket", "ZMQTransport", "dealer", "router"]
+__all__ = ["BlockingZMQTransport", "Bound", "LoopSocket", "ZMQTransport", "dealer", "router"]
 
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
@@ -79,6 +86,70 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
+
+
+class Bound:
+    """Where a socket is bound. A forked child closes its descriptors of the listener, and of the connections that came
+    there: it would keep the port, and the workers from hearing of it, beyond this process's end.
+
+    They are libzmq's own, which has no name for them; but whatever has this address has it from this socket.
+
+    Args:
+        bound: to one address.
+    """
+
+    def __init__(self, bound: zmq.Socket[bytes]) -> None:
+        scheme, _, address = bound.last_endpoint.decode().rstrip("\0").partition("://")
+        self._path = address if scheme == "ipc" else None
+        host, _, port = address.rpartition(":")
+        self._port = int(port) if scheme == "tcp" else 0
+        self._host = _host(host.strip("[]")) if scheme == "tcp" else None
+        _bound.add(self)
+
+    def forget(self) -> None:
+        """It is closed: the address may be somebody else's."""
+        _bound.discard(self)
+
+    def _is_at(self, descriptor: int) -> bool:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        found = socket.socket(fileno=descriptor)
+        try:
+            if found.type != socket.SOCK_STREAM:
+                return False
+            name = found.getsockname()
+            if found.family == socket.AF_UNIX:
+                return self._path is not None and name == self._path
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or self._host is None or name[1] != self._port:
+                return False
+            return self._host.is_unspecified or _host(name[0]) == self._host
+        finally:
+            found.detach()
+
+    def disown(self) -> None:
+        """In a forked child."""
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists the directory
+                if self._is_at(int(name)):
+                    os.close(int(name))
+
+
+def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(text)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return found if mapped is None else mapped
+
+
+_bound: weakref.WeakSet[Bound] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    if sys.platform == "linux":  # where /proc tells which descriptors there are
+        for one in list(_bound):
+            one.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 class LoopSocket:

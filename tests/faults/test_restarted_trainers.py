@@ -86,6 +86,26 @@ async def test_r197_workers_wait_for_a_killed_trainer_and_follow_the_restarted_o
         await here.receive()
 
 
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
+async def test_r197_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its_workers(
+    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    """A DataLoader's worker outlives its trainer; the trainer's successor binds the same address all the same, and the
+    workers hear of the end of their connection."""
+    plan = schemes.sender(1000, endpoint=endpoint, num_workers=1)
+    first, worker = start(Trainer), start(Worker)
+    await asyncio.gather(first.connect(fresh(plan), 1000, 1), worker.connect(fresh(plan), 0, 1000))
+    child = await first.fork()
+    try:
+        assert await first.send(2) == 2  # the parent's goes on
+        await first.kill()
+        second = start(Trainer)
+        assert await second.connect(fresh(plan), 1000, 10, timeout=20) == 1
+        assert await worker.value() == 10
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 async def test_r197_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:

@@ -360,6 +360,13 @@ class Trainer(_Party):
         assert self.scheme is not None
         return await self.scheme.send_async(self.model.fill(value), timeout=timeout)
 
+    async def fork(self) -> int:
+        """Leave a child behind, as a DataLoader does; returns its pid. It ends by itself after a minute."""
+        if (pid := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        return pid
+
 
 class Worker(_Party):
     """A receiver of them, which notes every version that it applies."""
