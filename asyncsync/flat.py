@@ -52,10 +52,15 @@ def uncompiled(path: Path) -> Path:
 
 @dataclass(slots=True)
 class FlatWeights:
-    """Weights without nesting: tensors and msgpack values, each under its key path."""
+    """Weights without nesting: tensors and msgpack values, each under its key path.
+
+    Attributes:
+        ready: CUDA events, by device, after which the tensors have their values; None: they have them.
+    """
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
+    ready: Mapping[torch.device, Any] | None = field(default=None, compare=False)
 
 
 def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:

@@ -24,7 +24,7 @@ from asyncsync.link import INLINE_BYTES, LINGER_MS, MAX_TICK, Link, ProcessWatch
 from asyncsync.peer import Peer
 from asyncsync.publisher import Publisher, Settings
 from asyncsync.routine import Routine
-from asyncsync.slab import Slab, SlabPool, cuda_events, pack, pack_slab_values
+from asyncsync.slab import Slab, SlabPool, pack, pack_slab_values
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
@@ -603,7 +603,7 @@ class SenderLink(Link):
             ):
                 raise AckTimeout(self._why_full(pool))
             publisher.check_open()
-        ready = None if memory is not None else cuda_events(flat)
+        ready = flat.ready
 
         def acquire(memory: list[memoryview] | None = None) -> Slab:
             slab = pool.acquire(layout, pinned=ready is not None)

@@ -9,6 +9,7 @@ from torch import nn
 
 from asyncsync.context import find_model, resolve_model
 from asyncsync.flat import FlatWeights, flatten
+from asyncsync.slab import cuda_events
 from asyncsync.state import SchemeState, as_tensordict, by_worker
 from asyncsync.strategy import WeightStrategy, flat_weights, module_weights
 
@@ -80,6 +81,7 @@ class Sources(SchemeState):
         return module_weights(self.strategy, source)
 
     def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
+        """Take a source's values, in the caller's thread."""
         if isinstance(source, dict) and by_worker(source):
             count = self._bus.num_workers
             wrong = [
@@ -89,12 +91,18 @@ class Sources(SchemeState):
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            return {worker: self._flat(each) for worker, each in source.items()}
+            return {worker: _noted(self._flat(each)) for worker, each in source.items()}
         if self._device_map_fn is not None:
             chosen = range(self._bus.num_workers or 0) if workers is None else workers
             weights = as_tensordict(self._flat(source))
-            return {worker: flatten(self._device_map_fn(worker, weights)) for worker in chosen}
-        return self._flat(source)
+            return {worker: _noted(flatten(self._device_map_fn(worker, weights))) for worker in chosen}
+        return _noted(self._flat(source))
 
     def _flat(self, source: Any) -> FlatWeights:
         return source if isinstance(source, FlatWeights) else flat_weights(self.strategy, source)
+
+
+def _noted(flat: FlatWeights) -> FlatWeights:
+    """With what the current streams of this thread, the caller's, have still to do before the values are there."""
+    flat.ready = cuda_events(flat)
+    return flat

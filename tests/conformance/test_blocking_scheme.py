@@ -9,11 +9,13 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 import pytest
+import torch
 from tensordict import TensorDictBase
 
 import asyncsync
+import asyncsync.sources
 from asyncsync import ClosedError, NotConnected, PartialSendError, RemoteError, WeightStrategy
-from asyncsync.sync import Bus, NoWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.sync import Bus, NoWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.apis import BLOCKING, Api, Face, bare, in_thread
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
@@ -55,6 +57,56 @@ async def test_r021_connect_starts_what_receives_and_the_worker_need_not_call_an
             await sender.send_async(Model(value))
             assert read(model) == {value}
     assert loop_threads() == []
+
+
+async def test_what_the_devices_have_still_to_do_is_noted_in_the_thread_that_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The current stream is the thread's own: the loop's has nothing of the caller's."""
+    noted: list[tuple[str, set[float]]] = []
+    original = asyncsync.sources.cuda_events
+
+    def note(flat: Any) -> None:
+        noted.append((threading.current_thread().name, read(dict(flat.tensors))))
+        return original(flat)
+
+    monkeypatch.setattr(asyncsync.sources, "cuda_events", note)
+    here = threading.current_thread().name
+    sender = ZMQWeightSyncScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    receiver = receiver_of(sender, 0, model := Model())
+    with sender, receiver:
+        connecting = asyncio.create_task(in_thread(receiver.connect))
+        await asyncio.sleep(0)
+        await in_thread(sender.connect)
+        await connecting
+        assert noted.pop()[1] == {1}
+        sender.send(fill(source, 2))
+        sender.publish(fill(source, 3))
+        await sender.send_async({0: fill(source, 4)})
+        sender.bus.send({"policy": fill(source, 5)})
+        assert noted == [(here, {value}) for value in (2, 3, 4, 5)]
+        assert read(model) == {5}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_what_a_stream_of_the_callers_has_still_to_write_is_sent(kind: type[Any]) -> None:
+    sender = kind(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1, 1 << 18).cuda()))
+    receiver = receiver_of(sender, 0, model := Model(width=1 << 18))
+    stream = torch.cuda.Stream()
+    with sender, receiver:
+        thread = threading.Thread(target=receiver.connect)
+        thread.start()
+        sender.connect()
+        thread.join()
+        for value in (2, 3, 4):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000_000)  # a tenth of a second
+                fill(source, value)
+                sender.send()
+            assert read(model) == {value}
 
 
 def test_r021_a_scheme_that_receives_nothing_starts_nothing() -> None:
