@@ -194,7 +194,8 @@ class Store:
         values = None if self._scan is None else self._scan.values(step)
         if self._batch is not None:
             return values
-        if values is None:
+        # (Within a rollout, what comes from another device is copied to where the others are.)
+        if values is None or (self._scan is not None and not self._scan.has_devices_of(values)):
             self._scan = self._stage = None
             try:
                 scan = _Scan(step, self._steps, self._batch_size, self.device)
@@ -318,6 +319,7 @@ class _Scan:
         self.layout = BatchLayout(batch_size, steps, device, tuple(self._nodes), tuple(self._leaves))
         self._shapes = [leaf.shape for leaf in self._leaves]
         self._dtypes = [leaf.dtype for leaf in self._leaves]
+        self._devices = [leaf.device for leaf in self._leaves]
         found: list[Any] = []
         _collect(self._root, step, found)
         self._types = [type(value) for value in found]
@@ -353,6 +355,11 @@ class _Scan:
         except (KeyError, _NotPlain, RuntimeError):
             return None
         return None if [value.dtype for value in found] != self._dtypes else found
+
+
+    def has_devices_of(self, values: list[torch.Tensor]) -> bool:
+        """Whether the layout has these leaves where they are; always, if the batch has a device of its own."""
+        return self._own_device is not None or [value.device for value in values] == self._devices
 
 
 def _collect(branch: _Branch, step: TensorDictBase, found: list[Any]) -> None:
