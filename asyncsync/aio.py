@@ -91,7 +91,7 @@ class Bus(BusCore):
         """:meth:`publish`, then :meth:`wait_version`; returns the version.
 
         Raises:
-            NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
             PartialSendError: who has not applied it, and why.
         """
         return await self._send(weights, worker_ids, timeout)
@@ -226,6 +226,7 @@ class WeightSyncScheme(SchemeCore):
 
         Raises:
             PartialSendError: sender: who has not, and why. Not final: they still converge.
+            NotConnected: sender: no worker that is there could.
             AckTimeout: receiver: not within the timeout (seconds).
         """
         self._check_open()
@@ -237,7 +238,7 @@ class WeightSyncScheme(SchemeCore):
         """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it.
 
         Raises:
-            NotConnected: elastic, and fewer than ``min_workers`` are there; nothing was published.
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
         self._check_open()

@@ -335,7 +335,7 @@ class BusCore:
                 if (version := self._repeat(link, topic, given)) is not None:
                     await link.repeated(version, [topic], timeout, begun)
                     return version
-        self._check_send(timeout)
+        self._check_send(timeout, weights)
         workers = as_workers(worker_ids)
         return await self._send_sources(await self._extract(weights, workers), weights, workers, timeout)
 
@@ -348,15 +348,15 @@ class BusCore:
             self._on_published(version, None)
         return version
 
-    def _check_send(self, timeout: float) -> None:
+    def _check_send(self, timeout: float, topics: Iterable[str]) -> None:
         check_timeout(timeout)
-        self._sender().check_quorum()
+        self._sender().check_quorum(topics)
 
     async def _send_sources(
         self, extract: ExtractAll, topics: Iterable[str], workers: list[int] | None, timeout: float
     ) -> int:
         link = self._sender()
-        link.check_quorum()
+        link.check_quorum(topics)
         start = link.loop.time()
         if workers is None and link.may_repeat(timeout):
             sources = extract()

@@ -151,6 +151,11 @@ class ProcessWatch:
         if pid != os.getpid() and hasattr(os, "pidfd_open"):
             self._open()
 
+    @property
+    def is_watching(self) -> bool:
+        """False where the end of the process would not be noticed: a sandbox forbids it, say, or it is this process."""
+        return self._descriptor >= 0
+
     def _open(self) -> None:
         try:
             self._descriptor = os.pidfd_open(self._pid)

@@ -34,6 +34,16 @@ class Overview:
             return list(range(self.num_workers))
         return [w for w, p in self.peers.items() if not p.lost]
 
+    def eligible(self, model_id: str) -> int:
+        """How many of them have this model, or may come with it."""
+        if self.num_workers is not None:
+            return self.num_workers - sum(model_id not in p.hello.have for p in self.peers.values())
+        return sum(not p.lost and model_id in p.hello.have for p in self.peers.values())
+
+    def without(self, model_id: str) -> list[int]:
+        """Those who are there, but not with this model."""
+        return sorted(w for w, p in self.peers.items() if not p.lost and model_id not in p.hello.have)
+
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer (or was, before it was rejected)."""
         if self.num_workers is not None and models and self.targets.are_everybodys(version, models):

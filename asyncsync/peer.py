@@ -6,11 +6,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.settings import Settings
 from asyncsync.slab import Slab
 from asyncsync.wire import Again, Buffer, Chunk, Epoch, Hello, Part, Update
+
+if TYPE_CHECKING:
+    from asyncsync.newcomers import Newcomer
 
 __all__ = ["Announcement", "Parts", "Peer", "Transfer"]
 
@@ -164,16 +168,18 @@ class Peer:
 
     Attributes:
         route: where the transport reaches it at present.
+        local: whether it is a process beside this one (:meth:`Identity.is_beside`).
         serial: of the last UPDATE that it was sent.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
+        newcomer: who asks for its place.
     """
 
     worker: int
     nonce: bytes
     route: bytes
     hello: Hello
-    local: bool
+    local: bool | None
     last_seen: float
     applied: dict[str, int] = field(default_factory=dict)
     staged: dict[str, int] = field(default_factory=dict)
@@ -193,6 +199,7 @@ class Peer:
     last_ping: float = 0.0
     bytes_sent: int = 0
     serial: int = 0
+    newcomer: Newcomer | None = None
 
     @property
     def models(self) -> set[str]:

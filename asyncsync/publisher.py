@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.loans import Loans
+from asyncsync.newcomers import Newcomer
 from asyncsync.overview import Overview, Progress
 from asyncsync.peer import Announcement, Parts, Peer, Transfer
 from asyncsync.settings import Identity, Settings
@@ -31,6 +32,7 @@ __all__ = ["Identity", "Progress", "Publisher", "Settings"]
 
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096
+GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has lost
 
 
 class Publisher(Overview):
@@ -45,6 +47,7 @@ class Publisher(Overview):
     Attributes:
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
         loans: what each worker incarnation may be reading, by its nonce; also of those that have left.
+        is_watched: whether the end of a co-located incarnation's process will be told (:meth:`ended`).
         fenced: set once a newer trainer has been met; nothing is sent any more.
     """
 
@@ -62,8 +65,10 @@ class Publisher(Overview):
         self.fenced: Fenced | None = None
         self.closed = False
         self.turned_away = ""
+        self.is_watched: Callable[[bytes], bool] = _all_are
         self._routes: dict[bytes, Peer] = {}
         self._superseded: dict[bytes, None] = {}
+        self._newcomers: dict[bytes, Newcomer] = {}  # by their route
         self._serial = 0
         self._said: Announcement | None = None
         self._started = False
@@ -148,6 +153,9 @@ class Publisher(Overview):
             peer.end_transfer()
             if not peer.lost and self.fenced is None:
                 self._send(peer.route, wire.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down"))
+        for route, newcomer in self._newcomers.items():
+            self._send(route, wire.Bye(self.epoch, newcomer.peer.nonce, "closed", "the sender was shut down"))
+        self._newcomers.clear()
         self.targets.close()
         for loans in self.loans.values():
             loans.close()  # nothing is written any more
@@ -185,7 +193,8 @@ class Publisher(Overview):
             return
         kind = type(instruction)
         peer = self._routes.get(route)
-        if peer is None and kind is not wire.Released:
+        newcomer = self._newcomers.get(route) if peer is None else None
+        if peer is None and newcomer is None and kind is not wire.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
         epoch = getattr(instruction, "epoch", None)
         if epoch != self.epoch:
@@ -193,6 +202,8 @@ class Publisher(Overview):
             raise ProtocolError(f"{type(instruction).__name__} of another epoch from {whom}")
         if isinstance(instruction, wire.Released):  # perhaps from one that is no peer any more
             self._reported(instruction.nonce, instruction.last, instruction.kept)
+        if newcomer is not None:
+            self._prove(newcomer, instruction, now)
         if peer is None:
             return
         handler = _HANDLERS.get(kind)
@@ -221,25 +232,99 @@ class Publisher(Overview):
         applied = {m: v for m, v in hello.have.items() if v and hello.epoch == self.epoch}
         if any(v > self.version for v in applied.values()):
             raise ProtocolError(f"worker {worker} claims versions that were never published: {applied}")
-        local = hello.boot == self.identity.boot and hello.namespace == self.identity.namespace and hello.pid > 0
+        local = self.identity.is_beside(hello.pid, hello.boot, hello.namespace)
         peer = self.peers.get(worker)
-        if peer is not None and peer.nonce != hello.nonce:
-            self._supersede(peer)
-            peer = None
-        if peer is None:
-            if len(self.peers) >= MAX_PEERS:
-                self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
-                return
-            peer = self.peers[worker] = Peer(worker, hello.nonce, route, hello, local, now, applied=applied)
-            self._said = None  # the same incarnation may have been here before, and have seen it
-            peer.last_ping = now
-        elif hello.attempt <= peer.hello.attempt:
+        same = peer is not None and peer.nonce == hello.nonce
+        if peer is not None and same and hello.attempt <= peer.hello.attempt:
             return  # a duplicate, or overtaken by a newer one: the worker is not where this one came from any more
+        if peer is not None and not peer.lost and peer.route != route:
+            self._contend(peer, Peer(worker, hello.nonce, route, hello, local, now, applied=applied), now)
+        elif peer is not None and same:
+            self._move(peer, route, hello, applied, now)
+        elif peer is None and len(self.peers) >= MAX_PEERS:
+            self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
         else:
-            self._routes.pop(peer.route, None)
-            peer.reconnect(hello, route, applied, now)
+            if peer is not None:
+                self._supersede(peer)
+            self._enter(Peer(worker, hello.nonce, route, hello, local, now, applied=applied), now)
+            self._announce(self.peers[worker], again=True)
+
+    def _enter(self, peer: Peer, now: float) -> None:
+        """A worker that takes a place."""
+        self.peers[peer.worker] = self._routes[peer.route] = peer
+        self._said = None  # the same incarnation may have been here before, and have seen it
+        peer.last_ping = peer.last_seen = now
+
+    def _move(self, peer: Peer, route: bytes, hello: wire.Hello, applied: dict[str, int], now: float) -> None:
+        """The same incarnation again, perhaps over a new connection."""
+        self._routes.pop(peer.route, None)
+        peer.reconnect(hello, route, applied, now)
         self._routes[route] = peer
         self._announce(peer, again=True)
+
+    # -- newcomers --------------------------------------------------------------------------------------------------
+
+    def _contend(self, holder: Peer, peer: Peer, now: float) -> None:
+        """HELLO from elsewhere than where this worker is: from another incarnation, or over a new connection."""
+        newcomer = holder.newcomer
+        if newcomer is None:
+            self._ping(holder, now)
+            newcomer = holder.newcomer = Newcomer(holder, holder.ping_seq, now)
+        elif newcomer.peer.nonce == peer.nonce and peer.hello.attempt <= newcomer.peer.hello.attempt:
+            return
+        elif newcomer.peer.nonce != peer.nonce and newcomer.shown is not None:
+            if now >= newcomer.shown + self.settings.retry_interval:  # else one after the other: it says HELLO again
+                self._turn_away(newcomer, f"it has not answered, and another one has asked to be worker {peer.worker}")
+                self._contend(holder, peer, now)
+            return
+        else:
+            del self._newcomers[newcomer.peer.route]
+        newcomer.peer = peer
+        self._newcomers[peer.route] = newcomer
+        if newcomer.shown is not None:
+            self._announce(peer, again=True)
+
+    def _show(self, newcomer: Newcomer, now: float) -> None:
+        """The holder of the place is silent: let the newcomer prove itself, unless it is the holder."""
+        holder, peer = newcomer.holder, newcomer.peer
+        if peer.nonce == holder.nonce:
+            self._forget_newcomer(holder)
+            self._move(holder, peer.route, peer.hello, peer.applied, now)
+        elif newcomer.shown is None:
+            newcomer.shown = now
+            self._announce(newcomer.peer, again=True)
+
+    def _prove(self, newcomer: Newcomer, instruction: Instruction, now: float) -> None:
+        holder, peer = newcomer.holder, newcomer.peer
+        if isinstance(instruction, wire.Refused) and newcomer.shown is not None:
+            peer.note_refused(instruction.model_id, instruction.digest, SchemaMismatch(instruction.message))
+        elif isinstance(instruction, wire.Ready) and newcomer.shown is not None:
+            peer.ready = True
+            peer.accepted.update(instruction.digests.items())
+            if peer.refused or peer.unsettled:
+                self._turn_away(newcomer, f"worker {peer.worker} is there already, and this one's model does not fit")
+                return
+            self._forget_newcomer(holder)
+            self._supersede(holder)
+            self._enter(peer, now)
+            self._on_ready(peer, instruction, now)
+        elif isinstance(instruction, wire.Bye):
+            self._forget_newcomer(holder)
+        elif not isinstance(instruction, wire.Released):
+            raise ProtocolError(f"{type(instruction).__name__} from one that is not worker {peer.worker} yet")
+
+    def _turn_away(self, newcomer: Newcomer, why: str) -> None:
+        self.turned_away = why
+        self._send(newcomer.peer.route, wire.Bye(self.epoch, newcomer.peer.nonce, "refused", why))
+        self._forget_newcomer(newcomer.holder)
+
+    def _forget_newcomer(self, holder: Peer) -> Newcomer | None:
+        newcomer, holder.newcomer = holder.newcomer, None
+        if newcomer is not None:
+            self._newcomers.pop(newcomer.peer.route, None)
+        return newcomer
+
+    # -- epochs and incarnations ------------------------------------------------------------------------------------
 
     def _outrun(self, hello: wire.Hello) -> bool:
         """A worker has seen a higher epoch: go past it while nothing has been sent yet, else stop for good."""
@@ -259,6 +344,8 @@ class Publisher(Overview):
             if not peer.lost:
                 peer.reconnect(peer.hello, peer.route, {}, peer.last_seen)
                 self._announce(peer, again=True)
+                if peer.newcomer is not None and peer.newcomer.shown is not None:
+                    self._announce(peer.newcomer.peer, again=True)
         return True
 
     def _supersede(self, peer: Peer) -> None:
@@ -274,6 +361,7 @@ class Publisher(Overview):
 
     def _drop(self, peer: Peer) -> None:
         peer.end_transfer()
+        self._forget_newcomer(peer)
         self._routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
 
@@ -397,6 +485,10 @@ class Publisher(Overview):
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
+        if peer.newcomer is not None and pong.seq >= peer.newcomer.asked:
+            where = f" (process {peer.hello.pid})" if peer.local else ""
+            text = f"the index was given twice: worker {peer.worker} is there already{where}, and answers"
+            self._turn_away(peer.newcomer, f"{text}; give each worker an index of its own")
         peer.note_applied(pong.versions)
         transfer = peer.transfer
         if transfer is None:
@@ -444,18 +536,25 @@ class Publisher(Overview):
         peer.end_transfer()
         self._routes.pop(peer.route, None)
         self._recheck(worker)
+        if (newcomer := self._forget_newcomer(peer)) is not None:
+            self._hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
         """A send found no connection. It may come back; a remote peer that stays away is lost."""
         peer = self._routes.get(route)
         if peer is None or peer.lost:
             return
+        if peer.newcomer is not None:
+            self._show(peer.newcomer, now)
         # Its transfer goes on to hold the slab: the worker may be reading it, by its descriptor, without a connection.
         if peer.unreachable_since is None:
             peer.unreachable_since = now
-        elif not peer.local and now - peer.unreachable_since >= self.settings.retry_interval:
-            # On another host nothing can be read in place.
-            self.ended(peer.worker, peer.nonce, "its connection is gone", now)
+        elif peer.local and self.is_watched(peer.nonce):
+            return  # its end is noticed
+        elif now - peer.unreachable_since >= self.settings.retry_interval:
+            # On another host nothing can be read in place. One that may be here keeps what it was lent.
+            gone = self.ended if peer.local is False else self.lost
+            gone(peer.worker, peer.nonce, "its connection is gone", now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         """A transport could not hand a slab to this worker, which has been told to fetch it."""
@@ -474,15 +573,16 @@ class Publisher(Overview):
             return
         for peer in list(self.peers.values()):
             if peer.lost:
-                if self.num_workers is None and now - peer.last_seen > 60.0 and not self.targets.has_own(peer.worker):
+                if self.num_workers is None and now - peer.last_seen > GONE_SECONDS:
                     self._drop(peer)
+                    self.targets.forget_worker(peer.worker)
                 continue
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
             if now >= peer.next_ping(self.settings):
-                peer.ping_seq += 1
-                peer.last_ping = now
-                self._send(peer.route, wire.Ping(self.epoch, peer.ping_seq, peer.serial))
+                self._ping(peer, now)
+            if peer.newcomer is not None and peer.newcomer.outwaits(now):
+                self._show(peer.newcomer, now)
         for publication in list(self.targets.pending.values()):
             if now >= publication.deadline and not self._gathering(publication):
                 publication.awaiting.clear()
@@ -496,6 +596,8 @@ class Publisher(Overview):
         for peer in self.peers.values():
             if not peer.lost:
                 times.append(peer.next_ping(self.settings))
+                if peer.newcomer is not None and peer.newcomer.shown is None:
+                    times.append(peer.newcomer.next_look)
                 if not peer.slow:
                     times.append(peer.last_seen + self.settings.slow_after)
         times.extend(p.deadline for p in self.targets.pending.values() if not self._gathering(p))
@@ -505,6 +607,11 @@ class Publisher(Overview):
 
     def _send(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
         self.outbox.append((route, instruction, payload))
+
+    def _ping(self, peer: Peer, now: float) -> None:
+        peer.ping_seq += 1
+        peer.last_ping = now
+        self._send(peer.route, wire.Ping(self.epoch, peer.ping_seq, peer.serial))
 
     def _recheck(self, worker: int) -> None:
         for publication in list(self.targets.pending.values()):
@@ -701,6 +808,10 @@ class Publisher(Overview):
         publication = next(t.publication for t in behind.values() if t.version == version)
         parts = [(m, behind[m].version) for m in publication.models if m in behind]
         return [newer for m, newer in parts if newer > version > peer.ahead(m)]
+
+
+def _all_are(nonce: bytes) -> bool:
+    return True
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {

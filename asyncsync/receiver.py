@@ -243,7 +243,7 @@ class ReceiverLink(Link):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if trainer.boot == me.boot and trainer.namespace == me.namespace and trainer.pid:
+        if me.is_beside(trainer.pid, trainer.boot, trainer.namespace):
             self._watch = ProcessWatch(trainer.pid, self._sender_ended)
 
     def _sender_ended(self) -> None:
@@ -463,7 +463,10 @@ class ReceiverLink(Link):
                 or model_id in subscriber.error
             )
 
-        if subscriber.ended is not None:
+        def refused() -> bool:
+            return model_id in subscriber.refused and not subscriber.version(model_id)
+
+        if subscriber.ended is not None and not refused():
             raise self._ending()
         self._check_again(model_id)
         self.wanted.append(model_id)
@@ -477,6 +480,8 @@ class ReceiverLink(Link):
         finally:
             self.wanted.remove(model_id)
             self._withdraw()
+        if refused():  # since then the sender may have taken its weights back, and left, because they do not fit
+            raise _again(subscriber.refused[model_id])
         if subscriber.settled(model_id):
             return
         if subscriber.ended is not None:

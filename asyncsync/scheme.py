@@ -31,7 +31,7 @@ from asyncsync.link import check_timeout
 from asyncsync.receiver import ReceiverLink
 from asyncsync.slab import Slab
 from asyncsync.sources import Sources
-from asyncsync.state import LOCAL
+from asyncsync.state import LOCAL, by_worker, is_plain
 from asyncsync.strategy import WeightStrategy, resolve_strategy
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.making import make_receiver, make_sender
@@ -176,6 +176,11 @@ class SchemeCore(Sources, ABC):
         sources = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
         if len(sources) > 1:
             raise ValueError(f"{' and '.join(sources)} exclude each other; give one source of weights")
+        if by_worker(weights) and any(map(is_plain, weights.values())):
+            raise ValueError(
+                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for all "
+                "workers has strings as keys"
+            )
         if device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
         if device_map_fn is not None and num_workers is None and self._bus.num_workers is None:
@@ -197,6 +202,7 @@ class SchemeCore(Sources, ABC):
         self._role, self._pid = "sender", os.getpid()
         self._model_id, self._context = model_id, context
         self._model, self._weights = model, weights if params_map is None else dict(params_map)
+        self._is_mapped = params_map is not None
         self._devices, self._device_map_fn, self._shared = chosen, device_map_fn, transport
 
     def init_on_receiver(

@@ -30,7 +30,7 @@ from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
 from asyncsync.transports.slots import SlotPool
 from asyncsync.transports.zmq import Bound, LoopSocket, router
-from asyncsync.wire import Again, Buffer, Bye, Hello, Instruction, Ping, Released, Update, decode, encode
+from asyncsync.wire import Again, Buffer, Bye, Hello, Instruction, Ping, Ready, Released, Update, decode, encode
 
 __all__ = ["SenderLink"]
 
@@ -89,6 +89,7 @@ class SenderLink(Link):
         self.min_workers = min_workers
         epoch = (time.time_ns(), secrets.randbits(62))
         self._publisher = Publisher(epoch, this_process(), num_workers, settings)
+        self._publisher.is_watched = self._is_watched
         self._routine: Routine | None = None
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
@@ -145,6 +146,11 @@ class SenderLink(Link):
         routine = self._routine
         return self._publisher.version if routine is None else routine.version
 
+    def latest_layout(self, model_id: str) -> Layout | None:
+        """Of what was published last. From any thread."""
+        known = self._known.get(model_id)
+        return None if known is None else known.layout
+
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _receive(self, frames: list[Any]) -> None:
@@ -158,7 +164,7 @@ class SenderLink(Link):
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
-        if isinstance(instruction, Hello | Bye | Released):
+        if isinstance(instruction, Hello | Ready | Bye | Released):
             self._watch()
         self.settle()
 
@@ -198,6 +204,10 @@ class SenderLink(Link):
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
             self._watches[nonce] = ProcessWatch(pid, self._ender(worker, nonce, pid))
+
+    def _is_watched(self, nonce: bytes) -> bool:
+        watch = self._watches.get(nonce)
+        return watch is not None and watch.is_watching
 
     def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
         def ended() -> None:
@@ -715,18 +725,24 @@ class SenderLink(Link):
                 )
         return chosen
 
-    def check_quorum(self) -> None:
+    def check_quorum(self, models: Iterable[str]) -> None:
         """Refuse to send to nobody.
 
         Raises:
-            NotConnected: elastic, and fewer than ``min_workers`` are there.
+            NotConnected: no worker has one of these models; of an elastic sender, fewer than ``min_workers`` have it.
         """
-        if self._publisher.num_workers is not None:
-            return
-        there = len(self._publisher.expected())  # who is there does not change in a routine
-        if there < self.min_workers:
+        publisher = self._publisher  # who is there, and with which models, does not change in a routine
+        for model_id in models:
+            there = publisher.eligible(model_id)
+            if publisher.num_workers is None and there < self.min_workers:
+                text = f"{there} workers are connected, min_workers={self.min_workers} are needed"
+            elif publisher.num_workers is not None and not there:
+                text = "no worker can apply this"
+            else:
+                continue
+            others = "; ".join(publisher.why_absent(w, [model_id]) for w in publisher.without(model_id))
             raise NotConnected(
-                f"{there} workers are connected, min_workers={self.min_workers} are needed; "
+                f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which late workers catch up with"
             )
 
@@ -745,9 +761,13 @@ class SenderLink(Link):
 
         Raises:
             PartialSendError: names each worker that has not, and why.
+            NotConnected: there is none that could.
         """
         publisher = self.publisher
         chosen = publisher.targeted(version, models) if workers is None else workers
+        if not chosen and (self.min_workers or publisher.num_workers is not None):
+            self.check_quorum(publisher.targets.models if models is None else models)
+            raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
 
         def done() -> bool:
             publisher.check_open()

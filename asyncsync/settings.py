@@ -9,11 +9,17 @@ __all__ = ["Identity", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process this is; equal ``boot`` and ``namespace`` mean that its pid can be watched."""
+    """Which process this is, on which boot of which host (empty: it cannot be told), in which pid namespace."""
 
     pid: int = 0
     boot: str = ""
     namespace: int = 0
+
+    def is_beside(self, pid: int, boot: str, namespace: int) -> bool | None:
+        """Whether that is a process of this host and pid namespace, whose pid can be watched; None: who knows."""
+        if not (pid and self.boot and boot):
+            return None
+        return self.boot == boot and self.namespace == namespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from asyncsync.context import find_model, resolve_model
-from asyncsync.flat import FlatWeights, flatten
+from asyncsync.flat import FlatWeights, Path, flatten
+from asyncsync.sender import SenderLink
 from asyncsync.slab import cuda_events
-from asyncsync.state import SchemeState, as_tensordict, by_worker
+from asyncsync.state import SchemeState, as_tensordict, by_worker, is_plain
 from asyncsync.strategy import WeightStrategy, flat_weights, module_weights
 
 __all__ = ["Sources"]
+
+
+class EachWorkers(dict[int, Any]):
+    """``{worker_idx: prepared weights}``.
+
+    Attributes:
+        unsure: those that were given as plain dicts, and by nothing but their integer keys.
+    """
+
+    unsure: frozenset[int] = frozenset()
 
 
 class Sources(SchemeState):
@@ -60,7 +72,10 @@ class Sources(SchemeState):
         if weights is None and self._model is None and isinstance(self._weights, dict):
             weights = self._weights
         if by_worker(weights):
-            return {worker: await self._prepare_one(each) for worker, each in weights.items()}
+            prepared = EachWorkers([(worker, await self._prepare_one(each)) for worker, each in weights.items()])
+            if not (self._is_mapped and weights is self._weights):
+                prepared.unsure = frozenset(w for w, each in weights.items() if is_plain(each))
+            return prepared
         return await self._prepare_one(weights)
 
     async def _prepare_one(self, weights: Any) -> Any:
@@ -82,7 +97,7 @@ class Sources(SchemeState):
 
     def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
         """Take a source's values, in the caller's thread."""
-        if isinstance(source, dict) and by_worker(source):
+        if isinstance(source, EachWorkers):
             count = self._bus.num_workers
             wrong = [
                 w
@@ -91,12 +106,41 @@ class Sources(SchemeState):
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            return {worker: _noted(self._flat(each)) for worker, each in source.items()}
+            flat = {worker: _noted(self._flat(each)) for worker, each in source.items()}
+            self._check_unsure(flat, source.unsure)
+            return flat
         if self._device_map_fn is not None:
             chosen = range(self._bus.num_workers or 0) if workers is None else workers
             weights = as_tensordict(self._flat(source))
             return {worker: _noted(flatten(self._device_map_fn(worker, weights))) for worker in chosen}
         return _noted(self._flat(source))
+
+    def _check_unsure(self, flat: Mapping[int, FlatWeights], unsure: frozenset[int]) -> None:
+        """Integer keys and plain dicts may be an optimiser's state as well, or something else that is one thing: they
+        are a dict for each worker only if they have keys of this model's."""
+        if not unsure:
+            return
+        known = self._known_keys()
+        wrong = [w for w in sorted(unsure) if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
+        if wrong:
+            raise ValueError(
+                f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict (an optimiser's state, say)? "
+                f"What is under {wrong} has no key in common with {self._model_id!r} as it was sent or registered. For "
+                "each worker its own: give modules, TensorDicts, or params_map= of init_on_sender(); one dict for all: "
+                "name its keys by strings"
+            )
+
+    def _known_keys(self) -> set[Path]:
+        """The keys of what was sent last, or else of what is registered."""
+        link = self._bus._link
+        layout = link.latest_layout(self._topic) if isinstance(link, SenderLink) else None
+        if layout is not None:
+            return set(layout.paths)
+        source = self._model if self._model is not None else self._weights
+        if source is None or by_worker(source) or type(self).prepare_weights is not Sources.prepare_weights:
+            return set()
+        flat = self._flat(source)
+        return {*flat.tensors, *flat.values}
 
     def _flat(self, source: Any) -> FlatWeights:
         return source if isinstance(source, FlatWeights) else flat_weights(self.strategy, source)

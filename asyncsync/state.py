@@ -27,7 +27,7 @@ from asyncsync.transports.base import TransportCore
 from asyncsync.transports.wrapped_receiver import WrappedReceiver
 from asyncsync.transports.wrapped_sender import WrappedSender
 
-__all__ = ["LOCAL", "SchemeState", "as_tensordict", "by_worker"]
+__all__ = ["LOCAL", "SchemeState", "as_tensordict", "by_worker", "is_plain"]
 
 
 class SchemeState:
@@ -50,7 +50,7 @@ class SchemeState:
         self._device_map_fn: Callable[[int, Any], Any] | None = None
         self._worker_idx: int | None = None
         self._binding: Binding | None = None
-        self._manual = self._hooked = False
+        self._manual = self._hooked = self._is_mapped = False
         self._transport_options: dict[str, Any] = {}
         self._shared: TransportCore | None = None
         self._registered = False
@@ -171,7 +171,7 @@ class SchemeState:
 
 LOCAL = {
     "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
-    "_hooked", "_transport_options", "_shared", "_registered", "_returned", "_closed",
+    "_hooked", "_is_mapped", "_transport_options", "_shared", "_registered", "_returned", "_closed",
 }  # fmt: skip
 
 
@@ -192,6 +192,11 @@ def by_worker(weights: Any) -> bool:
     # A TensorDict is a Mapping too, but has no truth value.
     mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
     return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+
+
+def is_plain(weights: Any) -> bool:
+    """Whether this is a dict, and neither a module nor a TensorDict."""
+    return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
 
 
 def as_tensordict(flat: FlatWeights) -> TensorDict:

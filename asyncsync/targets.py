@@ -280,9 +280,6 @@ class Targets:
             if (slot := model.own.pop(worker, None)) is not None:
                 slot.drop()
 
-    def has_own(self, worker: int) -> bool:
-        return any(worker in model.own for model in self.models.values())
-
     def slots(self) -> Iterator[_Slot]:
         for model in self.models.values():
             yield model.common

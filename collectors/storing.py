@@ -356,7 +356,6 @@ class _Scan:
             return None
         return None if [value.dtype for value in found] != self._dtypes else found
 
-
     def has_devices_of(self, values: list[torch.Tensor]) -> bool:
         """Whether the layout has these leaves where they are; always, if the batch has a device of its own."""
         return self._own_device is not None or [value.device for value in values] == self._devices

@@ -239,6 +239,7 @@ def test_the_same_version_after_a_reconnection_is_lent_anew(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     first = update_for(desk, 0)
     desk.hello(0, route=b"new")
+    desk.cut(b"0")
     desk.receive(b"new", wire.Ready(EPOCH, {}))
     (second,) = desk.take(wire.Update, b"new")
     assert isinstance(second, wire.Update)
@@ -252,6 +253,7 @@ def test_a_report_over_an_old_connection_does_not_count(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
     desk.hello(0, route=b"new")
+    desk.cut(b"0")
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.staged(0, update, update.serial)
     assert out(desk, 0) == {1}
@@ -270,6 +272,7 @@ def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
 def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(desk: Desk) -> None:
     desk.publish(1, lent=True)
     desk.hello(0, incarnation=50, route=b"next")
+    desk.cut(b"0")
     desk.ready(1)
     desk.receive(b"next", wire.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest}))  # type: ignore[union-attr]
     assert {n: {v for (_, v), _ in loans} for n, loans in desk.publisher.loans.items()} == {
@@ -287,6 +290,9 @@ def test_who_was_superseded_keeps_its_loans_until_it_says_released(desk: Desk) -
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial, (("policy", 1),))
     desk.hello(0, incarnation=50, route=b"next")
+    desk.cut(b"0")
+    desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
+    desk.receive(b"next", wire.Released(EPOCH, nonce(50), wire.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.applied(0, update.serial, (), policy=1)
@@ -323,12 +329,28 @@ def test_a_connection_to_this_host_that_is_gone_gives_nothing_back_but_one_to_an
     assert (out(desk, 0), out(desk, 1)) == ({1}, set())
 
 
+@pytest.mark.parametrize("local", [True, None])
+def test_who_may_be_on_this_host_but_cannot_be_watched_is_lost_and_gives_nothing_back(local: bool | None) -> None:
+    desk = Desk(1)
+    desk.publisher.is_watched = lambda nonce: False
+    desk.hello(0, local=local)
+    desk.ready(0)
+    desk.publish(1, lent=True)
+    desk.cut(b"0")
+    desk.now += RETRY
+    desk.cut(b"0")
+    assert desk.publisher.peers[0].state == "lost"
+    assert out(desk, 0) == {1}
+    assert not desk.publisher.loans[nonce(0)].pid or local
+
+
 def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target_and_is_still_there(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial)
     assert slabs_out(desk) == 1
     desk.hello(0, incarnation=50, route=b"next")
+    desk.cut(b"0")
     desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
     assert {v for (_, v), _ in desk.publisher.loans[nonce(50)]} == {1}
 

@@ -15,7 +15,7 @@ from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.peer import Announcement
 from asyncsync.publisher import Publisher
-from asyncsync.settings import Settings
+from asyncsync.settings import Identity, Settings
 from asyncsync.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
 
@@ -98,11 +98,127 @@ def test_an_elastic_trainer_takes_any_worker_idx() -> None:
     assert desk.publisher.expected() == [4711]
 
 
-def test_the_newest_incarnation_wins_and_the_old_one_is_told() -> None:
+FITS = wire.Ready(EPOCH, {"policy": layout().digest})
+
+
+def test_a_worker_that_answers_keeps_its_place_and_a_newcomer_is_refused(desk: Desk) -> None:
+    version = desk.publish()
+    desk.take()
+    for incarnation in (10, 11):
+        desk.hello(0, incarnation, route=b"new")
+        assert [type(i) for i in desk.take(None, b"0")] == [wire.Ping]
+        with pytest.raises(ProtocolError, match="not worker 0 yet"):
+            desk.receive(b"new", wire.Applied(EPOCH, {"policy": version}))
+        desk.pass_time(1)
+        desk.take()
+        desk.pong(0)
+        (bye,) = desk.take(wire.Bye)
+        assert (bye.reason, bye.nonce) == ("refused", nonce(incarnation))  # type: ignore[attr-defined]
+        assert "the index was given twice" in bye.message  # type: ignore[attr-defined]
+    assert desk.publisher.peers[0].nonce == nonce(0)
+    assert not desk.publisher._newcomers
+    desk.applied(0, policy=version)
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+
+
+def test_a_newcomer_changes_nothing_before_it_has_proved_itself(desk: Desk) -> None:
+    version = desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    desk.hello(0, 10, route=b"new")
+    assert not desk.take(None, b"new")
+    desk.pass_time(3)
+    assert len(desk.take(wire.Welcome, b"new")) == 1
+    assert desk.publisher.peers[0].nonce == nonce(0)
+    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    desk.receive(b"new", FITS)
+    assert [type(i) for i in desk.take(None, b"new")] == [wire.Update]
+    assert desk.publisher.peers[0].nonce == nonce(10)
+    assert desk.publisher.progress(version, [0]).waiting == {0}
+
+
+def test_a_newcomer_whose_model_does_not_fit_does_not_take_a_place(desk: Desk) -> None:
+    desk.publish()
+    desk.hello(0, 10, route=b"new")
+    desk.pass_time(3)
+    desk.take()
+    desk.receive(b"new", wire.Refused(EPOCH, "policy", layout().digest, "it does not fit"))
+    desk.receive(b"new", wire.Ready(EPOCH, {}))
+    (bye,) = desk.take(None, b"new")
+    assert (bye.reason, desk.publisher.peers[0].nonce) == ("refused", nonce(0))  # type: ignore[attr-defined]
+
+
+def test_the_time_in_which_a_trainer_was_busy_does_not_count_as_silence(desk: Desk) -> None:
+    desk.hello(0, 10, route=b"new")
+    desk.take()
+    desk.now += 60
+    desk.publisher.tick(desk.now)
+    assert not desk.take(wire.Welcome)
+    desk.pass_time(3)
+    assert desk.take(wire.Welcome, b"new")
+
+
+def test_a_worker_that_answers_late_still_keeps_its_place(desk: Desk) -> None:
+    desk.hello(0, 10, route=b"new")
+    desk.pass_time(3)
+    assert desk.take(wire.Welcome, b"new")
+    desk.pong(0)
+    assert [b.reason for b in desk.take(wire.Bye, b"new")] == ["refused"]  # type: ignore[attr-defined]
+    with pytest.raises(ProtocolError, match="unknown peer"):
+        desk.receive(b"new", FITS)
+
+
+def test_a_worker_whose_process_has_ended_gives_way_at_once(desk: Desk) -> None:
+    desk.hello(0, 10, route=b"new")
+    desk.take()
+    desk.publisher.ended(0, nonce(0), "killed", desk.now)
+    assert [type(i) for i in desk.take(None, b"new")] == [wire.Welcome]
+    desk.receive(b"new", FITS)
+    assert desk.publisher.connected(0, ["policy"])
+
+
+def test_a_hello_over_another_connection_does_not_take_a_worker_from_where_it_answers(desk: Desk) -> None:
+    desk.hello(0, route=b"elsewhere", attempt=7)
+    assert not desk.take(None, b"elsewhere")
+    desk.pong(0)
+    assert [b.reason for b in desk.take(wire.Bye, b"elsewhere")] == ["refused"]  # type: ignore[attr-defined]
+    desk.publish()
+    assert desk.take(wire.Update, b"0")
+
+
+def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
+    for incarnation in range(10, 200):
+        desk.hello(0, incarnation, route=b"%d" % incarnation)
+    assert len(desk.publisher._newcomers) == 1
+    assert len(desk.take(wire.Ping)) == 1
+    desk.pass_time(3)
+    assert [to for to, i, _ in desk.publisher.outbox if isinstance(i, wire.Welcome)] == [b"199"]
+    desk.take()
+    desk.hello(0, 300, route=b"300")  # not before the one that was shown the layouts has had its time
+    assert not desk.take()
+    desk.pass_time(RETRY)
+    desk.hello(0, 300, route=b"300")
+    assert [b.nonce for b in desk.take(wire.Bye, b"199")] == [nonce(199)]  # type: ignore[attr-defined]
+    desk.pass_time(3)
+    assert desk.take(wire.Welcome, b"300")
+    desk.receive(b"300", FITS)
+    assert desk.publisher.peers[0].nonce == nonce(300)
+
+
+def test_closing_tells_newcomers_too(desk: Desk) -> None:
+    desk.hello(0, 10, route=b"new")
+    desk.take()
+    desk.publisher.close()
+    assert [b.reason for b in desk.take(wire.Bye, b"new")] == ["closed"]  # type: ignore[attr-defined]
+
+
+def test_a_superseded_incarnation_is_told_whenever_it_comes_back() -> None:
     desk = Desk(1)
     desk.hello(0, 10, route=b"old")
-    desk.take()
     desk.hello(0, 11, route=b"new")
+    desk.pass_time(3)
+    desk.take()
+    desk.receive(b"new", wire.Ready(EPOCH, {}))
     (bye,) = desk.take(wire.Bye)
     assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
     desk.hello(0, 10, route=b"again")
@@ -118,7 +234,8 @@ def test_a_new_incarnation_gets_everything_again(desk: Desk) -> None:
     for worker, update in enumerate(desk.take(wire.Update)):
         desk.finish(worker, update)
     desk.hello(0, 10, route=b"new")
-    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
+    desk.cut(b"0")
+    desk.receive(b"new", FITS)
     (update,) = desk.take(wire.Update, b"new")
     assert versions_of(update) == {"policy": version}
 
@@ -128,6 +245,7 @@ def test_a_worker_that_reconnects_keeps_what_it_has(desk: Desk) -> None:
     for worker, update in enumerate(desk.take(wire.Update)):
         desk.finish(worker, update)
     desk.hello(0, route=b"new", epoch=EPOCH, have={"policy": version})
+    desk.cut(b"0")
     desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
     assert not desk.take(wire.Update)
     assert desk.publisher.progress(version, [0]).acked == {0: version}
@@ -140,6 +258,7 @@ def test_a_hello_that_comes_late_or_twice_does_not_move_the_worker_back(attempt:
     desk = Desk(1)
     desk.hello(0, route=b"old", attempt=1)
     desk.hello(0, route=b"new", attempt=2)
+    desk.cut(b"old")
     desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
     desk.take()
     desk.hello(0, route=b"old", attempt=attempt)
@@ -281,7 +400,7 @@ def test_what_is_meant_for_everybody_replaces_what_was_meant_for_one(desk: Desk)
     target = desk.publisher.targets.target(0, "policy")
     assert target is not None
     assert target.version == everybody
-    assert not desk.publisher.targets.has_own(0)
+    assert not desk.publisher.targets.models["policy"].own
 
 
 def test_latest_wins_and_a_worker_that_is_behind_skips(desk: Desk) -> None:
@@ -521,6 +640,26 @@ def test_a_silent_worker_gets_few_pings(desk: Desk) -> None:
     assert pings[b"0"] == 20 // RETRY
 
 
+@pytest.mark.parametrize("models", [("policy",), ("policy", "value")])
+def test_an_elastic_trainer_forgets_who_has_been_gone_for_a_minute_and_what_was_meant_for_it(
+    models: tuple[str, ...],
+) -> None:
+    desk = Desk(None, models=models)
+    desk.join(0, 1)
+    slabs = desk.publisher.targets.slots
+    for worker in (0, 1):
+        desk.publish(worker, [worker], models=models)
+    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    desk.pass_time(59)
+    assert len([t for slot in slabs() for t in slot.targets]) == 2 * len(models)
+    for _ in range(5):
+        desk.pass_time(1)
+    assert 0 not in desk.publisher.peers
+    assert [desk.publisher.targets.target(0, m) for m in models] == [None] * len(models)
+    left = [t for slot in slabs() for t in slot.targets]
+    assert [t.version for t in left] == [2] * len(models), "that of the one who is there stands"
+
+
 def test_a_worker_whose_process_has_ended_is_lost_at_once(desk: Desk) -> None:
     version = desk.publish()
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
@@ -533,6 +672,8 @@ def test_a_worker_whose_process_has_ended_is_lost_at_once(desk: Desk) -> None:
 
 def test_the_death_of_an_older_incarnation_is_no_news(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
+    desk.cut(b"0")
+    desk.receive(b"new", FITS)
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
     assert desk.publisher.peers[0].state == "live"
 
@@ -545,6 +686,17 @@ def test_a_lost_worker_comes_back_with_hello(desk: Desk) -> None:
     desk.ready(0)
     (update,) = desk.take(wire.Update)
     assert versions_of(update) == {"policy": version}
+
+
+def test_a_worker_of_a_host_that_cannot_be_told_is_lost_when_it_cannot_be_reached_any_more() -> None:
+    desk = Desk(1)
+    desk.publisher.identity = Identity(1, "", 0)  # two that know nothing of their hosts are not on the same one
+    desk.hello(0, local=None)
+    assert desk.publisher.peers[0].local is None
+    desk.cut(b"0")
+    desk.now += RETRY
+    desk.cut(b"0")
+    assert desk.publisher.peers[0].state == "lost"
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -843,6 +995,7 @@ def test_a_late_joiner_gets_the_target_while_a_new_layout_is_pending(desk: Desk)
     desk.publish()
     desk.publish(dtype=F64)
     desk.hello(0, 10, route=b"new")
+    desk.cut(b"0")
     (welcome,) = desk.take(wire.Welcome, b"new")
     assert welcome.models == {"policy": layout(F32).digest}  # type: ignore[attr-defined]
     desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout(F32).digest}))

@@ -19,7 +19,6 @@ from torch import nn
 
 from asyncsync import (
     ClosedError,
-    Fenced,
     NotConnected,
     PartialSendError,
     SchemaMismatch,
@@ -351,23 +350,20 @@ async def test_a_worker_that_the_sender_does_not_have_is_turned_away(api: Api) -
 
 
 @pytest.mark.schemes("waiting")
-async def test_two_receivers_with_one_index_end_with_the_newer_one_alone(api: Api) -> None:
+async def test_of_two_receivers_with_one_index_the_second_is_refused_and_the_first_goes_on(api: Api) -> None:
     async with api.crew(1) as everybody:
-        older = everybody.receivers[0]
-        waiting = asyncio.create_task(older.receive())
         async with receiver_of(everybody.sender, 0, model := Model()) as newer:
-            await newer.connect(timeout=5)
-            with (
-                Clock(0.5),
-                pytest.raises(Fenced, match="newer incarnation of worker 0 has connected; this one must stop"),
-            ):
-                await waiting
-            with pytest.raises(Fenced):
-                await older.fetch()
-            with pytest.raises(Fenced):
-                await older.connect(timeout=5)
-            await everybody.sender.send_async(fill(everybody.source, 2))
-            assert (read(model), everybody.read) == ({2}, [{0}])
+            with Clock(0.5), pytest.raises(NotConnected, match="refused worker 0: the index was given twice"):
+                await newer.connect(timeout=5)
+            assert newer.closed
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        assert (read(model), everybody.read) == ({-1}, [{2}])
+        await everybody.receivers[0].shutdown()
+        async with receiver_of(everybody.sender, 0, model) as successor:
+            with Clock(0.5):
+                await successor.connect(timeout=5)  # one that has left gives way at once
+            await everybody.sender.send_async(fill(everybody.source, 3))
+            assert (read(model), everybody.read) == ({3}, [{2}])
 
 
 async def test_another_model_id_is_named_on_both_sides(api: Api) -> None:

@@ -439,6 +439,76 @@ async def test_r212_an_elastic_sender_needs_min_workers(api: Api) -> None:
             assert (read(model), read(late)) == ({3}, {3})
 
 
+@pytest.mark.schemes("some")
+async def test_r212_r195_a_send_for_which_there_is_no_worker_raises(api: Api) -> None:
+    """Of 195: it does not return as if all had applied it."""
+    sender = api.scheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    async with sender, receiver_of(sender, 0, model := Model(), model_id="value") as other:
+        joining = asyncio.create_task(other.connect(timeout=30))
+        with pytest.raises(NotConnected, match=r"worker 0 has .*'value'.*, not 'policy'"):
+            await sender.connect(timeout=0.5)
+        version = bare(sender).version
+        with Clock(0.5), pytest.raises(NotConnected, match=r"no worker can apply this .*'value'.*, not 'policy'"):
+            await sender.send_async(timeout=5)
+        assert bare(sender).version == version, "nothing was published"
+        late = await sender.publish()
+        with Clock(0.5), pytest.raises(NotConnected, match="not 'policy'"):
+            await sender.wait_version(late, timeout=5)
+        assert read(model) == {-1}
+        await other.shutdown()
+        with pytest.raises(ClosedError):
+            await joining
+
+
+@pytest.mark.schemes("some")
+async def test_r212_r195_a_send_after_the_only_elastic_worker_has_left_raises(api: Api) -> None:
+    """Of 195: neither does wait_version, of what was published for nobody."""
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    async with sender, receiver_of(sender, 0, Model()) as only:
+        await asyncio.gather(sender.connect(timeout=10), only.connect(timeout=10))
+        await only.shutdown()
+        await until(lambda: sender.status()[0].state == "lost")
+        with Clock(0.5), pytest.raises(NotConnected, match="0 workers are connected, min_workers=1 are needed"):
+            await sender.send_async(timeout=5)
+        version = await sender.publish()
+        with Clock(0.5), pytest.raises(NotConnected, match="0 workers are connected, min_workers=1 are needed"):
+            await sender.wait_version(version, timeout=5)
+
+
+@pytest.mark.schemes("some")
+async def test_an_optimisers_state_is_not_taken_for_weights_of_each_worker(api: Api) -> None:
+    async with api.crew(2, receiver={"apply": "on_receive"}, models=[None, None]) as everybody:
+        sender, receivers, _ = everybody
+        optimizer = torch.optim.Adam(everybody.source.parameters())
+        sum(p.sum() for p in everybody.source.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        assert {0, 1} <= state.keys()
+        version = sender.version
+        for weights in (state, {0: state[0], 1: state[1]}, {0: fill(everybody.source, 2), 1: state[1]}):
+            with pytest.raises(ValueError, match="optimiser's state"):
+                await sender.send_async({w: each for w, each in weights.items() if w < 2})
+        assert sender.version == version, "nothing was published"
+        own = {0: Model(3).state_dict(), 1: TensorDict.from_module(Model(4))}
+        await sender.send_async(own)
+        assert [read(await api.receive(r, 5)) for r in receivers] == [{3}, {4}]
+
+
+@pytest.mark.schemes("zmq")
+async def test_plain_dicts_for_each_worker_need_to_be_known_or_declared(api: Api) -> None:
+    first, second = Model(3).state_dict(), Model(4).state_dict()
+    undeclared = api.scheme()
+    with pytest.raises(ValueError, match="as params_map"):
+        undeclared.init_on_sender(model_id="policy", weights={0: first, 1: second}, num_workers=2)
+    undeclared.init_on_sender(model_id="policy", num_workers=2)
+    with pytest.raises(ValueError, match="params_map="):
+        await undeclared.connect(weights={0: first, 1: second}, timeout=5)
+    async with api.crew(2, sender={"params_map": {0: first, 1: second}}) as everybody:
+        assert everybody.read == [{3}, {4}]
+
+
 # -- whose memory it is
 
 

@@ -144,14 +144,23 @@ async def test_strangers_at_the_lane_disturb_nobody(schemes: Schemes) -> None:
             caller.close()
 
 
-async def test_a_newer_incarnation_has_the_lane_and_the_superseded_one_has_none(schemes: Schemes) -> None:
-    sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_lanes(sender, receivers)
+async def test_a_newer_incarnation_has_the_lane_and_the_superseded_one_has_none(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    sender, old = schemes.sender(SMALL, num_workers=2), start(Worker)
+    receiver = schemes.receiver(sender)
+    given = pickle.loads(pickle.dumps(sender))
+    await asyncio.gather(sender.connect(), receiver.connect(), old.connect(given, 1, SMALL))
+    await eventually(lambda: len(lanes(sender).of) == 2)
+    before = set(lanes(sender).of)
+    old.signal(signal.SIGSTOP)
     late = schemes.receiver(sender, 1)
     await late.connect()
-    await eventually(lambda: receivers[1].bus._link.lane.closed and receivers[1].closed)
-    await with_lanes(sender, [receivers[0], late])
-    await all_well(sender, [receivers[0], late])
+    old.signal(signal.SIGCONT)
+    await with_lanes(sender, [receiver, late])
+    assert len(before & set(lanes(sender).of)) == 1
+    await all_well(sender, [receiver, late])
+    assert await old.closed()
 
 
 async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -331,8 +332,51 @@ async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: 
 
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r202_a_flood_of_connections_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
+async def test_r202_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes: Schemes) -> None:
+    """Of 202: also a well-formed HELLO changes nothing while the worker whose index it has answers."""
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=endpoint)
+    peers = sender.bus._link.publisher.peers
+    holders = [(peer.nonce, peer.route) for peer in peers.values()]
+    replayed = peers[0].hello
+    changes: list[dict[str, Any]] = [{"nonce": secrets.token_bytes(16)}, {"attempt": replayed.attempt + 100}]
+    async with being_served(sender, receivers):
+        for change in changes * 3:
+            with raw_dealer(endpoint) as dealer:
+                dealer.send(wire.encode(replace(replayed, **change)))
+                await eventually(lambda dealer=dealer: dealer.poll(0))
+                (answer, _) = wire.decode([dealer.recv()])
+            assert isinstance(answer, wire.Bye)
+            assert answer.reason == "refused"
+            assert "the index was given twice" in answer.message
+    assert [(peer.nonce, peer.route) for peer in peers.values()] == holders
+
+
+async def test_r202_a_silent_worker_gives_way_only_to_one_that_accepts_its_layouts(schemes: Schemes) -> None:
+    """Of 202: a HELLO alone changes nothing for a worker that is stopped, either."""
+    sender, receivers = await schemes.connected(SMALL)
+    link = receivers[0].bus._link
+    with raw_dealer(sender.bus.endpoint) as dealer:
+        link.loop.remove_reader(link._socket._descriptor)  # it hears nothing more
+        dealer.send(wire.encode(hello(0)))
+        await eventually(lambda: dealer.poll(0))
+        answer, _ = wire.decode(dealer.recv_multipart())
+        assert isinstance(answer, wire.Welcome)
+        assert not receivers[0].closed
+        link.loop.add_reader(link._socket._descriptor, link._socket._drain)
+        link._socket._schedule()
+        await eventually(lambda: dealer.poll(0))
+        answer, _ = wire.decode(dealer.recv_multipart())
+        assert isinstance(answer, wire.Bye)
+        assert answer.reason == "refused"
+    assert await sender.send_async(sender.model.fill(2), timeout=10) == 2
+    assert receivers[0].model.value == 2
+
+
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
+async def test_r202_a_flood_of_connections_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
+    sender = schemes.sender(SMALL, min_workers=2, endpoint=endpoint)
+    receivers = [schemes.receiver(sender, i) for i in range(2)]
+    await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
     opened: list[socket.socket] = []
     try:
         async with being_served(sender, receivers):
@@ -343,11 +387,9 @@ async def test_r202_a_flood_of_connections_disturbs_nobody(endpoint: str, scheme
                     opened.append(raw(endpoint))
                 if i % 10 == 0:
                     await asyncio.sleep(0)
-            late = schemes.receiver(sender, 1)  # a newer incarnation finds its way through the crowd
-            before = receivers[1]
+            late = schemes.receiver(sender, 2)  # a newcomer finds its way through the crowd
             await late.connect(timeout=20)
-            receivers[1] = late
-            await eventually(lambda: before.closed)
+            await late.shutdown()
     finally:
         for connection in opened:
             connection.close()
@@ -412,6 +454,27 @@ async def fake(endpoint: str) -> AsyncIterator[FakeTrainer]:
 
 def layout_of(numel: int, parts: int = 8) -> Layout:
     return Layout.of(FlatWeights({("parts", str(i)): torch.empty(numel // parts) for i in range(parts)}, {}))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
+    endpoint: str, fake: FakeTrainer, schemes: Schemes, leaves: bool
+) -> None:
+    receiver = schemes.receiver(schemes.sender(SMALL, 5, endpoint=endpoint, num_workers=1))
+    connecting = asyncio.create_task(receiver.connect())
+    hello: wire.Hello = await fake.hear(wire.Hello)
+    digest = (layout := layout_of(8 * SMALL)).digest
+    for models in ({"policy": digest}, {"policy": b""}):  # it takes back what its worker refuses
+        welcome = wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, models)
+        fake.say(welcome, *([layout.encoded] if models["policy"] else []))
+    if leaves:
+        fake.say(wire.Bye(EPOCH, hello.nonce, "closed", "the sender was shut down"))
+    for _ in range(2):
+        with pytest.raises(SchemaMismatch):
+            await connecting
+        connecting = asyncio.create_task(receiver.connect())
+    await asyncio.gather(connecting, return_exceptions=True)
+    assert receiver.version == 0
 
 
 async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(

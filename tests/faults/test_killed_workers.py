@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncsync import AckTimeout, PartialSendError, PeerLost, ZMQWeightSyncScheme
+from asyncsync.settings import Identity
 from helpers.processes import Filled, Remote, Schemes, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(90)
@@ -215,6 +217,25 @@ async def test_r196_a_second_incarnation_takes_over_from_a_stopped_one(
     assert await old.value() == 1
     assert await new.value() == 2
     assert await sender.send_async(sender.model.fill(3), timeout=10) == 3
+
+
+@pytest.mark.parametrize("why", ["no pidfd", "no boot id"])
+async def test_r195_a_killed_worker_that_cannot_be_watched_is_lost_when_its_connection_is_gone(
+    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Of 195: it is named as lost before the time is up."""
+    if why == "no pidfd":
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr("asyncsync.sender.this_process", lambda: Identity(os.getpid(), "", 0))
+    sender, worker = schemes.sender(1000, num_workers=1), start(Worker)
+    impatient(sender)
+    await connect(sender, [worker], 1000)
+    await worker.kill()
+    with pytest.raises(PartialSendError) as raised:
+        await sender.send_async(sender.model.fill(2), timeout=30)
+    assert isinstance(raised.value.failed[0], PeerLost)
+    assert sender.status()[0].state == "lost"
 
 
 def test_the_oracle_knows_a_torn_model() -> None:

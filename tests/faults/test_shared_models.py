@@ -144,7 +144,9 @@ async def test_r218_a_model_outlives_its_scheme(how: str, schemes: Schemes, star
         assert all(await workers[1].shutdown_and_keep_the_model())
     else:
         again = start(SharedWorker)
+        workers[1].signal(signal.SIGSTOP)
         await again.connect(fresh(sender), 1, 2 * MIB)
+        workers[1].signal(signal.SIGCONT)
         await eventually_closed(workers[1])
         if how.endswith("shutdown"):
             await workers[1].shutdown()

@@ -82,16 +82,20 @@ class Desk:
         attempt: int | None = None,
         epoch: wire.Epoch | None = None,
         have: dict[str, int] | None = None,
-        local: bool = True,
+        local: bool | None = True,
     ) -> None:
         route = b"%d" % worker if route is None else route
         name = nonce(worker if incarnation is None else incarnation)
         self.attempts[name] = self.attempts.get(name, 0) + 1 if attempt is None else attempt
         models = dict.fromkeys(self.publisher.targets.models, 0) if have is None else have
-        boot = "here" if local else "elsewhere"
+        boot = "" if local is None else "here" if local else "elsewhere"
         self.receive(route, wire.Hello(worker, name, self.attempts[name], 100 + worker, boot, 1, epoch or None, models))
 
-    def ready(self, worker: int, *dtypes: torch.dtype, models: Iterable[str] = ("policy",)) -> None:
+    def cut(self, route: bytes) -> None:
+        """This connection is gone, and the shell has noticed when it wanted to send."""
+        self.publisher.unreachable(route, self.now)
+
+    def ready(self, worker: int | bytes, *dtypes: torch.dtype, models: Iterable[str] = ("policy",)) -> None:
         digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
         self.receive(worker, wire.Ready(self.publisher.epoch, digests))
 
