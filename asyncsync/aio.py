@@ -33,17 +33,18 @@ class Bus(BusCore):
     The arguments are described at :class:`BusCore`.
     """
 
-    async def connect(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+    async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
 
         Args:
             timeout: seconds for all of them together.
+            processes: the workers' processes, to be watched meanwhile.
 
         Raises:
             RuntimeError: no scheme has been initialised on this bus.
             NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
         """
-        self._check_connect(timeout)
+        self._check_connect(timeout, processes)
         await self._connect(await self._initial(), timeout)
 
     async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
@@ -104,6 +105,14 @@ class Bus(BusCore):
         """
         await self._shutdown(timeout)
 
+    def __enter__(self) -> None:
+        raise TypeError(
+            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called: see :meth:`__enter__`."""
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -120,7 +129,7 @@ class WeightSyncScheme(SchemeCore):
         connect: where workers connect, if that differs.
         bus: a :class:`Bus` shared with other schemes, instead of one of its own.
         num_workers: fixed number of workers; None: elastic.
-        min_workers: how many an elastic sender needs.
+        min_workers: how many an elastic sender needs; 0: it can start alone.
         allow_plaintext: allow addresses beyond this host, unencrypted.
 
     Raises:
@@ -165,7 +174,12 @@ class WeightSyncScheme(SchemeCore):
         return twin
 
     async def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        processes: Iterable[Any] = (),
     ) -> None:
         """The rendezvous; either side may call first.
 
@@ -176,13 +190,15 @@ class WeightSyncScheme(SchemeCore):
             worker_idx: receiver: which worker this is, if init did not say.
             weights: sender: the initial weights; None: the registered source, if any.
             timeout: seconds.
+            processes: sender: the workers' processes (of multiprocessing, subprocess or asyncio); if one ends before
+                all are connected, this raises at once.
 
         Raises:
             NotConnected: the others were not there in time; may be called again.
             SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
             PartialSendError: sender: a worker cannot take the weights; no worker was changed.
         """
-        self._check_connect(weights, worker_idx, timeout)
+        self._check_connect(weights, worker_idx, timeout, processes)
         if self._role == "sender":
             await self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
         else:
@@ -287,6 +303,14 @@ class WeightSyncScheme(SchemeCore):
         """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
         schemes."""
         await self._shutdown(timeout)
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called: see :meth:`__enter__`."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -62,9 +62,9 @@ class Bus(BusCore):
     The arguments are described at :class:`BusCore`, the methods at :class:`asyncsync.Bus`.
     """
 
-    def connect(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus. Raises as :meth:`asyncsync.Bus.connect`."""
-        self._check_connect(timeout)
+        self._check_connect(timeout, processes)
         initial = {t: None if e is None else _taken(e) for t, e in _now(self._initial()).items()}
         self._run(lambda: self._connect(initial, timeout))
 
@@ -125,7 +125,7 @@ class Bus(BusCore):
 
     def _check_fork(self) -> None:
         if self._link is not None and self._link.is_inherited:
-            raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
+            raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
     def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
         sources = _now(self._extract(weights, worker_ids))()
@@ -171,7 +171,7 @@ class WeightSyncScheme(SchemeCore):
         connect: where workers connect, if that differs.
         bus: an :class:`asyncsync.sync.Bus` shared with other schemes, instead of one of its own.
         num_workers: fixed number of workers; None: elastic.
-        min_workers: how many an elastic sender needs.
+        min_workers: how many an elastic sender needs; 0: it can start alone.
         allow_plaintext: allow addresses beyond this host, unencrypted.
 
     Raises:
@@ -215,7 +215,14 @@ class WeightSyncScheme(SchemeCore):
         """This scheme."""
         return self
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        processes: Iterable[Any] = (),
+    ) -> None:
         """The rendezvous; either side may call first. Dispatches by which init ran.
 
         A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are
@@ -225,13 +232,15 @@ class WeightSyncScheme(SchemeCore):
             worker_idx: receiver: which worker this is, if init did not say.
             weights: sender: the initial weights; None: the registered source, if any.
             timeout: seconds.
+            processes: sender: the workers' processes (of multiprocessing, subprocess or asyncio); if one ends before
+                all are connected, this raises at once.
 
         Raises:
             NotConnected: the others were not there in time; may be called again.
             SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
             PartialSendError: sender: a worker cannot take the weights; no worker was changed.
         """
-        self._check_connect(weights, worker_idx, timeout)
+        self._check_connect(weights, worker_idx, timeout, processes)
         if self._role == "sender":
             self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
         else:

@@ -23,6 +23,7 @@ from asyncsync.link import check_timeout
 from asyncsync.publisher import Settings
 from asyncsync.receiver import ReceiverLink
 from asyncsync.sender import SenderLink, Source
+from asyncsync.starting import check_processes
 from asyncsync.status import WorkerStatus, receiver_status, sender_status
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class BusCore:
         endpoint: where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
         connect: where workers connect, if that differs (``tcp://0.0.0.0:5555`` is bound, but not connected to).
         num_workers: fixed number of workers (0 … num_workers−1); None: elastic, they come and go.
-        min_workers: how many an elastic sender needs for ``connect`` and ``send_async``.
+        min_workers: how many an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
         allow_plaintext: allow addresses that other hosts can reach, without encryption.
         checksum: CRC-32 over every payload; None: on plaintext tcp beyond loopback only.
 
@@ -81,7 +82,8 @@ class BusCore:
         )
         if num_workers is not None:
             _check_count("num_workers", num_workers)
-        _check_count("min_workers", min_workers)
+        _check_count("min_workers", min_workers, least=0)
+        _check_quorum(num_workers, min_workers)
         self.num_workers = num_workers
         self.min_workers = min_workers
         self.allow_plaintext = allow_plaintext
@@ -97,6 +99,8 @@ class BusCore:
         self._gate: Gate | None = None
         self._worker: int | None = None
         self._late = False
+        self._constructed = self.num_workers  # as the constructor said; init_on_sender() may say it instead
+        self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
         self._converted: BusCore | None = None
         # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
@@ -123,12 +127,12 @@ class BusCore:
         if self._role is not None and self._pid != os.getpid():
             if self._link is not None:
                 raise RuntimeError(
-                    "this bus was connected before the fork; a forked child cannot use it: pass it on before connecting"
+                    "this scheme or bus was connected before the fork; a forked child cannot use it: pass it on before connecting"
                 )
             self._reset()
         if self._role not in (None, role):
             raise RuntimeError(
-                f"this bus is a {self._role} in this process; a {role} needs a scheme of its own "
+                f"this scheme or bus is a {self._role} in this process; a {role} needs a scheme of its own "
                 "(pickle it, or construct another)"
             )
 
@@ -138,7 +142,7 @@ class BusCore:
         if other is not None and other is not scheme:
             raise ValueError(f"this bus has a scheme for {topic!r} already; give each its own model_id")
         if self._closed:
-            raise ClosedError("this bus was shut down; construct another")
+            raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
             self._set_workers(num_workers, private=scheme._own_bus)
         self._role, self._pid = role, os.getpid()
@@ -148,13 +152,24 @@ class BusCore:
 
     def _set_workers(self, num_workers: int, *, private: bool) -> None:
         _check_count("num_workers", num_workers)
-        fixed = self._link is not None or (self.num_workers is not None and not private)
-        if fixed and self.num_workers != num_workers:
+        said = self._constructed if private and self._link is None else self.num_workers
+        if said not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
             raise ValueError(
-                "the schemes of one bus share its workers: "
-                f"num_workers is {self.num_workers} already, not {num_workers}"
+                f"num_workers is {self.num_workers} already, not {num_workers}: the constructor, init_on_sender() and "
+                "all schemes of one bus have to agree"
             )
+        _check_quorum(num_workers, self.min_workers)
         self.num_workers = num_workers
+
+    def _set_least(self, min_workers: int, *, private: bool) -> None:
+        _check_count("min_workers", min_workers, least=0)
+        if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
+            raise ValueError(
+                f"min_workers is {self.min_workers} already, not {min_workers}: the constructor, init_on_sender() and "
+                "all schemes of one bus have to agree"
+            )
+        _check_quorum(self.num_workers, min_workers)
+        self.min_workers = min_workers
 
     def _for_receiver(self, worker: int | None) -> BusCore:
         """The bus that schemes pickled apart share in this worker."""
@@ -206,7 +221,7 @@ class BusCore:
 
     def _check_open(self, role: str) -> None:
         if self._closed:
-            raise ClosedError("this bus was shut down")
+            raise ClosedError("this scheme or bus was shut down")
         if self._role is None:
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._check_role(role)
@@ -228,7 +243,7 @@ class BusCore:
     def _open_receiver(self, worker: int) -> ReceiverLink:
         self._check_open("receiver")
         if self._worker not in (None, worker):
-            raise ValueError(f"this bus is worker {self._worker} already; it cannot be worker {worker} too")
+            raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
         if self._late and self._share(worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
@@ -260,7 +275,8 @@ class BusCore:
             return {}
         return {topic: await scheme._initial(None) for topic, scheme in self._schemes.items()}
 
-    def _check_connect(self, timeout: float) -> None:
+    def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
+        self._starting = check_processes(processes)
         if not self._schemes:
             raise RuntimeError(
                 "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
@@ -477,6 +493,15 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
     return sorted(set(chosen))
 
 
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+def _check_count(name: str, value: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "a positive integer" if least else "an integer from 0"
+        raise ValueError(f"{name} must be {kind}, not {value!r}")
+
+
+def _check_quorum(num_workers: int | None, min_workers: int) -> None:
+    if num_workers is not None and min_workers > num_workers:
+        raise ValueError(
+            f"min_workers={min_workers} of num_workers={num_workers}: a fixed number of workers is waited for whole; "
+            "leave num_workers out where they come and go"
+        )

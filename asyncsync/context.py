@@ -28,6 +28,7 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
     if model is not None:
         return model
     kind = type(context).__name__
+    kind = "the context" if kind.startswith("_") else kind
     if not model_id:
         raise ValueError(
             f"{kind} cannot tell which model is meant: pass model_id (a name for its get_model(), or an attribute path)"

@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from asyncsync.descriptors import PER_LINK, check_descriptors
 from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
 from asyncsync.publisher import Identity
 from asyncsync.threads import WorkThread, finish
@@ -188,9 +189,17 @@ class Link(ABC):
 
     Attributes:
         dropped: how many messages were dropped, by reason.
+
+    Args:
+        name: of the thread for copies.
+        descriptors: how many file descriptors its peers will take.
+
+    Raises:
+        NotConnected: there are not so many.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, descriptors: int = 0) -> None:
+        check_descriptors(PER_LINK + descriptors, "cannot connect")
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
         self.conditions = Conditions(self.loop)
@@ -269,7 +278,7 @@ class Link(ABC):
             WeightSyncError: a callback has failed.
         """
         if self.pid != os.getpid():
-            raise RuntimeError("this bus was connected before the fork; connect anew in the child process")
+            raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
         if self.closed:
             raise ClosedError("this scheme or bus was shut down")
         if asyncio.get_running_loop() is not self.loop:
@@ -280,7 +289,7 @@ class Link(ABC):
     def check_loop(self) -> None:
         """Raise RuntimeError on another loop than the link's own."""
         if asyncio.get_running_loop() is not self.loop:
-            raise RuntimeError("this bus was connected on another event loop; await it there")
+            raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 
     async def wait(
         self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None

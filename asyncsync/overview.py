@@ -156,7 +156,7 @@ class Overview:
         """For people: what keeps this worker from being connected."""
         peer = self.peers.get(worker)
         if peer is None:
-            return f"worker {worker} has not said hello"
+            return f"worker {worker} has not said hello (did it start? see its stderr)"
         if peer.lost:
             return f"worker {worker} is lost ({peer.lost})"
         for model_id in models:

@@ -48,6 +48,7 @@ class Publisher(Overview):
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
         loans: what each worker incarnation may be reading, by its nonce; also of those that have left.
         is_watched: whether the end of a co-located incarnation's process will be told (:meth:`ended`).
+        shortage: why there cannot be another worker; empty: there can.
         fenced: set once a newer trainer has been met; nothing is sent any more.
     """
 
@@ -66,6 +67,7 @@ class Publisher(Overview):
         self.closed = False
         self.turned_away = ""
         self.is_watched: Callable[[bytes], bool] = _all_are
+        self.shortage: Callable[[], str] = str
         self._routes: dict[bytes, Peer] = {}
         self._superseded: dict[bytes, None] = {}
         self._newcomers: dict[bytes, Newcomer] = {}  # by their route
@@ -223,7 +225,10 @@ class Publisher(Overview):
             return
         worker = hello.worker
         if self.num_workers is not None and worker >= self.num_workers:
-            self.turned_away = text = f"worker_idx {worker} is not below num_workers={self.num_workers}"
+            self.turned_away = text = (
+                f"worker_idx {worker} is not below num_workers={self.num_workers} (where workers come and go, "
+                "construct the sender's scheme with min_workers= instead)"
+            )
             self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", text))
             return
         if hello.nonce in self._superseded:
@@ -243,6 +248,9 @@ class Publisher(Overview):
             self._move(peer, route, hello, applied, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
             self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
+        elif why := self.shortage():
+            self.turned_away = f"worker {worker}: {why}"
+            self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", why))
         else:
             if peer is not None:
                 self._supersede(peer)
@@ -357,7 +365,12 @@ class Publisher(Overview):
         self._drop(peer)
 
     def _superseding(self, worker: int, nonce: bytes) -> wire.Bye:
-        return wire.Bye(self.epoch, nonce, "superseded", f"a newer incarnation of worker {worker} has connected")
+        return wire.Bye(
+            self.epoch,
+            nonce,
+            "superseded",
+            f"a newer incarnation of worker {worker} has connected, or the index was given twice",
+        )
 
     def _drop(self, peer: Peer) -> None:
         peer.end_transfer()

@@ -499,7 +499,7 @@ class ReceiverLink(Link):
     def _why(self, model_id: str) -> str:
         subscriber = self.subscriber
         if not subscriber.online:
-            return f"nobody answers at {self.endpoint}; is the sender connecting, with the same endpoint?"
+            return f"nobody answers at {self.endpoint}; see whether the sender is connecting, with the same endpoint"
         if not subscriber.welcomed:
             return "the sender has not answered yet"
         if model_id not in subscriber.served:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from types import ModuleType
@@ -31,6 +31,7 @@ from asyncsync.link import check_timeout
 from asyncsync.receiver import ReceiverLink
 from asyncsync.slab import Slab
 from asyncsync.sources import Sources
+from asyncsync.starting import check_processes
 from asyncsync.state import LOCAL, by_worker, is_plain
 from asyncsync.strategy import WeightStrategy, resolve_strategy
 from asyncsync.transports.base import TransportCore
@@ -156,6 +157,7 @@ class SchemeCore(Sources, ABC):
         devices: Sequence[torch.device | str | int] | None = None,
         device_map_fn: Callable[[int, Any], Any] | None = None,
         num_workers: int | None = None,
+        min_workers: int | None = None,
     ) -> None:
         """Make this the sender's side. Sets up local state only.
 
@@ -167,7 +169,8 @@ class SchemeCore(Sources, ABC):
             model: the source: a module.
             devices: ``devices[i]`` is where worker i gets received weights.
             device_map_fn: ``(worker_idx, weights) -> weights`` for each worker.
-            num_workers: fixed number of workers; overrides the constructor's.
+            num_workers: fixed number of workers, if the constructor has not said it.
+            min_workers: how many an elastic sender needs, likewise; 0: it can start alone.
 
         Raises:
             ValueError: arguments that exclude each other, or counts that disagree.
@@ -178,8 +181,8 @@ class SchemeCore(Sources, ABC):
             raise ValueError(f"{' and '.join(sources)} exclude each other; give one source of weights")
         if by_worker(weights) and any(map(is_plain, weights.values())):
             raise ValueError(
-                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for all "
-                "workers has strings as keys"
+                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for "
+                "all workers has strings as keys"
             )
         if device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
@@ -197,6 +200,8 @@ class SchemeCore(Sources, ABC):
         chosen = None if devices is None else [torch.device(d) for d in devices]
         self._check_fresh("sender")
         transport = make_sender(self, num_workers or self._bus.num_workers)
+        if min_workers is not None:
+            self._bus._set_least(min_workers, private=self._own_bus)
         self._bus._join(self, "sender", model_id or "", num_workers)
         self._reset()
         self._role, self._pid = "sender", os.getpid()
@@ -338,13 +343,18 @@ class SchemeCore(Sources, ABC):
         self._shared.start(self._worker_idx)
         self._registered = True
 
-    def _check_connect(self, weights: Any, worker_idx: int | None, timeout: float) -> None:
+    def _check_connect(
+        self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
+    ) -> None:
         check_timeout(timeout)
+        self._bus._starting = check_processes(processes)
         self._check_open()
         if self._role == "sender" and worker_idx is not None:
             raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
         if self._role == "receiver" and weights is not None:
             raise TypeError("weights belong to the sender's connect(); this is a receiver")
+        if self._role == "receiver" and self._bus._starting:
+            raise TypeError("processes belong to the sender's connect(); this is a receiver")
 
     async def _initial(self, weights: Any) -> Extract | None:
         """What a sender sends when it connects; None: nothing."""
@@ -371,7 +381,7 @@ class SchemeCore(Sources, ABC):
         else:
             link.publisher.serve(self._topic, start)
             link.settle()
-        await link.connected([self._topic], version, timeout, start + timeout)
+        await link.connected([self._topic], version, timeout, start + timeout, self._bus._starting)
         self._registered = True
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:

@@ -15,6 +15,7 @@ import zmq
 
 from asyncsync import loop_thread
 from asyncsync.copying import copy_bytes
+from asyncsync.descriptors import shortage
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.flat import FlatWeights
@@ -25,6 +26,7 @@ from asyncsync.peer import Peer
 from asyncsync.publisher import Publisher, Settings
 from asyncsync.routine import Routine
 from asyncsync.slab import Slab, SlabPool, pack, pack_slab_values
+from asyncsync.starting import ended_process
 from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lanes, Receive, read
@@ -79,17 +81,18 @@ class SenderLink(Link):
         origin: in a tree, tells the version at its root that what is published stands for.
 
     Raises:
-        NotConnected: the endpoint is in use.
+        NotConnected: the endpoint is in use, or there are too few file descriptors.
     """
 
     def __init__(self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings) -> None:
-        claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
-        super().__init__("asyncsync-pack")
-        self._claim = claim
+        self._per_worker = 3 if endpoint.startswith("ipc://") else 1  # its connection; its lane, and its process's end
+        super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1))
+        self._claim = claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
         self.min_workers = min_workers
         epoch = (time.time_ns(), secrets.randbits(62))
         self._publisher = Publisher(epoch, this_process(), num_workers, settings)
         self._publisher.is_watched = self._is_watched
+        self._publisher.shortage = lambda: shortage(self._per_worker)
         self._routine: Routine | None = None
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
@@ -665,10 +668,18 @@ class SenderLink(Link):
         self._served.pop(descriptor, None)
         transport.retire(descriptor)
 
-    async def connected(self, models: list[str], version: int | None, timeout: float, deadline: float) -> None:
+    async def connected(
+        self,
+        models: list[str],
+        version: int | None,
+        timeout: float,
+        deadline: float,
+        processes: Iterable[Any] = (),
+    ) -> None:
         """Wait until the expected workers have these models and have applied what there is.
 
-        Until ``deadline``, by the loop's clock, which the caller gave as ``timeout``.
+        Until ``deadline``, by the loop's clock, which the caller gave as ``timeout``, or until one of the workers'
+        ``processes`` has ended.
 
         Raises:
             PartialSendError: a worker cannot take the weights; nobody was given any.
@@ -685,9 +696,11 @@ class SenderLink(Link):
 
         def done() -> bool:
             publisher.check_open()
-            return self._gathered(models) or hopeless()
+            return self._gathered(models) or hopeless() or bool(ended_process(processes))
 
-        if not await self.wait(done, max(0.0, deadline - self.loop.time())):
+        in_time = await self.wait(done, max(0.0, deadline - self.loop.time()))
+        ended = "" if self._gathered(models) or hopeless() else ended_process(processes)
+        if ended or not in_time:
             missing = [w for w in publisher.expected() if not publisher.connected(w, models)]
             missing.sort(key=lambda w: w in publisher.peers)  # first those that the others may be waiting for
             reasons = "; ".join(publisher.why_absent(w, models) for w in missing)
@@ -698,6 +711,8 @@ class SenderLink(Link):
                 reasons = f"{there} of at least {self.min_workers} workers are there" + (
                     f"; {reasons}" if reasons else ""
                 )
+            if ended:
+                raise NotConnected(f"not connected, because {ended}; {reasons}. connect() may be called again")
             raise NotConnected(f"not connected within {timeout:g} s: {reasons}. connect() may be called again")
         if version is not None and hopeless():
             progress = publisher.progress(version, publisher.expected(), models)

@@ -121,7 +121,7 @@ MUTATIONS = {
         (Publisher, "_unanswered", "candidates = ", "return set()\n    candidates = ")
     ],
     "a refusal concerns the refuser only": [(Publisher, "_on_refused", "peer.worker in publication.awaiting", "False")],
-    "no PING": [(Publisher, "tick", "peer.ping_seq += 1", "continue")],
+    "no PING": [(Publisher, "tick", "self._ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
         (Publisher, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
     ],

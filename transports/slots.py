@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from asyncsync.copying import normal_tensors
+from asyncsync.descriptors import shortage
 from asyncsync.errors import WeightSyncError
 from asyncsync.layout import Layout
 from asyncsync.slab import Slab, SlabPool
@@ -239,11 +240,13 @@ def open_memory(size: int) -> int:
     """The descriptor of a new memory file, all of whose pages are there.
 
     Raises:
-        WeightSyncError: this system has none.
+        WeightSyncError: this system has none, or there are too few file descriptors.
         MemoryError: not so much.
     """
     if sys.platform != "linux":
         raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
+    if why := shortage(2):  # a slot's, and its mapping's
+        raise WeightSyncError(f"no shared memory can be had: {why}")
     try:
         if hasattr(os, "memfd_create"):
             number = os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -53,7 +53,12 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
     """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None."""
 
     async def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        processes: Iterable[Any] = (),
     ) -> None:
         self._join(worker_idx)
 
@@ -86,7 +91,14 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
 class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     """The same with ordinary methods; asyncsync.sync has it as NoWeightSyncScheme."""
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        processes: Iterable[Any] = (),
+    ) -> None:
         self._join(worker_idx)
 
     def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
