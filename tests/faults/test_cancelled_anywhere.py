@@ -202,40 +202,6 @@ async def test_r192_receive_with_apply_on_receive_cancelled_at_any_await_loses_n
 
 
 @every_strike
-@pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_r192_wait_version_cancelled_at_any_await_leaves_the_scheme_usable(
-    schemes: Schemes, side: str, how: str
-) -> None:
-    sender, receivers = await schemes.connected(LARGE, workers=2)
-    waiting = sender if side == "sender" else receivers[0]
-    ks = 0
-
-    async def publish(k: int) -> None:
-        assert await sender.publish(sender.model.fill(k + 2)) == k + 2
-
-    async def wait() -> None:
-        # A sender does not wait for what has not been published yet.
-        if waiting is sender:
-            await sender.publish(sender.model.fill(value))
-        await waiting.wait_version(version, timeout=10)
-
-    version, value = 2, 2.0
-    async for k, _, _ in struck_everywhere(
-        wait, how, meanwhile=None if waiting is sender else lambda k: asyncio.create_task(publish(k))
-    ):
-        ks = k
-        if sender.version < version:  # struck while it was published
-            await sender.publish(sender.model.fill(value))
-        await sender.wait_version(version, timeout=10)
-        assert [receiver.model.value for receiver in receivers] == [value] * 2
-        assert [receiver.version for receiver in receivers] == [version] * 2
-        await eventually(lambda: check_idle(sender, *receivers))
-        version, value = sender.version + 1, value + 1
-    assert ks >= 1
-    await still_works(sender, *receivers)
-
-
-@every_strike
 @both_sizes
 async def test_r192_fetch_cancelled_at_any_await_leaves_the_scheme_usable(
     schemes: Schemes, numel: int, how: str
