@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
 DEFAULT_TIMEOUT = 60.0
+MAX_VERSION = 1 << 62  # of a checkpoint: there is room left to count on
 CONFIGURATION = (
     "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
 )  # fmt: skip
@@ -102,6 +103,7 @@ class BusCore:
         self._constructed = self.num_workers  # as the constructor said; init_on_sender() may say it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
+        self._carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
         # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
         self._on_published: Callable[[int, list[int] | None], None] | None = None
@@ -196,6 +198,7 @@ class BusCore:
         if twin is None or twin._closed or type(twin) is not kind:
             twin = self._converted = kind.__new__(kind)
             twin.__setstate__(self.__getstate__())
+        twin._carried = max(twin._carried, self._carried)
         return twin
 
     def _look(self, function: Callable[[], T]) -> T:
@@ -229,8 +232,10 @@ class BusCore:
     def _open_sender(self) -> SenderLink:
         self._check_open("sender")
         if self._link is None:
-            self._link = SenderLink(self.endpoint, self.num_workers, self.min_workers, self._settings())
-            self._link.origin = self._origin
+            link = SenderLink(self.endpoint, self.num_workers, self.min_workers, self._settings())
+            link.origin = self._origin
+            link.carry_on(self._carried)
+            self._link = link
         return self._sender()
 
     def _stand_for(self, origin: Callable[[], int]) -> None:
@@ -430,7 +435,41 @@ class BusCore:
             return self._link.version
         if isinstance(self._link, ReceiverLink):
             return self._link.version(self._schemes)
-        return 0
+        return self._carried
+
+    def state_dict(self) -> dict[str, int]:
+        """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
+
+        Raises:
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        self._check_counts()
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Sender: go on from the version of a checkpoint; the next one published is its successor. Before ``connect``
+        or after it; all schemes of a bus share the count.
+
+        Raises:
+            ValueError: this is no such state, or it would take the version back; nothing was changed.
+            ClosedError: this bus was shut down.
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        self._check_counts()
+        version = as_version(state)
+        if self._closed:
+            raise ClosedError("this bus was shut down; construct another, and load the state there")
+        self._look(lambda: self._carry_on(version))
+
+    def _check_counts(self) -> None:
+        if self._role == "receiver":
+            raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
+
+    def _carry_on(self, version: int) -> None:
+        check_forward(version, self._link.counted if isinstance(self._link, SenderLink) else self._carried)
+        self._carried = version
+        if isinstance(self._link, SenderLink):
+            self._link.carry_on(version)
 
     def _shown_origin(self) -> int:
         """Receiver: in a tree, the version of its root that :attr:`version` stands for; else the same."""
@@ -491,6 +530,31 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
     if not chosen:
         raise ValueError("worker_ids is empty; pass None for everybody")
     return sorted(set(chosen))
+
+
+def as_version(state: Mapping[str, int]) -> int:
+    """The version in the state of a sender.
+
+    Raises:
+        ValueError: this is no such state.
+    """
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
+        raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
+    return version
+
+
+def check_forward(version: int, now: int) -> None:
+    """Refuse to count backwards.
+
+    Raises:
+        ValueError: it would.
+    """
+    if version < now:
+        raise ValueError(
+            f"this sender is at version {now} already, and versions never go back: version {version} cannot be loaded; "
+            "load a checkpoint before the first publication"
+        )
 
 
 def _check_count(name: str, value: int, least: int = 1) -> None:

@@ -99,6 +99,7 @@ class SenderLink(Link):
         self.origin: Callable[[], int] | None = None
         self._has_warned = False  # of an event loop that was blocked
         self._busy = False  # whether this thread has run for long when it tells of the latest publication
+        self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self.order = asyncio.Lock()
         self._in_line = 0  # publications that wait for it
         self._known: dict[str, KnownWeights] = {}
@@ -144,15 +145,25 @@ class SenderLink(Link):
         return self._publisher.published if routine is None or not routine.updates else routine.version
 
     @property
-    def issued(self) -> int:
-        """The last version that :meth:`publish` has returned; some worker may still refuse it."""
+    def counted(self) -> int:
+        """Where the count of versions stands: the next one published is this one's successor."""
         routine = self._routine
         return self._publisher.version if routine is None else routine.version
+
+    @property
+    def issued(self) -> int:
+        """The last version that :meth:`publish` has returned; some worker may still refuse it. 0: none."""
+        return self._before if self.counted == self._carried else self.counted
 
     def latest_layout(self, model_id: str) -> Layout | None:
         """Of what was published last. From any thread."""
         known = self._known.get(model_id)
         return None if known is None else known.layout
+
+    def carry_on(self, version: int) -> None:
+        """Count on from this version, which is not below :attr:`counted`."""
+        self._before, self._carried = self.issued, version
+        self.publisher.targets.carry_on(version)
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,25 @@ class SchemeState:
         link = self._bus._link
         return link.version((self._topic,)) if isinstance(link, ReceiverLink) else self._bus.version
 
+    def state_dict(self) -> dict[str, int]:
+        """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
+
+        Raises:
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        return self._bus.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Sender: go on from the version of a checkpoint; the next one published is its successor. Before ``connect``
+        or after it; the schemes of one bus share the count.
+
+        Raises:
+            ValueError: this is no such state, or it would take the version back; nothing was changed.
+            ClosedError: this scheme was shut down.
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        self._bus.load_state_dict(state)
+
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""

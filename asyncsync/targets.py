@@ -128,8 +128,12 @@ class Targets:
     def __init__(self) -> None:
         self.models: dict[str, _Model] = {}
         self.pending: dict[int, Publication] = {}
-        self.version = self.published = 0
+        self.version = self.published = self._carried = 0
         self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
+
+    def carry_on(self, version: int) -> None:
+        """Count on from this version, which is not below the newest."""
+        self.version = self.published = self._carried = version
 
     def add_model(self, model_id: str) -> None:
         self.models.setdefault(model_id, _Model())
@@ -228,7 +232,8 @@ class Targets:
                 slot.current = target
             else:
                 target.slab.release()
-        self.published = max((s.current.version for s in self.slots() if s.current is not None), default=0)
+        current = [slot.current.version for slot in self.slots() if slot.current is not None]
+        self.published = max(self._carried, *current, 0)
         for model in self.models.values():
             model.forget_empty()
 

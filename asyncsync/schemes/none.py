@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from tensordict import TensorDict
 
 from asyncsync import aio, blocking
-from asyncsync.bus import DEFAULT_TIMEOUT
+from asyncsync.bus import DEFAULT_TIMEOUT, as_version, check_forward
 from asyncsync.scheme import SchemeCore
 from asyncsync.status import WorkerStatus
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
@@ -43,6 +43,20 @@ class NoSyncCore(SchemeCore):
     def version(self) -> int:
         """How often weights were published."""
         return int(getattr(self, "_count", 0))
+
+    def state_dict(self) -> dict[str, int]:
+        """``{"version": …}``, as of every scheme."""
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Count on from the version of a checkpoint.
+
+        Raises:
+            ValueError: this is no such state, or it would take the version back.
+        """
+        version = as_version(state)
+        check_forward(version, self.version)
+        self._count = version
 
     def status(self) -> dict[int, WorkerStatus]:
         """Empty: nobody is connected."""
