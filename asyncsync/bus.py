@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncsync.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.gate import Gate, Hold
-from asyncsync.link import check_timeout
+from asyncsync.link import EXIT_SECONDS, check_timeout
 from asyncsync.publisher import Settings
 from asyncsync.receiver import ReceiverLink
 from asyncsync.sender import SenderLink, Source
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
 DEFAULT_TIMEOUT = 60.0
+LOOP_ENDED = (
+    "this bus was shut down at the end of the event loop that it was connected on: use it within the same asyncio.run()"
+)
 MAX_VERSION = 1 << 62  # of a checkpoint: there is room left to count on
 CONFIGURATION = (
     "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
@@ -103,6 +106,7 @@ class BusCore:
         self._constructed = self.num_workers  # as the constructor said; init_on_sender() may say it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
+        self._why_closed = "this bus was shut down"
         self._carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
         # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
@@ -224,7 +228,7 @@ class BusCore:
 
     def _check_open(self, role: str) -> None:
         if self._closed:
-            raise ClosedError("this scheme or bus was shut down")
+            raise ClosedError(self._why_closed)
         if self._role is None:
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._check_role(role)
@@ -236,6 +240,7 @@ class BusCore:
             link.origin = self._origin
             link.carry_on(self._carried)
             self._link = link
+            self._end_with_the_loop(link)
         return self._sender()
 
     def _stand_for(self, origin: Callable[[], int]) -> None:
@@ -258,7 +263,20 @@ class BusCore:
         if self._link is None:
             assert self._gate is not None
             self._link = ReceiverLink(self.connect_endpoint, worker, self._settings(), self._gate)
+            self._end_with_the_loop(self._link)
         return self._receiver()
+
+    def _end_with_the_loop(self, link: SenderLink | ReceiverLink) -> None:
+        reference = weakref.ref(self)
+
+        async def end() -> None:
+            if (bus := reference()) is None:
+                await link.shutdown()
+            else:
+                bus._why_closed = LOOP_ENDED
+                await bus._shutdown(EXIT_SECONDS)
+
+        link.until_the_loop_ends(end)
 
     # -- coroutines on the link's loop --------------------------------------------------------------------------------
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from asyncsync.descriptors import PER_LINK, check_descriptors
 from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
 from asyncsync.publisher import Identity
 from asyncsync.threads import WorkThread, finish
+from asyncsync.transports.zmq import Context
 
 __all__ = ["INLINE_BYTES", "Conditions", "Link", "ProcessWatch", "check_timeout", "this_process"]
 
@@ -30,6 +33,8 @@ logger = logging.getLogger("asyncsync")
 # Copies up to this size are made on the loop; larger ones in the work thread.
 INLINE_BYTES = 4 << 20
 LINGER_MS = 500
+FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
+EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
 WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
 MAX_TICK = 0.25
 # Waits longer than two of these share one timer, as making and cancelling one takes as long as much of an update.
@@ -198,17 +203,49 @@ class Link(ABC):
         NotConnected: there are not so many.
     """
 
+    _at_exit: Finalize | None = None  # while it is open
+
     def __init__(self, name: str, descriptors: int = 0) -> None:
         check_descriptors(PER_LINK + descriptors, "cannot connect")
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
         self.conditions = Conditions(self.loop)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = Context()
         self.thread = WorkThread(name)
         self.dropped: Counter[str] = Counter()
         self.closed = False
         self.failure: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._lifeline: AsyncGenerator[None, None] | None = None
+
+    def opened(self) -> None:
+        """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
+        _open.add(self)
+        # Before this process's children are joined, who may wait for us (and who run this, but not atexit); after
+        # asyncsync.loop_thread, which ends those on its loop in peace.
+        self._at_exit = Finalize(None, _end_all, exitpriority=9)
+
+    def until_the_loop_ends(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Have ``end`` called when the loop comes to its end (``asyncio.run`` returns), unless this is shut down before.
+
+        An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
+        been cancelled, and while the loop still runs.
+        """
+        self._lifeline = _lifeline(self, end)
+        with suppress(StopIteration):
+            self._lifeline.__anext__().send(None)
+
+    def __del__(self) -> None:
+        if self._at_exit is not None and not self.closed and not self.is_inherited:
+            try:
+                self.cut(FORGOTTEN_LINGER_MS)
+            finally:
+                warnings.warn(
+                    "a connected scheme or bus was forgotten, and its event loop has ended: call shutdown(), or use it "
+                    "in an 'async with' block",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
 
     @property
     def is_inherited(self) -> bool:
@@ -225,6 +262,14 @@ class Link(ABC):
 
     @abstractmethod
     def _flush(self, now: float) -> None: ...
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """Say BYE, close everything, release everything. Idempotent."""
+
+    @abstractmethod
+    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+        """What :meth:`cut` does, one after the other, whether or not one fails."""
 
     def settle(self) -> None:
         """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
@@ -309,8 +354,31 @@ class Link(ABC):
             return function()
         return await finish(self.thread.submit(function))
 
+    def cut(self, linger_ms: int) -> None:
+        """:meth:`shutdown` without the loop, which does not run and never will.
+
+        Args:
+            linger_ms: how long this may wait until the BYE has left.
+        """
+        if self.closed or self.is_inherited:
+            return
+        self.closed = True
+        self._forget()
+        with ExitStack() as stack:
+            stack.callback(self.thread.abandon)
+            stack.callback(self.context.destroy, linger_ms)  # and whatever socket is still open
+            for step in reversed(self._farewell(linger_ms)):
+                stack.callback(step)
+
+    def _forget(self) -> None:
+        """It is ending: nobody else has to see to it."""
+        _open.discard(self)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+
     async def _terminate(self) -> None:
         """Close what is left, when all sockets are closed."""
+        self._forget()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -320,3 +388,30 @@ class Link(ABC):
         finally:
             await self.thread.close()
             self.conditions.notify()
+            if self._lifeline is not None and not self._lifeline.ag_running:
+                await self._lifeline.aclose()
+
+
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        if not link.closed:
+            await end()
+
+
+def _end_all() -> None:
+    """The process ends: say goodbye to the other sides and remove our files, but do not keep it waiting."""
+    deadline = time.monotonic() + 2 * EXIT_SECONDS
+    for link in list(_open):
+        seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))
+        try:
+            if link.loop.is_running():  # in a daemon thread
+                asyncio.run_coroutine_threadsafe(link.shutdown(), link.loop).result(seconds)
+            else:
+                link.cut(min(LINGER_MS, int(1000 * seconds)))
+        except Exception:
+            logger.exception("a bus could not be shut down at exit")

@@ -95,6 +95,7 @@ class ReceiverLink(Link):
             raise NotConnected(f"cannot connect to {endpoint}: {error}") from error
         self._raw = socket
         self._socket = LoopSocket(socket, self._receive, self.crash)
+        self.opened()
 
     def register(
         self, model_id: str, binding: Binding, transport: TransportCore, *, manual: bool, context: Any = None
@@ -644,7 +645,6 @@ class ReceiverLink(Link):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def shutdown(self) -> None:
-        """Say BYE, take the hooks off, close the socket, release everything."""
         if self.closed:
             return
         self.gate.withdraw()
@@ -681,13 +681,7 @@ class ReceiverLink(Link):
         for timer in (self._gate_timer, self._cleaning):
             if timer is not None:
                 timer.cancel()
-        if self._watch is not None:
-            self._watch.close()
-        self._raw.disable_monitor()
-        self._monitor.close()
-        if self.lane is not None:
-            self.lane.close()
-        self._socket.close(LINGER_MS)
+        self._close_all(LINGER_MS)
         self.conditions.notify()
         try:
             if ending:
@@ -698,6 +692,23 @@ class ReceiverLink(Link):
                 await self._terminate()
             finally:
                 self.subscriber.close()
+
+    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+        # What the model has of the sender's memory stays, and the sender is told: it outlives this.
+        return [self.subscriber.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
+
+    def _say_goodbye(self) -> None:
+        self.subscriber.bye("shutdown", reads=True)
+        self._send_all()
+
+    def _close_all(self, linger_ms: int) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._raw.disable_monitor()
+        self._monitor.close()
+        if self.lane is not None:
+            self.lane.close()
+        self._socket.close(linger_ms)
 
 
 def _again(error: WeightSyncError) -> WeightSyncError:

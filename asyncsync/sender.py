@@ -127,6 +127,7 @@ class SenderLink(Link):
         self.lanes = Lanes(lane_path(endpoint), self._introduce, self.crash)
         if claim is not None and self.lanes.path is not None:
             claim.beside.append(self.lanes.path)
+        self.opened()
 
     @property
     def publisher(self) -> Publisher:
@@ -811,24 +812,37 @@ class SenderLink(Link):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def shutdown(self) -> None:
-        """Say BYE, close the socket, release everything."""
         if self.closed:
             return
         self.closed = True
-        for pool in self._pools:
-            pool.close()  # a publication that is under way must not get what workers are still reading
-        self.publisher.close()
-        self._flush(self.loop.time())
-        for watch in self._watches.values():
-            watch.close()
-        self._watches.clear()
-        self.lanes.close()
-        self._socket.close(LINGER_MS)
-        self._bound.forget()
+        self._say_goodbye()
+        self._close_all(LINGER_MS)
         self.conditions.notify()
         try:
             await self._terminate()
         finally:
-            self.pool.close()
-            if self._claim is not None:
-                self._claim.release()
+            self._release()
+
+    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+        if self._routine is not None:
+            self._routine.waiter = None  # its loop is over
+        return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
+
+    def _say_goodbye(self) -> None:
+        for pool in self._pools:
+            pool.close()  # a publication that is under way must not get what workers are still reading
+        self.publisher.close()
+        self._flush(self.loop.time())
+
+    def _close_all(self, linger_ms: int) -> None:
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
+        self.lanes.close()
+        self._socket.close(linger_ms)
+        self._bound.forget()
+
+    def _release(self) -> None:
+        self.pool.close()
+        if self._claim is not None:
+            self._claim.release()

@@ -26,7 +26,7 @@ from asyncsync.transports import blocking
 from asyncsync.transports.base import TransportBackend, TransportCore
 from asyncsync.wire import MAX_FRAME
 
-__all__ = ["BlockingZMQTransport", "Bound", "LoopSocket", "ZMQTransport", "dealer", "router"]
+__all__ = ["BlockingZMQTransport", "Bound", "Context", "LoopSocket", "ZMQTransport", "dealer", "router"]
 
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
@@ -39,6 +39,23 @@ _recv, _send = Backend.recv, Backend.send
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class _Socket(zmq.Socket[bytes]):
+    """See :class:`Context`."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Context(zmq.Context[_Socket]):
+    """A context that the garbage collector leaves alone: terminated there, before its sockets are closed, it would wait
+    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.link.Link.cut`."""
+
+    _socket_class = _Socket
+
+    def __del__(self) -> None:
+        pass
 
 
 class ZMQTransport(TransportBackend):
