@@ -106,7 +106,7 @@ class BusCore:
         self._constructed = self.num_workers  # as the constructor said; init_on_sender() may say it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
-        self._why_closed = "this bus was shut down"
+        self._why_closed = "this scheme or bus was shut down"
         self._carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
         # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.

@@ -28,7 +28,7 @@ from asyncsync.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.lane import BY_LANE, Lane, connect, read
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
-from asyncsync.wire import Again, Buffer, Done, Epoch, Instruction, Welcome, decode, encode
+from asyncsync.wire import Again, Buffer, Bye, Done, Epoch, Instruction, Welcome, decode, encode
 from asyncsync.worker_routine import WorkerRoutine
 
 __all__ = ["Mark", "ReceiverLink"]
@@ -134,7 +134,9 @@ class ReceiverLink(Link):
         except ProtocolError as error:
             self.drop(error, "the sender")
         else:
-            if type(instruction) is Welcome and self.subscriber.welcomed:
+            if type(instruction) is Bye and self.subscriber.ended is None:
+                self.sender_lost = True  # it writes nothing any more, and there may be another
+            elif type(instruction) is Welcome and self.subscriber.welcomed:
                 self._watch_sender()
                 self._open_lane()
         self.settle()

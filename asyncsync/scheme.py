@@ -221,6 +221,7 @@ class SchemeCore(Sources, ABC):
         inplace: bool | None = None,
         cast: bool = False,
         gate: str = "hooks",
+        reconnect: bool = False,
         **kwargs: Any,
     ) -> None:
         """Make this a worker's side. Sets up local state only.
@@ -237,6 +238,9 @@ class SchemeCore(Sources, ABC):
                 does it best, which is True but for the Parameters of a module in shared memory.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
+            reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays False,
+                ``receive`` goes on waiting, and the next sender on the same endpoint is followed. False: its shutdown
+                ends this side. The receivers that share a bus in one process share the connection, and must agree.
             kwargs: for ``create_transport``; the schemes of this package need none, and ignore them.
 
         Raises:
@@ -261,6 +265,8 @@ class SchemeCore(Sources, ABC):
         if model is None and context is not None:
             model = resolve_model(context, model_id)
         self._check_fresh("receiver")
+        if not isinstance(reconnect, bool):
+            raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
         custom = None
         if type(self).apply_weights is not SchemeCore.apply_weights:
             custom = self._custom_apply
@@ -280,9 +286,12 @@ class SchemeCore(Sources, ABC):
             warn_of_calls_unseen(model, stacklevel=2)
         transport = None if worker_idx is None else make_receiver(self, worker_idx, kwargs)
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
+        if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
+            raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
         bus._join(self, "receiver", model_id)
         self._bus = bus
         self._reset()
+        self._reconnect = reconnect
         self._role, self._pid = "receiver", os.getpid()
         self._model_id, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
         self._binding, self._manual, self._hooked = binding, apply == "on_receive", hooked
@@ -339,6 +348,7 @@ class SchemeCore(Sources, ABC):
         link = self._bus._open_receiver(self._worker_idx)
         if self._hooked:
             link.gate.attach(self._model)
+        link.subscriber.reconnects = self._reconnect
         link.register(self._topic, self._binding, self._shared, manual=self._manual, context=self._context)
         self._shared.start(self._worker_idx)
         self._registered = True

@@ -50,7 +50,7 @@ class SchemeState:
         self._device_map_fn: Callable[[int, Any], Any] | None = None
         self._worker_idx: int | None = None
         self._binding: Binding | None = None
-        self._manual = self._hooked = self._is_mapped = False
+        self._manual = self._hooked = self._is_mapped = self._reconnect = False
         self._transport_options: dict[str, Any] = {}
         self._shared: TransportCore | None = None
         self._registered = False
@@ -190,7 +190,7 @@ class SchemeState:
 
 LOCAL = {
     "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
-    "_hooked", "_is_mapped", "_transport_options", "_shared", "_registered", "_returned", "_closed",
+    "_hooked", "_is_mapped", "_reconnect", "_transport_options", "_shared", "_registered", "_returned", "_closed",
 }  # fmt: skip
 
 

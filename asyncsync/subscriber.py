@@ -55,6 +55,7 @@ class Subscriber:
         staged: what should go through the gate, oldest first, and what has without having been heard of.
         borrows: whether there may be something to :meth:`give_back`.
         routine: applies what is as always; whatever else happens here ends it.
+        reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
         error: per model, the last update that could not be applied.
@@ -75,6 +76,7 @@ class Subscriber:
         self.ended: WeightSyncError | None = None
         self.refused: dict[str, SchemaMismatch] = {}
         self.error: dict[str, tuple[int, Exception]] = {}
+        self.reconnects = False
         self.online = False
         self.welcomed = False
         self.served: dict[str, bytes] = {}
@@ -328,7 +330,7 @@ class Subscriber:
         elif isinstance(instruction, wire.Welcome):
             self._on_welcome(instruction, payload, now)
         elif isinstance(instruction, wire.Bye):
-            self._on_bye(instruction)
+            self._on_bye(instruction, now)
         elif epoch != self.epoch:
             if self.epoch is not None and epoch > self.epoch and self.welcomed:
                 self._hello(now)  # we have missed its WELCOME
@@ -393,15 +395,19 @@ class Subscriber:
         self.targets = {}
         self._kept = {}  # the old one's slots are written no more
 
-    def _on_bye(self, bye: wire.Bye) -> None:
+    def _on_bye(self, bye: wire.Bye, now: float) -> None:
         if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
             raise ProtocolError("a BYE that is not meant for this worker")
         if bye.reason == "superseded":
             self.ended = Fenced(f"worker {self.worker}: {bye.message}; this one must stop")
         elif bye.reason == "refused":
             self.ended = NotConnected(f"the sender refused worker {self.worker}: {bye.message}")
-        else:
+        elif not self.reconnects:
             self.ended = ClosedError(bye.message or "the sender was shut down")
+        else:
+            # Its connection is about to end, or there is one to its successor already.
+            self.welcomed = False
+            self._next_hello = now + self.settings.retry_interval
         self._drop_incoming()
 
     def _on_update(self, update: wire.Update, payload: Sequence[Buffer], now: float) -> None:

@@ -1,0 +1,89 @@
+"""Receivers that outlive trainers: with ``reconnect=True`` they follow the next one on the same endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncsync import ClosedError
+from helpers.apis import Api
+from helpers.pairs import Model, fill, read, receiver_of, until
+
+
+@pytest.mark.schemes("every")
+async def test_a_server_follows_the_next_trainer_after_a_shutdown(api: Api, tmp_path: Path) -> None:
+    def trainer(value: float) -> object:
+        scheme = api.scheme(endpoint=f"ipc://{tmp_path}/bus", num_workers=2)
+        scheme.init_on_sender(model_id="policy", model=Model(value))
+        return scheme
+
+    first = trainer(1)
+    model, other = Model(), Model()
+    server = receiver_of(first, 0, model, reconnect=True)
+    worker = receiver_of(first, 1, other)
+    await asyncio.gather(first.connect(), server.connect(), worker.connect())
+    await first.send_async(fill(first.model, 2))
+    await api.receive(server, 5)
+    waiting = None if api.is_instant else asyncio.create_task(server.receive())
+    await first.shutdown()
+    await until(lambda: worker.closed)
+    await until(lambda: server.status()[0].state == "lost")
+    assert not server.closed
+    assert model() == {2}
+    assert await server.receive(0) is None
+
+    second = trainer(10)
+    replacement = receiver_of(second, 1, other)
+    await asyncio.gather(second.connect(), replacement.connect())
+    assert (model(), server.version, server.closed) == ({10}, 1, False)
+    if waiting is not None:
+        assert read(await waiting) == {10}
+    for value in range(11, 15):
+        await second.send_async(fill(second.model, value))
+        assert model() == {value}
+    assert server.status()[0].state == "live"
+    assert read(await server.fetch()) == {14}
+
+    waiting = None if api.is_instant else asyncio.create_task(server.receive())
+    await asyncio.sleep(0)
+    await server.shutdown()
+    assert server.closed
+    if waiting is not None:
+        with pytest.raises(ClosedError):
+            await waiting
+    assert await second.send_async(fill(second.model, 20), worker_ids=1) == 6
+    await replacement.shutdown()
+    await worker.shutdown()
+    await second.shutdown()
+
+
+async def test_schemes_of_one_bus_must_agree_whether_they_reconnect(api: Api) -> None:
+    async with api.bus() as bus:
+        policy, value = api.scheme(bus=bus), api.scheme(bus=bus)
+        policy.init_on_receiver("policy", model=Model(), worker_idx=0, reconnect=True)
+        with pytest.raises(ValueError, match="all of them reconnect=True, or none"):
+            value.init_on_receiver("value", model=Model(), worker_idx=0)
+        policy.init_on_receiver("policy", model=Model(), worker_idx=0)
+        value.init_on_receiver("value", model=Model(), worker_idx=0)
+        with pytest.raises(TypeError, match="True or False"):
+            value.init_on_receiver("value", model=Model(), worker_idx=0, reconnect=1)
+
+
+async def test_a_server_may_connect_before_there_is_a_second_trainer(api: Api, tmp_path: Path) -> None:
+    first = api.scheme(endpoint=f"ipc://{tmp_path}/bus", num_workers=2)
+    first.init_on_sender(model_id="policy", model=Model(1))
+    model = Model()
+    server = receiver_of(first, 0, model, reconnect=True)
+    connecting = [asyncio.create_task(scheme.connect()) for scheme in (first, server)]
+    await until(lambda: server.status().get(0) is not None and server.status()[0].state == "live")
+    await first.shutdown()
+    with pytest.raises(ClosedError):
+        await connecting[0]
+    second = api.scheme(endpoint=f"ipc://{tmp_path}/bus", num_workers=1)
+    second.init_on_sender(model_id="policy", model=Model(2))
+    await asyncio.gather(second.connect(), connecting[1])
+    assert model() == {2}
+    await second.shutdown()
+    await server.shutdown()
