@@ -108,9 +108,9 @@ class Bus(BusCore):
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent."""
-        if self._link is None:  # nothing runs on the loop
-            self._closed = True
-        elif not self._link.closed and not self._link.is_inherited:
+        if self._link is None or self._link.closed or self._link.is_inherited:  # nothing runs on the loop
+            _now(self._shutdown(timeout))
+        else:
             self._run(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:

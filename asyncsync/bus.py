@@ -107,6 +107,8 @@ class BusCore:
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
         self._why_closed = "this scheme or bus was shut down"
+        self._preparing = asyncio.Lock()  # held by a publication until it is ready to be packed
+        self._in_line = 0  # publications that wait for it
         self._carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
         # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
@@ -320,7 +322,36 @@ class BusCore:
 
     async def _publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> int:
         workers = as_workers(worker_ids)
-        return await self._publish_sources(await self._extract(weights, workers), weights, workers)
+        extract = await self._extract_in_turn(weights, workers, DEFAULT_TIMEOUT)
+        return await self._publish_sources(extract, weights, workers)
+
+    async def _extract_in_turn(
+        self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
+    ) -> ExtractAll:
+        """:meth:`_extract`, when those who called before have been prepared: whoever takes longer over that must not
+        publish what is older as the newer version. The next step keeps this order, if nothing is awaited in between.
+
+        Raises:
+            AckTimeout: the turn has not come within the timeout.
+        """
+        if not self._in_line and not self._preparing.locked():
+            await self._preparing.acquire()  # at once
+        else:
+            self._in_line += 1
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._preparing.acquire()
+            except TimeoutError:
+                raise AckTimeout(
+                    "nothing was published: the prepare_weights of a publication before this one has not returned in "
+                    f"{timeout:g} s"
+                ) from None
+            finally:
+                self._in_line -= 1
+        try:
+            return await self._extract(weights, workers)
+        finally:
+            self._preparing.release()
 
     async def _extract(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> ExtractAll:
         """Check and prepare; what is returned takes the sources' values when it is called."""
@@ -367,7 +398,8 @@ class BusCore:
 
     async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
         link = self._link
-        if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and not self._closed:
+        routine = worker_ids is None and len(weights) == 1 and type(link) is SenderLink
+        if routine and not self._closed and not self._in_line and not self._preparing.locked():
             ((topic, given),) = weights.items()
             if link.has_routine(topic, timeout):
                 begun = link.loop.time()
@@ -376,7 +408,15 @@ class BusCore:
                     return version
         self._check_send(timeout, weights)
         workers = as_workers(worker_ids)
-        return await self._send_sources(await self._extract(weights, workers), weights, workers, timeout)
+        try:
+            extract = await self._extract_in_turn(weights, workers, timeout)
+        except AckTimeout as error:
+            raise self._unsent(workers, error) from error
+        return await self._send_sources(extract, weights, workers, timeout)
+
+    def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
+        waiting = workers or self._sender().publisher.expected()
+        return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
     def _repeat(self, link: SenderLink, topic: str, given: Any) -> int | None:
         """:meth:`_publish` where that is routine. None: it is not, and nothing was done."""
@@ -410,8 +450,7 @@ class BusCore:
             try:
                 version = await self._publish_sources(extract, topics, workers, timeout, at_once=False)
             except AckTimeout as error:  # nothing was published
-                waiting = workers or link.publisher.expected()
-                raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
+                raise self._unsent(workers, error) from error
             await link.wait_version(version, workers, list(topics), timeout, spent=link.loop.time() - start)
         finally:
             if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left

@@ -465,7 +465,9 @@ class SchemeCore(Sources, ABC):
     async def _take_in(self, timeout: float | None) -> None:
         """Apply what has come, without returning it."""
         self._check_receive(timeout)
-        mark = await self._bus._receiver().receive(self._topic, self._returned, 0.0, lambda: self._closed)
+        link = self._bus._receiver()
+        self._returned = link.mark(self._topic)  # what was applied without this call is no news
+        mark = await link.receive(self._topic, self._returned, 0.0, lambda: self._closed)
         if mark is not None:
             self._returned = mark
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from inspect import iscoroutinefunction
 from typing import Any
@@ -15,7 +16,7 @@ from tensordict import TensorDictBase
 import asyncsync
 import asyncsync.sources
 from asyncsync import ClosedError, NotConnected, PartialSendError, RemoteError, WeightStrategy
-from asyncsync.sync import Bus, NoWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.sync import Bus, NoWeightSyncScheme, SharedMemWeightSyncScheme, TransportBackend, ZMQWeightSyncScheme
 from helpers.apis import BLOCKING, Api, Face, bare, in_thread
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
@@ -310,3 +311,55 @@ def test_r013_a_blocking_scheme_pickles_without_its_thread() -> None:
             scheme.connect(timeout=0.05)
         copy = passed_on(scheme)
         assert (copy.model_id, copy.bus.endpoint, copy.closed) == ("policy", scheme.bus.endpoint, False)
+
+
+@pytest.mark.parametrize("how", ["bus", "scheme"])
+def test_a_shutdown_before_connect_ends_the_transports(how: str) -> None:
+    closed: list[int] = []
+
+    class Channel(TransportBackend):
+        def send_weights(self, weights: Any = None, worker_ids: Any = None) -> None: ...
+        def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None: ...
+        def close(self) -> None:
+            closed.append(id(self))
+
+    class Scheme(asyncsync.sync.WeightSyncScheme):
+        def create_transport(self, **kwargs: Any) -> Channel:
+            return Channel()
+
+    bus = Bus(num_workers=2)
+    scheme = Scheme(bus=bus)
+    scheme.init_on_sender(model_id="policy", model=Model(0))
+    (bus if how == "bus" else scheme).shutdown()
+    assert len(set(closed)) == 2
+    assert scheme.closed
+    bus.shutdown()
+    assert len(closed) == 2
+
+
+@pytest.mark.parametrize("apply", ["auto", "on_receive"])
+def test_after_the_goodbye_receive_of_shared_memory_raises_at_once(apply: str) -> None:
+    sender, model = SharedMemWeightSyncScheme(num_workers=1), Model()
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model, apply=apply)
+    connecting = threading.Thread(target=receiver.connect)
+    connecting.start()
+    sender.connect()
+    connecting.join()
+    sender.publish(fill(sender.model, 2))
+    _eventually(lambda: receiver.status()[0].target == 2)
+    sender.shutdown()
+    _eventually(lambda: receiver.closed)
+    if apply == "on_receive":
+        assert receiver.receive() is None, "it has applied what had come before"
+    assert model() == {2}
+    with pytest.raises(ClosedError):
+        receiver.receive()
+    receiver.shutdown()
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncsync import NotConnected
-from helpers.processes import Remote, Schemes, Trainer, Worker
+from asyncsync import ClosedError, NotConnected
+from helpers.processes import Remote, Schemes, Trainer, Worker, value_of
 
 pytestmark = pytest.mark.timeout(150)  # it imports torch four times
 
@@ -98,19 +99,27 @@ async def test_a_program_that_ends_without_shutdown_ends_at_once(
     assert [n for n in os.listdir(tempfile.gettempdir()) if n.startswith("asyncsync-")] == [mine]
 
 
-async def test_r210_a_worker_left_by_a_program_that_just_ended_waits_for_the_next(
+async def test_r210_a_program_that_just_ends_has_said_goodbye(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    plan = schemes.sender(1000, 9, endpoint=endpoint, num_workers=1)
-    receiver = schemes.receiver(plan)
+    plan = schemes.sender(1000, 9, endpoint=endpoint, num_workers=2)
+    worker, server = schemes.receiver(plan), schemes.receiver(plan, 1, reconnect=True)
     trainer = start(Trainer)
-    await asyncio.gather(trainer.connect(plan, 1000, 1), receiver.connect())
+    await asyncio.gather(trainer.connect(plan, 1000, 1), worker.connect(), server.connect())
+    waiting = asyncio.create_task(server.receive())
+    with contextlib.suppress(ClosedError):
+        await worker.receive(0)
     await trainer.leave()
+    with pytest.raises(ClosedError):
+        await worker.receive()
+    assert worker.closed
     await trainer.ended
-    assert not receiver.closed
-    assert await receiver.receive(0) is None
-    await plan.connect()
-    assert receiver.model.value == 9
+    assert not server.closed
+    assert not waiting.done()
+    successor = start(Trainer)
+    replacement = schemes.receiver(plan, 0)
+    await asyncio.gather(successor.connect(plan, 1000, 9), replacement.connect())
+    assert value_of(await waiting) == server.model.value == 9
 
 
 async def test_r195_a_worker_whose_program_just_ended_is_lost_at_once(
