@@ -398,8 +398,8 @@ class BusCore:
 
     async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
         link = self._link
-        routine = worker_ids is None and len(weights) == 1 and type(link) is SenderLink
-        if routine and not self._closed and not self._in_line and not self._preparing.locked():
+        is_free = not (self._closed or self._in_line or self._preparing.locked())
+        if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and is_free:
             ((topic, given),) = weights.items()
             if link.has_routine(topic, timeout):
                 begun = link.loop.time()

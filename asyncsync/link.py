@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import AsyncGeneratorType
 from typing import Any
 
 from asyncsync.descriptors import PER_LINK, check_descriptors
@@ -216,7 +217,7 @@ class Link(ABC):
         self.closed = False
         self.failure: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._lifeline: AsyncGenerator[None, None] | None = None
+        self._lifeline: AsyncGeneratorType[None, None] | None = None
 
     def opened(self) -> None:
         """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
@@ -226,12 +227,14 @@ class Link(ABC):
         self._at_exit = Finalize(None, _end_all, exitpriority=9)
 
     def until_the_loop_ends(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have ``end`` called when the loop comes to its end (``asyncio.run`` returns), unless this is shut down before.
+        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before.
 
         An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
         been cancelled, and while the loop still runs.
         """
-        self._lifeline = _lifeline(self, end)
+        lifeline = _lifeline(self, end)
+        assert isinstance(lifeline, AsyncGeneratorType)
+        self._lifeline = lifeline
         with suppress(StopIteration):
             self._lifeline.__anext__().send(None)
 

@@ -238,9 +238,9 @@ class SchemeCore(Sources, ABC):
                 does it best, which is True but for the Parameters of a module in shared memory.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
-            reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays False,
-                ``receive`` goes on waiting, and the next sender on the same endpoint is followed. False: its shutdown
-                ends this side. The receivers that share a bus in one process share the connection, and must agree.
+            reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays
+                False, ``receive`` goes on waiting, and the next sender on the same endpoint is followed. False: its
+                shutdown ends this side. Receivers that share a bus in one process share the connection, and must agree.
             kwargs: for ``create_transport``; the schemes of this package need none, and ignore them.
 
         Raises:

@@ -14,7 +14,9 @@ import asyncsync
 import asyncsync.sync
 
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
-DOCUMENTS = ["README.md", "docs/lifecycle.md", "docs/guarantees.md", "docs/collector-internals.md"]
+DOCUMENTS = [
+    "README.md", "docs/lifecycle.md", "docs/guarantees.md", "docs/checkpoints.md", "docs/collector-internals.md",
+]  # fmt: skip
 
 
 # Of init_on_sender, as the page has them.

@@ -32,7 +32,7 @@ async def test_a_publication_that_is_prepared_for_long_is_not_overtaken() -> Non
         second = asyncio.create_task(sender.send_async(Model(2)))
         third = asyncio.create_task(sender.publish(Model(3)))
         await asyncio.sleep(0.05)
-        assert not (first.done() or second.done() or third.done())
+        assert [task.done() for task in (first, second, third)] == [False] * 3
         slow.set()
         assert (await first, await second, await third) == (2, 3, 4)
         await sender.wait_version(4)
