@@ -85,7 +85,7 @@ async def test_what_another_trainer_has_published_cannot_be_waited_for(api: Api)
 @pytest.mark.schemes("zmq")
 def test_what_is_no_state_is_refused(api: Api, state: Any) -> None:
     scheme = api.scheme()
-    with pytest.raises(ValueError, match="state is .'version': a whole number"):
+    with pytest.raises(ValueError, match=r"state is \{'version': a whole number"):
         scheme.load_state_dict(state)
     assert scheme.state_dict() == {"version": 0}
 
