@@ -79,8 +79,9 @@ class BaseCollector(WeightsAPI, ABC):
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
-    # Whether a failure ends a collector is its own affair: of several processes, what a worker or postproc raises does,
-    # a caller's mistake does not; a single one can go on. An iterator keeps nothing: next() makes one of its own.
+    # What a hook raises ends a collector. Whether another failure does is its own affair: of several processes, what a
+    # worker or postproc raises does, a caller's mistake does not; a single one can go on. An iterator keeps nothing:
+    # next() makes one of its own.
 
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:

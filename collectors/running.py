@@ -72,15 +72,23 @@ class Running(Rollouts, RunsFree):
         Raises:
             ClosedError: after :meth:`shutdown`.
             RuntimeError: another thread is collecting.
-            Exception: what environment, policy or hook raises; the next rollout goes on from the step before.
+            Exception: what environment or policy raises, and the next rollout goes on from the step before; what a
+                hook raises, which ends collection.
         """
         with self._turns.rolling():
             return _outcome(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
         if self.pre_collect_hook is not None:
-            self.pre_collect_hook()
+            self._call_hook(self.pre_collect_hook)
         return self._roll()
+
+    def _call_hook(self, hook: Callable[..., object], *batch: TensorDictBase) -> None:
+        try:
+            hook(*batch)
+        except Exception:  # documented: collection stops
+            self.shutdown()
+            raise
 
     def _next_batch(self) -> TensorDictBase | None:
         """A rollout and all that follows it: what the caller gets, or None if it went to the replay buffer."""
@@ -94,7 +102,7 @@ class Running(Rollouts, RunsFree):
             self._frames += batch.numel()
             batch = processed(batch, self.postproc, split_trajs=self.split_trajs)
             if self.post_collect_hook is not None:
-                self.post_collect_hook(batch)
+                self._call_hook(self.post_collect_hook, batch)
             if self.replay_buffer is not None:
                 self.replay_buffer.extend(batch)
                 batch = None

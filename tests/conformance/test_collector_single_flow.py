@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import Collector
+from asyncsync.errors import ClosedError
 from helpers.collecting_single import KINDS, Actor, Buffer, WalkEnv, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
@@ -255,6 +257,27 @@ def test_r093_nor_any_of_its_rewards() -> None:
         assert (c.rollout()["next", "bonus"] == 1).all()
 
 
+def test_r093_the_environments_own_container_is_the_carrier() -> None:
+    """By the page, what the environment returns is assigned to ``_carrier``: so the collector makes no container for a
+    step, and those of an environment that uses two in turn are used again."""
+
+    class Reusing(WalkEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.other = TensorDict(), TensorDict()
+
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            output, root = super().step_and_maybe_reset(td)
+            self.kept, self.other = self.other.update(root), self.kept
+            return output, self.kept
+
+    env = Reusing()
+    with collector(env, frames_per_batch=2) as c, collector(WalkEnv(), frames_per_batch=2) as other:
+        for _ in range(4):
+            assert (c.rollout() == other.rollout()).all()
+            assert c._carrier is env.kept
+
+
 def test_r093_policy_and_environment_work_in_the_carrier_itself() -> None:
     events: list[str] = []
     env, policy = Recorder(events), Policy(events)
@@ -344,16 +367,52 @@ def test_r114_r115_the_post_hook_sees_what_is_yielded_and_its_result_is_ignored(
     assert len(seen) == 2
 
 
+async def iterated(c: Any) -> None:
+    await anext(c)
+
+
+async def in_the_background(c: Any) -> None:
+    c.start()
+    await asyncio.to_thread(c._free.join)
+    c.async_shutdown()
+
+
+async def called(function: Any) -> None:
+    function()
+
+
+HOW: dict[str, Any] = {
+    "for": lambda c: called(lambda: next(iter(c))),
+    "next": lambda c: called(c.next),
+    "rollout": lambda c: called(c.rollout),
+    "async for": iterated,
+    "start": in_the_background,
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
-def test_r117_what_a_hook_raises_ends_the_iteration(hook: str) -> None:
+async def test_r117_what_a_hook_raises_stops_collection(hook: str, how: str) -> None:
+    env, calls = WalkEnv(), []
+
     def broken(*batch: Any) -> None:
+        calls.append(batch)
         raise LookupError("the hook broke")
 
-    with collector(WalkEnv(), **{hook: broken}) as c:
-        batches = iter(c)
-        with pytest.raises(LookupError, match="the hook broke"):
-            next(batches)
-        assert next(batches, "ended") == "ended"
+    options: dict[str, Any] = {"replay_buffer": Buffer()} if how == "start" else {}
+    c = collector(env, **{hook: broken}, **options)
+    if (hook, how) == ("post_collect_hook", "rollout"):  # which calls no such hook
+        c.rollout()
+        how = "next"
+    with pytest.raises(LookupError, match="the hook broke"):
+        await HOW[how](c)
+    assert (c.closed, env.closed, len(calls)) == (True, 1, 1)
+    for again in (c.next, c.rollout):
+        with pytest.raises(ClosedError):
+            again()
+    with pytest.raises(ClosedError):
+        await anext(c)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ import pytest
 from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
-from asyncsync.errors import PartialSendError, PeerLost, RemoteError
+from asyncsync.errors import ClosedError, PartialSendError, PeerLost, RemoteError
 from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, gone_within, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -58,6 +58,9 @@ def test_r117_an_exception_of_a_hook(hook: str) -> None:
             collector.next()
         assert isinstance(caught.value.__cause__, RemoteError)
         assert "in bad_hook" in caught.value.__cause__.remote_traceback
+        assert collector.closed
+        with pytest.raises(ClosedError):
+            collector.next()
 
 
 def test_an_exception_of_the_policy() -> None:
