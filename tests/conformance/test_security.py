@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -21,7 +22,9 @@ import zmq.asyncio
 
 import asyncsync
 from asyncsync import NotConnected, wire
+from asyncsync.collectors import MultiSyncCollector
 from helpers.apis import Api
+from helpers.collecting_multi import make, options, policy
 from helpers.pairs import Model, fill, read, receiver_of, until
 
 EPOCH = (1, 2)
@@ -186,21 +189,80 @@ async def test_r202_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(
         assert len(caplog.records) <= 110
 
 
-def test_r202_nothing_in_the_package_unpickles() -> None:
+UNPICKLED = Path("collectors", "messages.py")
+"""What a collector and the worker processes that it has started send each other: the one exception."""
+
+
+def test_r202_nothing_in_the_package_unpickles_but_messages_of_a_collectors_own_workers() -> None:
     forbidden = re.compile(
         r"\b(?:c?[pP]ickle|cloudpickle|dill|marshal|shelve)\.loads?\b|recv_pyobj|send_pyobj|send_serialized|recv_serialized"
-        r"|torch\.load\(|from pickle import|from cloudpickle import|\beval\(|\bexec\("
+        r"|torch\.load\(|from pickle import|from cloudpickle import|\beval\(|\bexec\(|Unpickler"
     )
+    listening = re.compile(r"\.listen\(|AF_INET|create_server|start_server|Listener")
     checked = 0
     for directory in map(Path, asyncsync.__path__):
-        for name in ("*.py", "schemes/*.py", "transports/*.py"):
+        for name in ("*.py", "schemes/*.py", "transports/*.py", "collectors/*.py"):
             if directory.name != "asyncsync" and name == "*.py":
                 continue
             for path in directory.glob(name):
                 checked += 1
-                found = forbidden.search(path.read_text())
+                text = path.read_text()
+                if path.parent.name == "collectors":
+                    assert listening.search(text) is None, f"{path} opens a socket that others may connect to"
+                if Path(*path.parts[-2:]) == UNPICKLED:
+                    assert "socket.socketpair(" in text
+                    continue
+                found = forbidden.search(text)
                 assert found is None, f"{path}: {found}"
-    assert checked > 20
+    assert checked > 60
+
+
+def sockets(pid: int | str) -> set[int]:
+    """The inodes of the sockets that a process has open; of a stranger's, none."""
+    found = set()
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (target := str(entry.readlink())).startswith("socket:"):
+                    found.add(int(target[8:-1]))
+    except OSError:
+        pass
+    return found
+
+
+def holders() -> dict[int, set[int]]:
+    """Which processes have a socket open."""
+    found: dict[int, set[int]] = {}
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        for inode in sockets(pid):
+            found.setdefault(inode, set()).add(pid)
+    return found
+
+
+def names() -> dict[int, str]:
+    """Of the Unix sockets of this namespace, those that have one: a path, or an abstract name."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {int(row[6]): row[7] for row in rows if len(row) > 7}
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_r202_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reach(start_method: str) -> None:
+    before = sockets(os.getpid())
+    with MultiSyncCollector([make()] * 2, policy(), **options(start_method=start_method)) as collector:
+        collector.next()
+        named = {names()[inode] for inode in sockets(os.getpid()) - before if inode in names()}
+        bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
+        assert named == {bus, f"{bus}.lane"}, "the bus's, on which nothing is unpickled"
+        open_in, with_names = holders(), names()
+        for member in collector._crew._members:
+            own = os.stat(member.channel.fileno()).st_ino
+            assert member.channel._socket.getsockname() == ""
+            assert own not in with_names
+            assert open_in[own] == {os.getpid()}
+            there = [inode for inode, pids in open_in.items() if member.pid in pids]
+            assert there, "the other end is there"
+            assert not set(there) & with_names.keys(), "a worker has no address at all"
+            assert all(open_in[inode] == {member.pid} for inode in there), "nor shares a socket with any process"
 
 
 # -- where a sender may bind
