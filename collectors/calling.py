@@ -5,79 +5,33 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
+from asyncsync.collectors.base import PostHook, PreHook
 from asyncsync.collectors.counts import check_count
-from asyncsync.collectors.crew import Crew
 from asyncsync.collectors.failures import Failure
 from asyncsync.collectors.messages import dumps
-from asyncsync.collectors.page import ControlPage
-from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
-from asyncsync.threads import WorkThread, finish
+from asyncsync.collectors.workers_weights import WorkersWeights
+from asyncsync.errors import AckTimeout
 
 __all__ = ["CALL_SECONDS", "Calling"]
 
 CALL_SECONDS = 60.0
 """How long a call waits for its answer, which a worker gives between two rollouts."""
-LAST_WORDS_SECONDS = 1.0
-"""How long a worker's own words are waited for when the bus says that it is lost."""
 
 
-class Calling(BaseCollector):
+class Calling(WorkersWeights):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
-    num_workers: int
-    _crew: Crew
-    _page: ControlPage
     _frames: int
     _iter: int
 
     @abstractmethod
     def _count_free(self) -> None:
         """Have ``_frames`` right, whoever counts them at the moment."""
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super().update_policy_weights_(*args, **kwargs)
-        except PartialSendError as error:
-            if (failure := self._failure_behind(error)) is not None:
-                raise failure  # noqa: B904 - it has its cause
-            raise
-
-    async def update_policy_weights_async(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            await super().update_policy_weights_async(*args, **kwargs)
-        except PartialSendError as error:
-            thread = WorkThread("asyncsync-collector-failure")
-            try:
-                failure = await finish(thread.submit(partial(self._failure_behind, error)))
-            finally:
-                thread.abandon()
-            if failure is not None:
-                raise failure  # noqa: B904 - it has its cause
-            raise
-
-    update_policy_weights_.__doc__ = BaseCollector.update_policy_weights_.__doc__
-    update_policy_weights_async.__doc__ = BaseCollector.update_policy_weights_async.__doc__
-
-    def _failure_behind(self, error: PartialSendError) -> BaseException | None:
-        """What has ended a worker that the update has not reached: its own exception, or how its process ended."""
-        if not any(isinstance(one, PeerLost) for one in error.failed.values()):
-            return None
-        try:
-            self._crew.until(lambda: None, LAST_WORDS_SECONDS)
-        except AckTimeout:
-            return None
-        except BaseException as failure:
-            if failure is not self._crew.failure:  # Ctrl-C, or the collector's end
-                raise
-            return failure
-        return None
 
     def _call(
         self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float | None = None
@@ -139,7 +93,7 @@ class Calling(BaseCollector):
         self._call("reset", workers=chosen, timeout=timeout)
 
     def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
-        """``worker0``, ``worker1``, …: each worker's collector's; ``frames`` and ``iter``.
+        """``worker0``, ``worker1``, …: each worker's collector's; ``frames``, ``iter`` and ``versions``.
 
         Args:
             timeout: seconds; workers answer between two rollouts.
@@ -149,12 +103,14 @@ class Calling(BaseCollector):
         """
         states = self._call("state", timeout=timeout)
         self._count_free()
-        return {f"worker{w}": s for w, s in enumerate(states)} | {"frames": self._frames, "iter": self._iter}
+        own = {"frames": self._frames, "iter": self._iter, "versions": self._versions()}
+        return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, timeout: float = CALL_SECONDS) -> None:
         """Go on from what :meth:`state_dict` returned, with new trajectories.
 
-        Where all workers had the same policy, the registered one is loaded, too, and sent: a version of its own.
+        Where all workers had the same policy, the registered one is loaded, too, and sent; where each had its own, each
+        is sent that. Versions go on, too: no frame that is collected from now on has the label of one from before.
 
         Args:
             state_dict: of a collector with as many workers.
@@ -176,9 +132,17 @@ class Calling(BaseCollector):
         policies = [policy for name in names for policy in _policies(state_dict[name])]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = bool(policies) and own.keys() == policies[0].keys() and all(_equal(policies[0], p) for p in policies)
-        if all_have and "policy" in self._sender_schemes:
+        if "versions" in state_dict:
+            self._carry_on(state_dict["versions"])
+        if "policy" not in self._sender_schemes:
+            self.increment_version()
+        elif all_have:
             self.policy.load_state_dict(policies[0])
             self.update_policy_weights_(timeout=timeout)
+        elif len(policies) == len(names):
+            self.update_policy_weights_(dict(enumerate(policies)), timeout=timeout)
+        else:
+            self.increment_version()
 
     @property
     def pre_collect_hook(self) -> PreHook | None:

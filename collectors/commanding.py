@@ -221,7 +221,10 @@ class Commanding(Calling, RunsFree):
         """What an interruption strikes in postproc is gone."""
         assert self._made is not None
         (_, batch), self._made = self._made, None
-        return None if batch is None else processed(batch, self.postproc, split_trajs=self.split_trajs)
+        if batch is None:
+            return None
+        with self._holds():  # its model may be updated here
+            return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     @abstractmethod
     def _let_go(self) -> None:

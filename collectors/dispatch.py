@@ -1,15 +1,26 @@
-"""Dispatch: ``Collector(..., num_collectors=n)`` makes a multi-process collector."""
+"""Dispatch: constructors that choose the class, and what ``help()`` and ``inspect.signature`` show of them."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABCMeta
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Dispatch"]
+__all__ = ["Dispatch", "Documented"]
 
 
-class Dispatch(ABCMeta):
+class Documented(ABCMeta):
+    """Of classes whose metaclass has a ``__call__``, which would hide the constructor's parameters."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        _self, *parameters = signature.parameters.values()
+        return signature.replace(parameters=parameters)
+
+
+class Dispatch(Documented):
     """``Collector(..., num_collectors=n)`` makes a multi-process collector; a subclass is what it is."""
 
     def __call__(cls, *args: Any, num_collectors: int | None = None, sync: bool | None = None, **kwargs: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["as_update", "chosen"]
+__all__ = ["as_update", "check_spelling", "chosen"]
+
+_ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
 
 
 def chosen(policy_or_weights: Any, weights: Any, policy: Any) -> Any:
@@ -44,3 +47,10 @@ def as_update(
             "{worker_idx: weights} of one model"
         )
     return dict(weights_dict)
+
+
+def check_spelling(kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError: to ignore it would do something else than what was asked for."""
+    for name in kwargs:
+        if near := difflib.get_close_matches(name, _ARGUMENTS, 1):
+            raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")

@@ -21,7 +21,7 @@ import math
 import threading
 import time
 import weakref
-from abc import ABCMeta, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.managers import BaseProxy
 from typing import Any
@@ -50,11 +50,13 @@ from asyncsync.collectors.counts import (
 )
 from asyncsync.collectors.crew import Crew, check_start_method
 from asyncsync.collectors.devices import check_devices, exact_device
+from asyncsync.collectors.dispatch import Documented
 from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.messages import dumps
 from asyncsync.collectors.page import ControlPage, MemoryPlace, SharedPool
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import TrajectoryPool
+from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.updaters import MultiProcessedWeightUpdater, make_updater
 from asyncsync.collectors.worker import Spec, run_worker
 from asyncsync.errors import AckTimeout
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -63,8 +65,16 @@ from asyncsync.threads import join
 __all__ = ["MultiCollector"]
 
 
-class _Dispatch(ABCMeta):
+class _Dispatch(Documented):
     """``MultiCollector(..., sync=…)`` makes one or the other."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = super().__signature__
+        if cls is not MultiCollector:
+            return signature
+        chooses = inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool")
+        return signature.replace(parameters=[*signature.parameters.values(), chooses])
 
     def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
         if cls is not MultiCollector:
@@ -117,7 +127,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         extend_buffer: whole rollouts, or frame by frame.
         weight_updater: an updater, or what makes one (deprecated).
         weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy that has parameters or
-            buffers.
+            buffers. Without a replay buffer, ``"postproc"`` acts in this process and needs none: it is updated here.
         weight_recv_schemes: by which this collector itself receives weights, to pass them on.
         worker_idx: which worker of a larger collector this is.
         pre_collect_hook, post_collect_hook: called in each worker.
@@ -177,7 +187,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         init_fn: Callable[[], None] | None = None,
         max_weight_update_interval: int = -1,
         max_lag: int | None = None,
-        traj_pool: TrajectoryPool | None = None,
+        traj_pool: _TrajectoryPool | None = None,
         start_method: str = "spawn",
         connect_timeout: float = 60.0,
     ) -> None:
@@ -207,18 +217,22 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             check_policy(policy)
             if policy is not None and not callable(policy):
                 raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
-        has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
+        updater = None if weight_updater is None else make_updater(weight_updater, policy)
         if weight_sync_schemes is None:
-            weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if has_weights else {}
-        if policy is not None and policy_factory is not None and "policy" not in weight_sync_schemes:
+            has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
+            needs_one = has_weights or isinstance(updater, MultiProcessedWeightUpdater)
+            weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if needs_one else {}
+        brings_weights = updater is not None or "policy" in weight_sync_schemes
+        if policy is not None and policy_factory is not None and not brings_weights:
             raise TypeError(
                 "policy and policy_factory exclude each other, unless weights go from one to the other by a scheme: "
                 "pass one of them, or weight_sync_schemes={'policy': …}"
             )
-        if (update_at_each_batch or max_weight_update_interval > 0) and "policy" not in weight_sync_schemes:
+        if (update_at_each_batch or max_weight_update_interval > 0) and not brings_weights:
             raise ValueError(
                 "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
-                "them to the workers: pass a policy with parameters or buffers, or weight_sync_schemes={'policy': …}"
+                "them to the workers: pass a policy with parameters or buffers, weight_sync_schemes={'policy': …}, or "
+                "a weight_updater"
             )
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
@@ -229,6 +243,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
         chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
         self.policy_device = chosen
+        self._acting_devices: dict[int, set[torch.device]] = {}
         self.storing_device = [
             exact_device(d["device"] if d["storing_device"] is None else d["storing_device"]) for d in placed
         ]
@@ -282,7 +297,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             )
             for index, own_policy in enumerate(policies)
         ]
-        self._set_up_senders(weight_sync_schemes, weight_updater, num_workers=count)
+        sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
+        self._set_up_senders(sent, updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
                 scheme._context = _Models(weakref.ref(self))
@@ -400,8 +416,9 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
                 f"workers {missing} of this {type(self).__name__} were not ready in time: importing libraries and "
                 "making environments takes longer than connect_timeout allows"
             ) from None
-        for index, (frames, dims) in crew.built.items():
+        for index, (frames, dims, devices) in crew.built.items():
             self._requested[index] = frames
+            self._acting_devices[index] = devices
             self._check_dims(dims)
         self.requested_frames_per_batch = self._frames_of_a_batch()
 
@@ -435,17 +452,6 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             join(thread, 5.0)
         if errors:
             raise errors.pop()
-
-    # -- weights ------------------------------------------------------------------------------------------------------
-
-    def _workers_of(self, device: torch.device) -> list[int]:
-        exact = exact_device(device)
-        found = [index for index, own in enumerate(self.policy_device) if own == exact]
-        return found or super()._workers_of(device)
-
-    def _published(self, version: int, workers: list[int] | None = None) -> None:
-        for worker in range(self.num_workers) if workers is None else workers:
-            self._since[worker] = 0
 
     def _is_due(self, worker: int) -> bool:
         return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]

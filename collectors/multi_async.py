@@ -25,10 +25,10 @@ class MultiAsyncCollector(MultiCollector):
     are not for this class.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def _begin(self) -> None:
+        super()._begin()
         self._slots: dict[int, Slots] = {}
         self._unlike: dict[int, Arrangement] = {}  # of the latest batch that did not fit
-        super().__init__(*args, **kwargs)
 
     def _split(self, frames: int) -> list[int]:
         return [frames] * self.num_workers

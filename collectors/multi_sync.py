@@ -34,11 +34,11 @@ class MultiSyncCollector(MultiCollector):
     ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False; concatenated, they are left out.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def _begin(self) -> None:
+        super()._begin()
         self._slots: Slots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
         self._layouts: dict[int, Any] = {}
-        super().__init__(*args, **kwargs)
 
     def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
         if cat_results is None:

@@ -52,9 +52,11 @@ class Update(Need):
 
     def wait(self, collector: Commanding) -> None:
         collector.update_policy_weights_(worker_ids=self._workers)
+        collector._updated(self._workers)
 
     async def wait_async(self, collector: Commanding) -> None:
         await collector.update_policy_weights_async(worker_ids=self._workers)
+        collector._updated(self._workers)
 
 
 class Work(Need, Generic[T]):

@@ -20,14 +20,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from asyncsync.collectors.trajectories import TrajectoryPool
+from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.errors import WeightSyncError
 from asyncsync.transports.slots import open_memory
 
 __all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
 
 MAX_WORKERS = 480
-_STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _NEWEST = 0, 1, 2, 3, 4, 16
+_STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 5, 16
 
 
 class MemoryPlace(NamedTuple):
@@ -133,6 +133,20 @@ class ControlPage:
     def newest(self, worker: int) -> int:
         return self._slots[_NEWEST + worker]
 
+    @property
+    def counted(self) -> int:
+        """Versions of the policy that reached the workers without a scheme."""
+        return self._slots[_COUNTED]
+
+    @counted.setter
+    def counted(self, counted: int) -> None:
+        self._slots[_COUNTED] = counted
+
+    def count(self) -> None:
+        """One more of them."""
+        with self._lock:
+            self._slots[_COUNTED] += 1
+
     # -- everybody's --------------------------------------------------------------------------------------------------
 
     @property
@@ -169,7 +183,7 @@ class ControlPage:
 _opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
 
 
-class SharedPool(TrajectoryPool):
+class SharedPool(_TrajectoryPool):
     """Trajectory identifiers that are unique over all workers of a collector; pickles as the place of its page."""
 
     def __init__(self, page: ControlPage) -> None:

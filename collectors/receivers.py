@@ -9,7 +9,6 @@ from typing import Any
 from asyncsync.blocking import Bus, WeightSyncScheme
 from asyncsync.bus import BusCore
 from asyncsync.collectors.senders import as_blocking, connect_all, shut_down_all
-from asyncsync.context import resolve_model
 from asyncsync.gate import Gate
 from asyncsync.scheme import SchemeCore
 from asyncsync.schemes.none import NoSyncCore
@@ -59,7 +58,10 @@ class Receivers:
         fresh = {m: s for m, s in blocking.items() if s._role != "receiver" or s._pid != os.getpid()}
         for model_id, scheme in blocking.items():
             if model_id in fresh:
-                resolve_model(context, model_id)
+                try:
+                    context.get_model(model_id)
+                except LookupError as error:
+                    raise ValueError(f"weight_recv_schemes[{model_id!r}]: {error}") from error
                 scheme._check_fresh("receiver")
             elif scheme.model_id != model_id:
                 raise ValueError(

@@ -24,7 +24,7 @@ from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.devices import DeviceSetup
 from asyncsync.collectors.environments import Key
 from asyncsync.collectors.storing import BatchLayout, Store, empty_batch
-from asyncsync.collectors.trajectories import TrajectoryPool, _aggregate_end_of_traj
+from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from asyncsync.collectors.turns import Turns
 
 __all__ = ["LAG_SECONDS", "Rollouts"]
@@ -66,12 +66,12 @@ class Rollouts(DeviceSetup, BaseCollector):
     _carrier: TensorDictBase
     _wrapped_policy: Any
     _turns: Turns
-    _traj_pool_value: TrajectoryPool | None
+    _traj_pool_value: _TrajectoryPool | None
     _frames: int
     _random: bool
     _above: Above | None
 
-    def _setup_rollouts(self, traj_pool: TrajectoryPool | None, profiling: bool) -> None:
+    def _setup_rollouts(self, traj_pool: _TrajectoryPool | None, profiling: bool) -> None:
         """The first reset, and what follows from its result."""
         self._traj_pool_value = traj_pool
         self._random = False
@@ -135,10 +135,10 @@ class Rollouts(DeviceSetup, BaseCollector):
         root.set("collector", self._metadata)
         self._carrier = root
 
-    def _traj_pool(self) -> TrajectoryPool:
+    def _traj_pool(self) -> _TrajectoryPool:
         """Where fresh trajectory ids come from: this collector's own pool, or the one that it was given."""
         if self._traj_pool_value is None:
-            self._traj_pool_value = TrajectoryPool()
+            self._traj_pool_value = _TrajectoryPool()
         return self._traj_pool_value
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:

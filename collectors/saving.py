@@ -46,8 +46,8 @@ class Saving(Rollouts):
             self._reset_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, and ``traj_pool`` if trajectories are
-        tracked.
+        """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
+        trajectories are tracked.
 
         All of it is a copy, which later updates do not change. Trajectories that are under way are not part of it. It
         may also be asked for after ``shutdown()``.
@@ -58,13 +58,15 @@ class Saving(Rollouts):
                 "env_state_dict": _copied(_state_of(self.env)),
                 "frames": self._frames,
                 "iter": self._iter,
+                "versions": self._versions(),
             }
             if self.track_traj_ids:
                 state["traj_pool"] = self._traj_pool().state_dict()
             return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from what :meth:`state_dict` returned, with new trajectories.
+        """Go on from what :meth:`state_dict` returned, with new trajectories. Versions go on, too: no frame that is
+        collected from now on has the label of one from before.
 
         Raises:
             KeyError: a part is missing, and ``strict``.
@@ -77,6 +79,8 @@ class Saving(Rollouts):
         with self._open_and_standing():
             if (env_state := state_dict.get("env_state_dict")) and hasattr(self.env, "load_state_dict"):
                 self.env.load_state_dict(env_state)
+            if "versions" in state_dict:
+                self._carry_on(state_dict["versions"])
             if "policy_state_dict" in state_dict:
                 self._between_steps(lambda: self._load_policy(state_dict["policy_state_dict"], strict))
             self._frames = state_dict.get("frames", self._frames)

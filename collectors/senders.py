@@ -122,6 +122,17 @@ class Senders:
         """The newest version published."""
         return max((scheme.version for scheme in self.schemes.values()), default=0)
 
+    def versions(self) -> dict[str, int]:
+        """Each model's, for a checkpoint. The schemes of one bus have one count."""
+        return {model_id: scheme.version for model_id, scheme in self.schemes.items()}
+
+    def carry_on(self, versions: Mapping[str, int]) -> None:
+        """Go on from what :meth:`versions` returned, where that is not behind."""
+        for model_id, version in versions.items():
+            scheme = self.schemes.get(model_id)
+            if scheme is not None and scheme.version < version:
+                scheme.load_state_dict({"version": version})
+
 
 def _has_weights(context: Any, model_id: str) -> bool:
     try:

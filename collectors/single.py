@@ -22,10 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from asyncsync.binding import Binding
 from asyncsync.collectors import environments
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
 from asyncsync.collectors.counts import check_policy, check_policy_factory, check_schemes, frames_or_none, whole
@@ -33,11 +31,11 @@ from asyncsync.collectors.devices import Device, check_devices
 from asyncsync.collectors.dispatch import Dispatch
 from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.limits import limited
+from asyncsync.collectors.models import find_model
 from asyncsync.collectors.policies import RandomPolicy, as_module, placed, wrapped
 from asyncsync.collectors.running import Running
 from asyncsync.collectors.saving import Saving
-from asyncsync.collectors.trajectories import TrajectoryPool
-from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.threads import join
 
 __all__ = ["Collector"]
@@ -130,7 +128,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
         max_lag: int | None = None,
-        traj_pool: TrajectoryPool | None = None,
+        traj_pool: _TrajectoryPool | None = None,
         num_collectors: int | None = None,
         sync: bool | None = None,
     ) -> None:
@@ -244,27 +242,19 @@ class Collector(Running, Saving, metaclass=Dispatch):
 
     def _registered(self, model_id: str) -> Any:
         # The one that acts may be a copy on another device. If it is what is received, the original is out of date.
-        original = model_id == "policy" and model_id not in self._receivers.schemes
-        return self._original_policy if original else super()._registered(model_id)
+        if model_id in self._receivers.schemes or self.policy is self._original_policy:
+            return super()._registered(model_id)
+        try:
+            return find_model(self, model_id, self._original_policy)
+        except LookupError as error:
+            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
 
     def _sources(self) -> Any:
         return self if self.policy is self._original_policy else _Sources(self)
 
-    def _apply_locally(self, weights: dict[str, Any]) -> None:
-        """Copy weights into this collector's own models: all of them, or none."""
-        prepared = []
-        for model_id, source in weights.items():
-            model = super()._registered(model_id)
-            if source is model:
-                continue
-            is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
-            strategy = WeightStrategy("state_dict" if is_state_dict else "tensordict")
-            prepared.append(Binding(model, strategy).prepare_flat(flat_weights(strategy, source)))
-        for each in prepared:
-            each.resolve()
-        for each in prepared:
-            each.apply()
-        self._version += 1
+    def _policy_devices(self) -> set[torch.device]:
+        own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
+        return {own or self.policy_device or self.env_device or torch.device("cpu")}
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

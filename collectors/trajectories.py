@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-__all__ = ["TrajectoryPool", "_aggregate_end_of_traj", "split_trajectories"]
+__all__ = ["_TrajectoryPool", "_aggregate_end_of_traj", "split_trajectories"]
 
 Key = str | tuple[str, ...]
 
 
-class TrajectoryPool:
+class _TrajectoryPool:
     """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads.
 
     Several collectors may share one, and each load what it has saved of it: so it never goes back.

@@ -21,10 +21,17 @@ from torch import nn
 
 from asyncsync.strategy import WeightStrategy
 
-__all__ = ["MultiProcessedWeightUpdater", "VanillaWeightUpdater", "WeightUpdaterBase", "make_updater", "pushing"]
+__all__ = [
+    "MultiProcessedWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "make_updater",
+    "mark_counted",
+    "pushing",
+]
 
 _counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
-"""Of the push under way: empty until its version has been counted, where weights were copied."""
+"""Of the push under way: empty until its version has been counted: where weights were copied, or by a scheme."""
 
 WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
@@ -195,6 +202,21 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         self.weight_getter = weight_getter
         self.policy_weights = policy_weights
 
+    def register_collector(self, collector: Any) -> None:
+        """As of any updater.
+
+        Raises:
+            TypeError: the collector's policy acts in other processes.
+        """
+        if getattr(collector, "acts_elsewhere", False):
+            raise TypeError(
+                f"{type(self).__name__} writes into a policy of this process, but those that act for a "
+                f"{type(collector).__name__} are in its workers, which would never see it: leave weight_updater out, "
+                'or pass weight_sync_schemes={"policy": asyncsync.sync.SharedMemWeightSyncScheme()}, and the workers '
+                "receive the weights"
+            )
+        super().register_collector(collector)
+
     @classmethod
     def from_policy(cls, policy: Any) -> VanillaWeightUpdater | None:
         """One that writes into this policy, whichever tensors it has by then."""
@@ -266,6 +288,11 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
             WeightStrategy().apply_weights(copy, server_weights)
             server_weights = copy
         collector._push_policy(server_weights, worker_id)
+
+
+def mark_counted() -> None:
+    """The push under way, if there is one, has a version already: it was published."""
+    _counted.get([]).append(None)
 
 
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:

@@ -9,7 +9,6 @@ Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,23 +17,23 @@ import torch
 
 from asyncsync.blocking import Bus
 from asyncsync.bus import DEFAULT_TIMEOUT, as_workers
-from asyncsync.collectors.forms import as_update, chosen
+from asyncsync.collectors.forms import as_update, check_spelling, chosen
 from asyncsync.collectors.local import Holds, LocalUpdates
+from asyncsync.collectors.models import find_model, fitted
 from asyncsync.collectors.receivers import Receivers
 from asyncsync.collectors.senders import Senders, shut_down_all
-from asyncsync.collectors.updaters import WeightUpdaterBase, make_updater, pushing
-from asyncsync.context import follow
+from asyncsync.collectors.updaters import WeightUpdaterBase, make_updater, mark_counted, pushing
 from asyncsync.link import check_timeout
 from asyncsync.state import by_worker
 from asyncsync.threads import WorkThread, finish
 
-__all__ = ["WeightsAPI", "WorkerIds"]
+__all__ = ["Planned", "WeightsAPI", "WorkerIds"]
 
 WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
+class Planned:
     """What one call of ``update_policy_weights_`` is to do, checked."""
 
     timeout: float
@@ -49,53 +48,56 @@ class WeightsAPI:
 
     Attributes:
         policy: the policy as it was registered: what a bare ``update_policy_weights_()`` sends.
-        weight_updater: the (deprecated) updater; None: there is none.
+        acts_elsewhere: whether it acts in other processes only.
     """
 
     policy: Any = None
+    acts_elsewhere: bool = False
     worker_idx: Any
 
     def __init__(self) -> None:
-        self.weight_updater: WeightUpdaterBase | None = None
+        self._weight_updater: WeightUpdaterBase | None = None
         self._senders = Senders({})
         self._receivers = Receivers()
         self._local = LocalUpdates()
         self._version = 0
         self._newest: Callable[[], int] | None = None
+        self._counted: Callable[[], int] | None = None
 
     # -- models -------------------------------------------------------------------------------------------------------
 
     def get_model(self, model_id: str) -> Any:
-        """The model of this name: ``"policy"``, or an attribute path such as ``env.transform[0].module``.
+        """The model of this name: ``"policy"``; an attribute path from this collector, such as
+        ``env.transform[0].module`` or ``postproc``; or one from the policy, such as ``actor`` for ``policy.actor``.
 
         Raises:
             LookupError: there is none.
         """
-        if model_id == "policy":
-            if self.policy is None:
-                raise LookupError(
-                    f"this {type(self).__name__} has no policy in this process: pass the weights to send, or give the "
-                    "constructor a policy"
-                )
-            return self.policy
-        try:
-            return follow(self, model_id)
-        except (AttributeError, LookupError, TypeError) as error:
-            raise LookupError(f"{type(self).__name__} has no model {model_id!r}: {error}") from error
+        return find_model(self, model_id, self.policy)
 
-    def _apply_locally(self, weights: dict[str, Any]) -> None:
-        """Apply weights to this collector's own models, whole or not at all, and count the version up. Called between
-        two steps. A subclass that has models of its own overrides this.
+    def _acting(self, model_id: str) -> Any:
+        """The model of this name that acts in this process. Raises ValueError: none does."""
+        try:
+            return self.get_model(model_id)
+        except LookupError as error:
+            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+
+    def _registered(self, model_id: str) -> Any:
+        """The model of this name whose weights are meant where none are given. Raises ValueError: there is none."""
+        return self._acting(model_id)
+
+    def _apply_locally(self, weights: Mapping[str, Any]) -> None:
+        """Copy weights into this collector's own models, all of them or none, and count the version up. Called between
+        two steps.
 
         Raises:
             ValueError: a model that is not here.
             SchemaMismatch: they do not fit; nothing was changed.
         """
-        served = sorted(self._senders.schemes) or "none"
-        raise ValueError(
-            f"unknown model_id {sorted(weights)}: this {type(self).__name__} has schemes for {served}; pass "
-            "weight_sync_schemes={model_id: scheme} for what its workers are to receive"
-        )
+        for prepared in [fitted(self._acting(model_id), source) for model_id, source in weights.items()]:
+            if prepared is not None:
+                prepared.apply()
+        self._version += 1
 
     def _workers_of(self, device: torch.device) -> list[int]:
         """The workers whose policy is on this device. Raises ValueError: there are none."""
@@ -117,11 +119,22 @@ class WeightsAPI:
         """
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
         self._senders = Senders(schemes or {}, self._sources(), num_workers)
+        self.weight_updater = updater
+
+    @property
+    def weight_updater(self) -> WeightUpdaterBase | None:
+        """The (deprecated) updater that ``update_policy_weights_`` pushes by; None: there is none. Set to an updater, a
+        class of them, or what makes one, it registers this collector there."""
+        return self._weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, given: Any) -> None:
+        updater = None if given is None else make_updater(given, self.policy)
         if updater is not None:
             updater.register_collector(self)
             if updater._count_push not in updater.post_hooks:  # it may have served one that is gone
                 updater.register_post_hook(updater._count_push)
-            self.weight_updater = updater
+        self._weight_updater = updater
 
     def _sources(self) -> Any:
         """What knows the models that sender schemes send where no weights are given: ``get_model(model_id)``."""
@@ -223,13 +236,17 @@ class WeightsAPI:
             PartialSendError: which workers have not applied it, and why. Not final: they still converge.
             NotConnected, ClosedError: there are no workers to send to.
         """
-        update = self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs)
+        self._carry_out(
+            self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs), wait
+        )
+
+    def _carry_out(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
             update.push()
-        elif (applied := update.applied) is not None:
-            self._local.apply(lambda: self._apply_locally(dict(applied)), update.timeout)
-        elif update.sent is not None:
+        if update.sent is not None:
             self._send(update.sent, update.workers, update.timeout if wait else None)
+        if (applied := update.applied) is not None:
+            self._local.apply(lambda: self._apply_locally(applied), update.timeout)
 
     async def update_policy_weights_async(
         self,
@@ -246,20 +263,23 @@ class WeightsAPI:
         """:meth:`update_policy_weights_` for a coroutine of any event loop. The source must not change until it
         returns."""
         update = self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs)
+        await self._carry_out_async(update, wait)
+
+    async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
             thread = WorkThread("asyncsync-updater")
             try:
                 await finish(thread.submit(update.push))
             finally:
                 thread.abandon()
-        elif (applied := update.applied) is not None:
-            await self._local.apply_async(lambda: self._apply_locally(dict(applied)), update.timeout)
-        elif update.sent is not None:
+        if update.sent is not None:
             before = self._senders.version
             try:
                 await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
             finally:
                 self._tell(before, update.workers)
+        if (applied := update.applied) is not None:
+            await self._local.apply_async(lambda: self._apply_locally(applied), update.timeout)
 
     def _plan(
         self,
@@ -270,7 +290,7 @@ class WeightsAPI:
         model_id: str | None,
         weights_dict: Mapping[str, Any] | None,
         kwargs: dict[str, Any],
-    ) -> _Update:
+    ) -> Planned:
         """Check everything; nothing is done yet."""
         if "policy_weights" in kwargs:
             raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
@@ -279,7 +299,7 @@ class WeightsAPI:
         check_timeout(timeout)
         updater = self.weight_updater
         if updater is None:
-            _check_spelling(kwargs)
+            check_spelling(kwargs)
         if worker_ids is not None and updater is None and not self._senders.schemes:
             raise TypeError(
                 f"worker_ids={worker_ids!r}, but this {type(self).__name__} has neither weight_sync_schemes nor a "
@@ -290,14 +310,15 @@ class WeightsAPI:
                 raise ValueError(
                     f"a weight updater pushes the policy alone, not {sorted(given)} together: use weight_sync_schemes"
                 )
-            return _Update(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
+            return Planned(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
         sent = {m: w for m, w in given.items() if m in self._senders.schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self._receivers.schemes}
-        if sent and own:
+        if sent and (apart := sorted(m for m in own if not self._goes_with_workers(m))):
             raise ValueError(
-                f"{sorted(own)} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
+                f"{apart} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
                 "alone, or give every model one in weight_sync_schemes"
             )
+        applied = None
         if own:
             if by_worker_alone := sorted(m for m, w in own.items() if by_worker(w)):
                 raise ValueError(
@@ -307,7 +328,11 @@ class WeightsAPI:
                 )
             if worker_ids is not None:
                 raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(self._senders.schemes)}")
-            return _Update(timeout, applied={m: self._registered(m) if w is None else w for m, w in own.items()})
+            applied = {m: self._registered(m) if w is None else w for m, w in own.items()}
+            if not sent:
+                return Planned(timeout, applied=applied)
+            for model_id, source in applied.items():  # before anything is sent
+                fitted(self._acting(model_id), source)
         if sent:
             self._senders.check(sent)
         elif not self.cascades:
@@ -315,13 +340,11 @@ class WeightsAPI:
                 f"{sorted(given)} comes to this {type(self).__name__} by its weight_recv_schemes, and nobody is below "
                 "it: update it where it is sent"
             )
-        return _Update(timeout, sent=sent or None, workers=self._indices(worker_ids))
+        return Planned(timeout, sent=sent or None, applied=applied, workers=self._indices(worker_ids))
 
-    def _registered(self, model_id: str) -> Any:
-        try:
-            return self.get_model(model_id)
-        except LookupError as error:
-            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+    def _goes_with_workers(self, model_id: str) -> bool:
+        """Whether a model that acts here may be updated together with what is sent to workers."""
+        return False
 
     def _indices(self, worker_ids: WorkerIds) -> list[int] | None:
         if worker_ids is None:
@@ -342,6 +365,7 @@ class WeightsAPI:
     def _tell(self, before: int, workers: list[int] | None) -> None:
         # Also of a version that not every worker has applied: it is published, and they still converge.
         if (version := self._senders.version) > before:
+            mark_counted()
             self._published(version, workers)
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
@@ -365,7 +389,8 @@ class WeightsAPI:
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Take in weights: what the receiver schemes have, or else those given, or those of the original policy.
 
-        Never waits for weights to come: updates are applied by themselves, between two steps.
+        Never waits for weights to come: updates are applied by themselves, between two steps. A collector with workers
+        passes on what it is given, as a version of its own.
 
         Args:
             policy_or_weights: module, TensorDict or dict for this collector's own policy.
@@ -375,12 +400,12 @@ class WeightsAPI:
         Raises:
             ValueError: several of them, or any while receiver schemes are registered.
             SchemaMismatch: they do not fit; nothing was changed.
+            PartialSendError: which workers have not applied what was passed on, and why.
             ClosedError, Fenced: nothing more will come.
         """
         given = chosen(policy_or_weights, weights, policy)
         if not self._receivers.schemes:
-            source = self._registered("policy") if given is None else given
-            self._local.apply(lambda: self._apply_locally({"policy": source}), DEFAULT_TIMEOUT)
+            self._take(given)
         elif given is not None:
             raise ValueError(
                 f"this {type(self).__name__} receives {sorted(self._receivers.schemes)} by weight_recv_schemes: "
@@ -388,6 +413,13 @@ class WeightsAPI:
             )
         else:
             self._take_in()
+
+    def _take(self, given: Any) -> None:
+        """The policy's weights from whoever is above, without schemes; None: the registered policy's."""
+        source = self._registered("policy") if given is None else given
+        self._local.apply(lambda: self._apply_locally({"policy": source}), DEFAULT_TIMEOUT)
+        if "policy" in self._senders.schemes:
+            self.update_policy_weights_(source)
 
     def _receive_weights_scheme(self) -> None:
         """What a remote parent calls (RPC, Ray): every receiver scheme takes in what has come.
@@ -417,13 +449,20 @@ class WeightsAPI:
         return Holds([self._local.gate, *self._receivers.gates])
 
     def _version_now(self) -> int:
+        """What frames are labelled with: the version that acts; with a trainer above, that of its schemes and what its
+        updaters have counted."""
+        if self._counted is not None:
+            return self._receivers.version + self._counted()
+        return self._applied_version()
+
+    def _applied_version(self) -> int:
         """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the
         count of updates applied here."""
         return self._receivers.version if self._receivers else self._version
 
     def _newest_version(self) -> int:
         """The newest version that the trainer has published, as far as is known here, by the count of
-        :meth:`_version_now`."""
+        :meth:`_applied_version`."""
         if self._newest is not None:
             return self._newest()
         return self._receivers.newest if self._receivers else self._version
@@ -447,7 +486,7 @@ class WeightsAPI:
             ClosedError, Fenced: it will not come.
         """
         self._receivers.keep_up(max_lag, timeout)
-        while self._newest is not None and (newest := self._newest()) - self._version_now() > max_lag:
+        while self._newest is not None and (newest := self._newest()) - self._applied_version() > max_lag:
             self._await_version(newest - max_lag, timeout)
 
     @property
@@ -461,18 +500,17 @@ class WeightsAPI:
         """Count the version of this collector's own policy up by one."""
         self._version += 1
 
+    def _versions(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that versions go on where they were."""
+        return {"own": self._version, "sent": self._senders.versions()}
+
+    def _carry_on(self, versions: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`_versions` returned. Versions never go back: a count that is beyond it goes on."""
+        self._version = max(self._version, versions["own"])
+        self._senders.carry_on(versions["sent"])
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end_weights(self, timeout: float) -> None:
         """Shut every scheme down, within the timeout (seconds) for all of them. Idempotent."""
         shut_down_all([*self._senders.schemes.values(), *self._receivers.schemes.values()], timeout)
-
-
-_ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
-
-
-def _check_spelling(kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError: to ignore it would do something else than what was asked for."""
-    for name in kwargs:
-        if near := difflib.get_close_matches(name, _ARGUMENTS, 1):
-            raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")

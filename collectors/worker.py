@@ -184,13 +184,15 @@ class _Worker:
             self._hook = None if self._nested else collector.post_collect_hook  # of a partial
         elif self._writes:
             collector.post_collect_hook = self._hook
+        if not self._nested:
+            collector._counted = lambda: self.page.counted
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
         if spec.follows:
             self._follow(self.page.place, self._index)
         self._connecting = True
         if self.page.stopped:  # before there was anything to interrupt
             raise _Stop
-        self._send("built", collector.requested_frames_per_batch, _dims(collector))
+        self._send("built", collector.requested_frames_per_batch, _dims(collector), collector._policy_devices())
         if self._schemes:
             collector._receivers.connect(self._schemes, spec.timeout)
         self._connecting = False
@@ -333,6 +335,7 @@ class _Worker:
         if self.page.paused:
             self._stand_still()
         self._collector._random = random
+        self._pass_count_on()
         self._window.open(grant)
         if self._writes:
             frames = self._write()
@@ -370,6 +373,11 @@ class _Worker:
         if collector.postproc is None and not collector.split_trajs:
             return batch, frames, True
         return processed(batch, collector.postproc, split_trajs=collector.split_trajs), frames, False
+
+    def _pass_count_on(self) -> None:
+        """What updaters above have counted, to this collector's own workers."""
+        if self._nested:
+            self._collector._page.counted = self.page.counted
 
     def _write(self) -> int:
         """One rollout into the replay buffer; returns how many frames it had."""
@@ -414,6 +422,7 @@ class _Worker:
             while (message := self._receive(wait=False)) is not None:
                 self._handle(message)
             self._collector._random = self.page.frames < random
+            self._pass_count_on()
             self._write()
         self._free = False
         self._send("finished")

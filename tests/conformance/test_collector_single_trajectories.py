@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.collectors import Collector, GymEnv
-from asyncsync.collectors.trajectories import TrajectoryPool, _aggregate_end_of_traj
+from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from helpers.collecting_single import KINDS, Actor, WalkEnv, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
@@ -39,10 +39,10 @@ def test_r108_every_frame_has_an_id_that_no_other_trajectory_has(kind: str, size
 
 def test_r109_the_pool_belongs_to_the_collector_or_is_given() -> None:
     with collector(WalkEnv()) as one, collector(WalkEnv()) as other:
-        assert isinstance(one._traj_pool(), TrajectoryPool)
+        assert isinstance(one._traj_pool(), _TrajectoryPool)
         assert one._traj_pool() is one._traj_pool()
         assert one._traj_pool() is not other._traj_pool()
-    shared = TrajectoryPool()
+    shared = _TrajectoryPool()
     with collector(WalkEnv(), traj_pool=shared) as one, collector(WalkEnv(), traj_pool=shared) as other:
         assert one._traj_pool() is shared
         assert not set(one.rollout()[IDS].tolist()) & set(other.rollout()[IDS].tolist())
@@ -78,7 +78,7 @@ def test_r110_the_end_of_a_trajectory_is_that_of_any_of_its_flags() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_r111_without_tracking_nothing_is_kept(kind: str) -> None:
-    class Untouched(TrajectoryPool):
+    class Untouched(_TrajectoryPool):
         def _advance(self, n: int, to: int | None = None) -> int:
             raise AssertionError("no ids are wanted")
 

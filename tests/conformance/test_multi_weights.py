@@ -17,20 +17,12 @@ from tensordict import TensorDict
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import NotConnected, PartialSendError, SchemaMismatch
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import WithModel, make, options, policy
+from helpers.collecting_multi import WithModel, acted, make, options, policy, versions
 from helpers.collecting_weights import update
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 FACTORIES = [make(length=5), make(length=3)]
 MODEL = "env.transform[0].module"
-
-
-def acted(batch: Any) -> list[float]:
-    return sorted(set(batch["action"].flatten().tolist()))
-
-
-def versions(batch: Any) -> list[int]:
-    return sorted(set(batch["collector", "policy_version"].flatten().tolist()))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +228,7 @@ def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str)
             update(collector, style, weights_dict={"policy": source, "nobody": source}, wait=False)
 
 
-def test_r026_r074_r164_updates_cascade_through_nested_collectors() -> None:
+def test_r026_r074_r164_r167_r186_updates_cascade_through_nested_collectors() -> None:
     source = policy()
     nested = functools.partial(MultiSyncCollector, start_method="forkserver")
     trees = [[make(length=5), make(length=3)], [make(length=4), make(length=6)]]
@@ -250,6 +242,11 @@ def test_r026_r074_r164_updates_cascade_through_nested_collectors() -> None:
             for _ in range(3):
                 collector.next()
             assert acted(collector.next()) == [value]
+        collector.update_policy_weights_(policy(4.0), worker_ids=torch.device("cpu"))
+        batch = collector.next()
+        assert acted(batch) == [4.0], "the leaves' devices are known"
+        collector.increment_version()
+        assert versions(collector.next()) == [versions(batch)[0] + 1]
         assert len(ids) == 4  # leaves draw them from the root's pool
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "SharedBuffer",
     "Unpicklable",
     "WithModel",
+    "acted",
     "alive",
     "draw_many",
     "draw_one_and_die",
@@ -40,6 +41,7 @@ __all__ = [
     "options",
     "policy",
     "trainer",
+    "versions",
 ]
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -161,6 +163,16 @@ class WithModel(Counting):
         td = super()._root()
         td.set("model", self.module.weight.detach().clone().view(1).expand(*self.batch_size, 1).clone())
         return td
+
+
+def acted(batch: Any) -> list[float]:
+    """The actions of a batch, each once: its policies' weights."""
+    return sorted(set(batch["action"].flatten().tolist()))
+
+
+def versions(batch: Any) -> list[int]:
+    """With which versions of the policy its frames were made."""
+    return sorted(set(batch["collector", "policy_version"].flatten().tolist()))
 
 
 def make(**arguments: Any) -> Callable[[], Counting]:
