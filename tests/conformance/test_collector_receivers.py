@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from tensordict import TensorDict
 
 from asyncsync import sync
+from asyncsync.collectors import WeightUpdaterBase
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, RemoteError
-from helpers.collecting_weights import VALUE, Readings, Stepping, connected, passed_on, update
+from helpers.collecting_weights import VALUE, Stepping, reading, step, tree, update
 from helpers.pairs import Clock, Model, fill, read
-
-
-def schemes(*models: str) -> dict[str, Any]:
-    return {model_id: sync.ZMQWeightSyncScheme() for model_id in models or ("policy",)}
-
 
 # -- receive_weights --------------------------------------------------------------------------------------------------
 
 
 def test_r159_without_schemes_it_mirrors_the_registered_policy() -> None:
-    leaf = Readings(1)
+    leaf = reading(1)
     fill(leaf.policy, 4)
     leaf.receive_weights()
-    assert leaf.step() == ({1, 4}, 1)
+    assert step(leaf) == ({1, 4}, 1)
 
 
 @pytest.mark.parametrize("given", ["positional", "weights", "policy", "a dict"])
 def test_r160_it_applies_what_is_given(given: str) -> None:
-    leaf, source = Readings(1), Model(7)
+    leaf, source = reading(1), Model(7)
     if given == "positional":
         leaf.receive_weights(source)
     elif given == "weights":
@@ -43,7 +42,7 @@ def test_r160_it_applies_what_is_given(given: str) -> None:
 
 
 def test_r161_several_sources_conflict() -> None:
-    leaf = Readings(1)
+    leaf = reading(1)
     for arguments in ({"weights": Model(2), "policy": Model(2)}, {"weights": Model(2)}, {"policy": Model(2)}):
         positional = [Model(3)] if len(arguments) == 1 else []
         with pytest.raises(ValueError, match="exclude each other"):
@@ -52,8 +51,7 @@ def test_r161_several_sources_conflict() -> None:
 
 
 def test_r159_r162_with_schemes_it_takes_in_what_they_have() -> None:
-    top, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0)
-    with connected(top, [leaf]):
+    with tree() as (top, [leaf]):
         with Clock(2.0):
             leaf.receive_weights()  # never waits for more
         top.update_policy_weights_(Model(2))
@@ -70,15 +68,16 @@ def test_r159_r162_with_schemes_it_takes_in_what_they_have() -> None:
 
 
 def test_r159_updates_that_wait_to_be_received_are_applied_by_it() -> None:
-    top, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0)
-    given = passed_on(top)
-    given["policy"].init_on_receiver("policy", leaf, apply="on_receive")
-    thread = threading.Thread(target=leaf.register_scheme_receiver, args=(given,))
+    scheme, leaf = sync.ZMQWeightSyncScheme(), reading(worker_idx=0)
+    scheme.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    given = pickle.loads(pickle.dumps(scheme))
+    given.init_on_receiver("policy", leaf, apply="on_receive")
+    thread = threading.Thread(target=leaf.register_scheme_receiver, args=({"policy": given},))
     thread.start()
     try:
-        top._connect_senders(10)
+        scheme.connect(timeout=10)
         thread.join(10)
-        top._bus.publish({"policy": Model(2)})  # type: ignore[union-attr]
+        scheme.publish(Model(2))
         with pytest.raises(AckTimeout):
             leaf._await_version(2, 0.2)
         assert read(leaf.policy) == {1}
@@ -87,53 +86,53 @@ def test_r159_updates_that_wait_to_be_received_are_applied_by_it() -> None:
                 leaf._receive_weights_scheme()
     finally:
         leaf.shutdown()
-        top.shutdown()
+        scheme.shutdown()
 
 
 def test_receive_weights_says_when_nothing_more_will_come() -> None:
-    top, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0)
-    with connected(top, [leaf]):
+    with tree() as (top, [leaf]):
         top.shutdown()
         with Clock(5.0):
             while not leaf._receiver_schemes["policy"].closed:
                 pass
         with pytest.raises(ClosedError):
             leaf.receive_weights()
-        assert leaf.step()[0] == {1, -1}, "it goes on with what it has"
+        assert step(leaf)[0] == {1, -1}, "it goes on with what it has"
 
 
 # -- register_scheme_receiver -----------------------------------------------------------------------------------------
 
 
 def test_r163_registering_initialises_and_synchronizes_at_once() -> None:
-    top, leaf = Readings(3, schemes=schemes("policy", VALUE), workers=1), Readings(worker_idx=0)
-    assert leaf._receiver_schemes == {}
-    with connected(top, [leaf]):
+    with tree("policy", VALUE) as (_, [leaf]):
         assert set(leaf._receiver_schemes) == {"policy", VALUE}
         for model_id, scheme in leaf._receiver_schemes.items():
             assert (scheme.model_id, scheme.worker_idx, scheme.context) == (model_id, 0, leaf)
-        assert leaf.step() == ({3}, leaf._newest_version())
+        assert step(leaf) == ({1}, leaf._newest_version())
         with pytest.raises(ValueError, match="being received already"):
-            leaf.register_scheme_receiver(schemes())
+            leaf.register_scheme_receiver({"policy": sync.ZMQWeightSyncScheme()})
 
 
 def test_r163_synchronize_weights_false_leaves_connecting_to_the_caller() -> None:
-    top, leaf = Readings(3, schemes=schemes(), workers=1), Readings(worker_idx=0)
-    leaf.register_scheme_receiver(passed_on(top), synchronize_weights=False)
+    scheme, leaf = sync.ZMQWeightSyncScheme(), reading(worker_idx=0)
+    assert leaf._receiver_schemes == {}
+    scheme.init_on_sender(model_id="policy", model=Model(3), num_workers=1)
+    given = pickle.loads(pickle.dumps(scheme))
+    leaf.register_scheme_receiver({"policy": given}, synchronize_weights=False)
     assert read(leaf.policy) == {-1}
-    thread = threading.Thread(target=leaf._receiver_schemes["policy"].connect)
+    thread = threading.Thread(target=given.connect)
     thread.start()
-    top._connect_senders(10)
+    scheme.connect(timeout=10)
     thread.join(10)
     assert read(leaf.policy) == {3}
     leaf.shutdown()
-    top.shutdown()
+    scheme.shutdown()
 
 
 def test_r163_who_does_not_know_which_worker_it_is_cannot_receive() -> None:
-    leaf = Readings()
+    leaf = reading()
     with pytest.raises(RuntimeError, match=r"worker_idx has not been set.*Pass worker_idx="):
-        leaf.register_scheme_receiver(schemes())
+        leaf.register_scheme_receiver({"policy": sync.ZMQWeightSyncScheme()})
     with pytest.raises(TypeError, match="weight_recv_schemes"):
         leaf.register_scheme_receiver({"policy": "shared"})
     with pytest.raises(RuntimeError, match="has no receiver schemes"):
@@ -142,7 +141,7 @@ def test_r163_who_does_not_know_which_worker_it_is_cannot_receive() -> None:
 
 
 def test_r163_all_schemes_are_registered_or_none() -> None:
-    leaf = Readings(worker_idx=0)
+    leaf = reading(worker_idx=0)
     given = {"policy": sync.ZMQWeightSyncScheme(), "env.nope": sync.ZMQWeightSyncScheme()}
     with pytest.raises(ValueError, match=r"env\.nope"):
         leaf.register_scheme_receiver(given, synchronize_weights=False)
@@ -153,10 +152,10 @@ def test_r163_all_schemes_are_registered_or_none() -> None:
 
 
 def test_a_scheme_that_moves_nothing_is_received_at_once() -> None:
-    leaf = Readings(1, worker_idx=0)
+    leaf = reading(1, worker_idx=0)
     leaf.register_scheme_receiver({"policy": sync.NoWeightSyncScheme()})
     leaf.receive_weights()
-    assert leaf.step() == ({1, -1} if read(leaf.env.transform[0].module) == {-1} else {1}, 0)
+    assert step(leaf) == ({1, -1} if read(leaf.env.transform[0].module) == {-1} else {1}, 0)
     leaf.shutdown()
 
 
@@ -166,77 +165,98 @@ def test_a_scheme_that_moves_nothing_is_received_at_once() -> None:
 class Chain:
     """A trainer, a collector in the middle, and two leaves below that."""
 
-    def __init__(self, *below: str) -> None:
-        self.top = Readings(1, schemes=schemes("policy", VALUE), workers=1)
-        self.middle = Readings(worker_idx=0, schemes=schemes(*below), workers=2)
-        self.leaves = [Readings(worker_idx=i) for i in range(2)]
+    def __init__(self, top: Any, middle: Any, leaves: list[Any]) -> None:
+        self.top = top
+        self.middle = middle
+        self.leaves = leaves
+
+
+@contextmanager
+def chain(*passed: str) -> Iterator[Chain]:
+    """The middle receives two models, and passes these on."""
+    with (
+        tree(*passed, workers=2, value=-1, worker_idx=0) as (middle, leaves),
+        tree("policy", VALUE, leaves=[middle]) as (top, _),
+    ):
+        yield Chain(top, middle, leaves)
 
 
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_r026_r074_r164_an_update_has_reached_the_leaves_when_it_returns(style: str) -> None:
-    chain = Chain("policy", VALUE)
-    with connected(chain.middle, chain.leaves), connected(chain.top, [chain.middle]):
-        assert [read(leaf.policy) for leaf in chain.leaves] == [{1}, {1}], "the initial weights, too"
+    with chain("policy", VALUE) as three:
+        assert [read(leaf.policy) for leaf in three.leaves] == [{1}, {1}], "the initial weights, too"
         for value in (2, 3):
-            update(chain.top, style, Model(value))
-            assert [read(each.policy) for each in (chain.middle, *chain.leaves)] == [{value}] * 3
-        assert chain.middle.cascades
-        assert not chain.leaves[0].cascades
+            update(three.top, style, Model(value))
+            assert [read(each.policy) for each in (three.middle, *three.leaves)] == [{value}] * 3
+        assert three.middle.cascades
+        assert not three.leaves[0].cascades
 
 
 def test_r026_r164_r199_several_models_stay_one_update_all_the_way_down() -> None:
-    chain = Chain("policy", VALUE)
-    with connected(chain.middle, chain.leaves), connected(chain.top, [chain.middle]):
-        chain.top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
-        with Stepping(chain.leaves[0]) as one, Stepping(chain.middle) as middle:
+    with chain("policy", VALUE) as three:
+        three.top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
+        with Stepping(three.leaves[0]) as one, Stepping(three.middle) as middle:
             for value in range(11, 19):
-                chain.top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
+                three.top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
         assert {len(values) for values, _ in one.found | middle.found} == {1}
-        assert chain.leaves[1].step()[0] == {18}
+        assert step(three.leaves[1])[0] == {18}
 
 
 def test_r164_a_model_that_only_the_middle_has_ends_there() -> None:
-    chain = Chain("policy")
-    with connected(chain.middle, chain.leaves), connected(chain.top, [chain.middle]):
-        chain.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
-        chain.top.update_policy_weights_(Model(7), model_id=VALUE)
-        assert chain.middle.step()[0] == {5, 7}
-        assert [leaf.step()[0] for leaf in chain.leaves] == [{5, -1}, {5, -1}]
+    with chain("policy") as three:
+        three.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
+        three.top.update_policy_weights_(Model(7), model_id=VALUE)
+        assert step(three.middle)[0] == {5, 7}
+        assert [step(leaf)[0] for leaf in three.leaves] == [{5, -1}, {5, -1}]
+
+
+def test_r160_r164_what_a_collector_with_others_below_is_given_is_passed_on() -> None:
+    with tree(workers=2) as (top, leaves):
+        before = top.policy_version
+        top.receive_weights(Model(6))
+        assert [read(each.policy) for each in (top, *leaves)] == [{6}] * 3
+        assert top.policy_version == before + 1
 
 
 def test_r074_r164_a_leaf_that_is_lost_below_fails_the_update_above() -> None:
-    chain = Chain("policy")
-    with connected(chain.middle, chain.leaves), connected(chain.top, [chain.middle]):
-        chain.leaves[1].shutdown()
+    with chain("policy") as three:
+        three.leaves[1].shutdown()
         with pytest.raises(PartialSendError) as caught:
-            chain.top.update_policy_weights_(Model(5), timeout=20)
+            three.top.update_policy_weights_(Model(5), timeout=20)
         failure = caught.value.failed[0]
         assert isinstance(failure, RemoteError)
         assert "worker 1: PeerLost" in str(failure)
-        assert read(chain.leaves[0].policy) == {5}
+        assert read(three.leaves[0].policy) == {5}
 
 
+class Below(WeightUpdaterBase):
+    """Keeps what it is to bring to the workers below."""
+
+    def __init__(self) -> None:
+        self.brought: list[set[float]] = []
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        self.brought.append(read(server_weights))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
 def test_r074_whether_it_is_passed_on_is_asked_for_each_update() -> None:
-    top, middle, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0), Readings(worker_idx=0)
-    with connected(top, [middle]):
+    with tree() as (top, [middle]):
         top.update_policy_weights_(Model(2))
-        assert read(middle.policy) == {2}
-        middle._set_up_senders(schemes(), None, num_workers=1)
-        with connected(middle, [leaf]):
-            assert read(leaf.policy) == {2}
-            top.update_policy_weights_(Model(3))
-            assert read(leaf.policy) == {3}
+        assert not middle.cascades
+        middle.weight_updater = updater = Below()
+        top.update_policy_weights_(Model(3))
+        assert (read(middle.policy), updater.brought) == ({3}, [{3}])
 
 
 # -- around a step ----------------------------------------------------------------------------------------------------
 
 
 def test_r158_weights_change_between_two_steps_and_waiting_for_a_version_ends_with_it() -> None:
-    top, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0)
-    with connected(top, [leaf]):
+    with tree() as (top, [leaf]):
         with leaf._holds():
             before = leaf._version_now()
-            top._bus.publish({"policy": Model(2)})  # type: ignore[union-attr]
+            top.update_policy_weights_(Model(2), wait=False)
             with Clock(5.0):
                 while leaf._newest_version() == before:
                     pass

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from tensordict import TensorDict
 from torch import nn
 
 import asyncsync
 from asyncsync import sync
+from asyncsync.collectors import MultiSyncCollector
 from asyncsync.errors import PartialSendError, SchemaMismatch
-from helpers.collecting_weights import VALUE, Readings, Stepping, connected, update
+from helpers.collecting_multi import WithModel, acted, make, options, policy
+from helpers.collecting_weights import VALUE, Stepping, below, reading, step, tree, update
 from helpers.pairs import Model, fill, read
 
 KINDS = ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme", "MultiProcessWeightSyncScheme"]
@@ -24,7 +25,7 @@ KINDS = ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme", "MultiProcessWeight
 class Tree:
     """A trainer's collector, and two workers of it."""
 
-    def __init__(self, top: Readings, leaves: list[Readings]) -> None:
+    def __init__(self, top: Any, leaves: list[Any]) -> None:
         self.top = top
         self.leaves = leaves
 
@@ -37,21 +38,14 @@ class Tree:
         return [read(leaf.env.transform[0].module) for leaf in self.leaves]
 
 
-def schemes(kind: str, *models: str, module: Any = sync) -> dict[str, Any]:
-    return {model_id: getattr(module, kind)() for model_id in models}
-
-
 @contextmanager
 def trees(kind: str) -> Iterator[Tree]:
-    devices = {"cpu": [0, 1], "meta": [1]}
-    top = Readings(1, schemes=schemes(kind, "policy", VALUE), workers=2, devices=devices)
-    leaves = [Readings(worker_idx=i) for i in range(2)]
-    with connected(top, leaves):
+    with tree("policy", VALUE, workers=2, kind=kind) as (top, leaves):
         yield Tree(top, leaves)
 
 
 @pytest.fixture(scope="module")
-def tree() -> Iterator[Tree]:
+def pair() -> Iterator[Tree]:
     """For what happens in the trainer, whatever the transport."""
     with trees("ZMQWeightSyncScheme") as tree:
         yield tree
@@ -67,14 +61,14 @@ def each(request: pytest.FixtureRequest) -> Iterator[Tree]:
 def test_r005_connecting_delivers_the_registered_models(each: Tree) -> None:
     assert (each.policies, each.values) == ([{1}, {1}], [{1}, {1}])
     assert all(s.model_id == m and s.context is each.top for m, s in each.top._sender_schemes.items())
-    assert each.top.told[0][0] >= 1, "who waits for versions is told of the initial one"
+    assert each.top.policy_version >= 1
 
 
-def test_r006_r166_a_bare_update_sends_the_policys_current_weights(tree: Tree) -> None:
+def test_r006_r166_a_bare_update_sends_the_policys_current_weights(pair: Tree) -> None:
     for value in (2, 3):
-        fill(tree.top.policy, value)
-        assert tree.top.update_policy_weights_() is None
-        assert tree.policies == [{value}, {value}]
+        fill(pair.top.policy, value)
+        assert pair.top.update_policy_weights_() is None
+        assert pair.policies == [{value}, {value}]
 
 
 FORMS: dict[str, Any] = {
@@ -90,12 +84,12 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("style", ["blocking", "async"])
-def test_r007_r008_r009_r010_r168_each_calling_form(tree: Tree, form: Any, style: str) -> None:
-    value = 10 + tree.top.policy_version
+def test_r007_r008_r009_r010_r168_each_calling_form(pair: Tree, form: Any, style: str) -> None:
+    value = 10 + pair.top.policy_version
     arguments, keywords = form(Model(value))
-    update(tree.top, style, *arguments, **keywords)
-    assert tree.policies == [{value}, {value}]
-    assert read(tree.top.policy) != {value}, "the trainer's own stays as it is"
+    update(pair.top, style, *arguments, **keywords)
+    assert pair.policies == [{value}, {value}]
+    assert read(pair.top.policy) != {value}, "the trainer's own stays as it is"
 
 
 def test_r003_r009_another_model_by_its_path(each: Tree) -> None:
@@ -125,22 +119,6 @@ def test_r199_a_worker_switches_all_models_between_two_steps_or_none(each: Tree)
     assert len(found) > 1
 
 
-@pytest.mark.parametrize("style", ["blocking", "async"])
-def test_r167_worker_ids_an_index_several_a_device_or_devices(tree: Tree, style: str) -> None:
-    tree.top.update_policy_weights_(Model(1))
-    cases = [(2, 0, [2, 1]), (3, [1], [2, 3]), (4, [0, 1], [4, 4]), (5, torch.device("meta"), [4, 5])]
-    cases += [(6, torch.device("cpu"), [6, 6]), (7, [torch.device("meta"), 0], [7, 7])]
-    for value, worker_ids, expected in cases:
-        update(tree.top, style, Model(value), worker_ids=worker_ids)
-        assert tree.policies == [{expected[0]}, {expected[1]}]
-    assert tree.top.told[-1] == (tree.top.policy_version, [0, 1])
-    with pytest.raises(ValueError, match="no worker of this Readings has its policy on cuda:3"):
-        update(tree.top, style, Model(9), worker_ids=torch.device("cuda:3"))
-    with pytest.raises(ValueError, match="worker"):
-        update(tree.top, style, Model(9), worker_ids=2)
-    assert tree.policies == [{7}, {7}]
-
-
 def test_r167_each_worker_its_own_weights(each: Tree) -> None:
     each.top.update_policy_weights_({0: Model(20), 1: Model(21)})
     assert each.policies == [{20}, {21}]
@@ -163,12 +141,12 @@ EXCLUSIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", EXCLUSIONS)
 @pytest.mark.parametrize("style", ["blocking", "async"])
-def test_r169_r170_what_excludes_each_other_raises_before_any_change(tree: Tree, case: str, style: str) -> None:
-    before = (tree.policies, tree.values, tree.top.policy_version)
+def test_r169_r170_what_excludes_each_other_raises_before_any_change(pair: Tree, case: str, style: str) -> None:
+    before = (pair.policies, pair.values, pair.top.policy_version)
     arguments, keywords = EXCLUSIONS[case](Model(66))
     with pytest.raises(ValueError, match=r"exclude each other|is empty|critic|timeout"):
-        update(tree.top, style, *arguments, **keywords)
-    assert (tree.policies, tree.values, tree.top.policy_version) == before
+        update(pair.top, style, *arguments, **keywords)
+    assert (pair.policies, pair.values, pair.top.policy_version) == before
 
 
 def test_r169_a_bad_shape_in_one_of_several_models_changes_none(each: Tree) -> None:
@@ -181,11 +159,11 @@ def test_r169_a_bad_shape_in_one_of_several_models_changes_none(each: Tree) -> N
     assert each.policies == [{68}, {68}]
 
 
-def test_r166_other_keywords_are_ignored_but_not_weights_under_an_old_name(tree: Tree) -> None:
-    tree.top.update_policy_weights_(Model(30), timeout=20, anything=1)
-    assert tree.policies == [{30}, {30}]
+def test_r166_other_keywords_are_ignored_but_not_weights_under_an_old_name(pair: Tree) -> None:
+    pair.top.update_policy_weights_(Model(30), timeout=20, anything=1)
+    assert pair.policies == [{30}, {30}]
     with pytest.raises(TypeError, match="policy_weights= is not supported"):
-        tree.top.update_policy_weights_(policy_weights=Model(31))
+        pair.top.update_policy_weights_(policy_weights=Model(31))
 
 
 # -- without workers --------------------------------------------------------------------------------------------------
@@ -193,13 +171,13 @@ def test_r166_other_keywords_are_ignored_but_not_weights_under_an_old_name(tree:
 
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_r003_r006_r011_a_collector_without_schemes_updates_its_own_models(style: str) -> None:
-    leaf = Readings(0)
+    leaf = reading(0)
     update(leaf, style, Model(1))
     update(leaf, style, Model(2), model_id=VALUE)
-    assert leaf.step() == ({1, 2}, 2)
+    assert step(leaf) == ({1, 2}, 2)
     update(leaf, style, weights_dict={"policy": Model(3), VALUE: Model(3)})
     update(leaf, style)
-    assert leaf.step() == ({3}, 4)
+    assert step(leaf) == ({3}, 4)
     assert leaf.policy_version == 4
     with pytest.raises(ValueError, match="unknown model_id"):
         update(leaf, style, weights_dict={"policy": Model(4), "critic": Model(4)})
@@ -209,17 +187,17 @@ def test_r003_r006_r011_a_collector_without_schemes_updates_its_own_models(style
         update(leaf, style, nn.Linear(1, 1))
     with pytest.raises(TypeError, match="neither weight_sync_schemes nor a weight_updater"):
         update(leaf, style, Model(4), worker_ids=0)  # r171
-    assert leaf.step() == ({3}, 4)
+    assert step(leaf) == ({3}, 4)
     leaf.shutdown()
 
 
 def test_r171_worker_ids_need_schemes_or_an_updater() -> None:
     with pytest.raises(TypeError, match="no workers to choose from"):
-        Readings().update_policy_weights_(Model(), worker_ids=[0])
+        reading().update_policy_weights_(Model(), worker_ids=[0])
 
 
 def test_an_update_of_ones_own_models_waits_for_the_step_under_way() -> None:
-    leaf = Readings(0)
+    leaf = reading(0)
     with Stepping(leaf) as stepping:
         for i in range(1, 200):
             leaf.update_policy_weights_(weights_dict={"policy": Model(i), VALUE: Model(i)})
@@ -228,7 +206,7 @@ def test_an_update_of_ones_own_models_waits_for_the_step_under_way() -> None:
 
 
 def test_an_update_from_within_a_step_is_refused() -> None:
-    leaf = Readings(0)
+    leaf = reading(0)
     with leaf._holds(), pytest.raises(RuntimeError, match="between two steps"):
         leaf.update_policy_weights_(Model(1))
     leaf.update_policy_weights_(Model(1))
@@ -239,52 +217,51 @@ def test_an_update_from_within_a_step_is_refused() -> None:
 
 
 def test_r011_schemes_with_addresses_of_their_own_come_onto_one_bus() -> None:
-    given = schemes("SharedMemWeightSyncScheme", "policy") | schemes("ZMQWeightSyncScheme", VALUE)
-    top = Readings(schemes=given, workers=2)
-    assert {id(s.bus) for s in top._sender_schemes.values()} == {id(top._bus)}
-    assert top._bus is not None
-    assert top._bus.num_workers == 2
-    top.shutdown()
+    given = {"policy": sync.SharedMemWeightSyncScheme(), VALUE: sync.ZMQWeightSyncScheme()}
+    with MultiSyncCollector([WithModel] * 2, policy(), weight_sync_schemes=given, **options()) as top:
+        assert {id(s.bus) for s in top._sender_schemes.values()} == {id(top._bus)}
+        assert top._bus is not None
+        assert top._bus.num_workers == 2
 
 
 def test_r005_asynchronous_schemes_are_run_by_their_blocking_core() -> None:
-    top = Readings(1, schemes=schemes("SharedMemWeightSyncScheme", "policy", VALUE, module=asyncsync), workers=1)
-    leaf = Readings(worker_idx=0)
-    with connected(top, [leaf]):
+    with tree("policy", VALUE, module=asyncsync, kind="SharedMemWeightSyncScheme") as (top, [leaf]):
         top.update_policy_weights_(weights_dict={"policy": Model(4), VALUE: Model(4)})
-        assert leaf.step() == ({4}, top.policy_version)
+        assert step(leaf) == ({4}, top.policy_version)
 
 
 def test_a_scheme_that_the_user_has_initialised_stays_as_it_is() -> None:
-    scheme = sync.ZMQWeightSyncScheme()
-    source = Model(8)
+    scheme, source, leaf = sync.ZMQWeightSyncScheme(), Model(8), reading(worker_idx=0)
     scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
-    top, leaf = Readings(1, schemes={"policy": scheme}, workers=1), Readings(worker_idx=0)
-    with connected(top, [leaf]):
-        assert top._sender_schemes["policy"] is scheme
-        assert read(leaf.policy) == {8}
-        fill(source, 9)
-        top.update_policy_weights_()
-        assert read(leaf.policy) == {9}, "its own source, not the collector's policy"
+    with below({"policy": scheme}, [leaf]):
+        top = reading(1, weight_sync_schemes={"policy": scheme})
+    assert top._sender_schemes["policy"] is scheme
+    assert read(leaf.policy) == {8}
+    fill(source, 9)
+    top.update_policy_weights_()
+    assert read(leaf.policy) == {9}, "its own source, not the collector's policy"
+    leaf.shutdown()
+    top.shutdown()
 
 
 def test_r011_models_on_several_buses_are_not_switched_together() -> None:
-    given = schemes("ZMQWeightSyncScheme", "policy", VALUE)
+    given = {model_id: sync.ZMQWeightSyncScheme() for model_id in ("policy", VALUE)}
+    leaf = reading(worker_idx=0)
     for model_id, scheme in given.items():
         scheme.init_on_sender(model_id=model_id, model=Model(1), num_workers=1)
-    top = Readings(1, schemes=given, workers=1)
+    with below(given, [leaf]):
+        top = reading(1, weight_sync_schemes=given)
     with pytest.raises(ValueError, match=r"cannot be switched together.*bus = asyncsync\.sync\.Bus\(\)"):
         top.update_policy_weights_(weights_dict={"policy": Model(), VALUE: Model()})
+    leaf.shutdown()
     top.shutdown()
 
 
 def test_a_scheme_that_moves_nothing_counts() -> None:
-    top = Readings(1, schemes={"policy": sync.NoWeightSyncScheme()}, workers=2)
-    top._connect_senders(1)
-    top.update_policy_weights_(Model(2))
-    asyncio.run(top.update_policy_weights_async(Model(2)))
-    assert top.policy_version == 2
-    top.shutdown()
+    with reading(1, weight_sync_schemes={"policy": sync.NoWeightSyncScheme()}) as top:
+        top.update_policy_weights_(Model(2))
+        asyncio.run(top.update_policy_weights_async(Model(2)))
+        assert top.policy_version == 2
 
 
 def initialised(model_id: str, num_workers: int) -> sync.ZMQWeightSyncScheme:
@@ -314,17 +291,16 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_schemes_that_cannot_serve_are_refused_with_a_remedy(case: str) -> None:
-    make, kind, message = WRONG[case]
+    made, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
-        Readings(schemes=make(), workers=2)
+        MultiSyncCollector([make()] * 2, policy(), weight_sync_schemes=made(), **options())
 
 
 def test_a_policy_that_lives_elsewhere_is_no_source() -> None:
-    top = Readings(policy=lambda: None, schemes=schemes("ZMQWeightSyncScheme", "policy"), workers=1)
-    leaf = Readings(5, worker_idx=0)
-    with connected(top, [leaf]):
-        assert read(leaf.policy) == {5}, "there are no initial weights"
+    given = {"policy": sync.ZMQWeightSyncScheme()}
+    with MultiSyncCollector([make()], policy_factory=policy, weight_sync_schemes=given, **options()) as top:
+        assert acted(top.next()) == [1.0], "there are no initial weights"
         with pytest.raises(ValueError, match="no weights to send"):
             top.update_policy_weights_()
-        top.update_policy_weights_(Model(6))
-        assert read(leaf.policy) == {6}
+        top.update_policy_weights_(policy(6.0))
+        assert acted(top.next()) == [6.0]

@@ -20,7 +20,7 @@ import asyncsync
 from asyncsync import sync
 from asyncsync.collectors import Collector, VanillaWeightUpdater
 from asyncsync.errors import SchemaMismatch
-from helpers.collecting_weights import NET, Level, LevelEnv, Readings, passed_on, update
+from helpers.collecting_weights import NET, Level, LevelEnv, update
 
 
 def collector(**options: Any) -> Collector:
@@ -92,38 +92,40 @@ def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: 
     assert found == [(0, 0)] * 3 + [(5, 1)] * 3
 
 
+@contextmanager
+def receiving(models: dict[str, Level], kind: str = "ZMQWeightSyncScheme", **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A collector that receives these models, and the bus that sends them."""
+    bus = sync.Bus(num_workers=1)
+    schemes = {model_id: getattr(sync, kind)(bus=bus) for model_id in models}
+    passed = pickle.dumps(schemes)
+    for model_id, scheme in schemes.items():
+        scheme.init_on_sender(model_id=model_id, model=models[model_id])
+    thread = threading.Thread(target=bus.connect, args=(20,))
+    thread.start()
+    # weight_recv_schemes connects in the constructor, which so waits for the trainer
+    with collector(weight_recv_schemes=pickle.loads(passed), worker_idx=0, **options) as leaf:
+        thread.join(20)
+        yield leaf, bus
+    bus.shutdown()
+
+
 @pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
 def test_r005_r011_r199_every_frame_tells_the_version_of_the_weights_that_acted(kind: str) -> None:
-    schemes = {model_id: getattr(sync, kind)() for model_id in ("policy", NET)}
-    top = Readings(policy=Level(100), schemes=schemes, workers=1)
-    made: list[Collector] = []
-    # weight_recv_schemes connects in the constructor, which so waits for the trainer
-    thread = threading.Thread(
-        target=lambda: made.append(collector(weight_recv_schemes=passed_on(top), worker_idx=0, frames_per_batch=2000))
-    )
-    thread.start()
-    top._connect_senders(20)
-    thread.join(20)
-    [leaf] = made
-    try:
-        first = top.policy_version
+    with receiving({"policy": Level(100), NET: Level(100)}, kind, frames_per_batch=2000) as (leaf, bus):
+        first = bus.version
         batches: list[Any] = []
         thread = threading.Thread(target=lambda: batches.append(leaf.next()))
         thread.start()
         sent = 0
         while thread.is_alive():
             sent += 1
-            update(top, "blocking", weights_dict={"policy": Level(100 + sent), NET: Level(100 + sent)})
+            bus.send({"policy": Level(100 + sent), NET: Level(100 + sent)})
         thread.join()
-        found = levels(batches[0])
-        expected = {(100.0 + i, 100.0 + i, first + i) for i in range(1, sent + 1)}
-        assert found <= expected | {(100.0, -1.0, first)}
-        assert len(found) > 1
-        versions = batches[0]["collector", "policy_version"].flatten()
-        assert (versions.diff() >= 0).all()
-    finally:
-        leaf.shutdown()
-        top.shutdown()
+    found = levels(batches[0])
+    assert found <= {(100.0 + i, 100.0 + i, first + i) for i in range(sent + 1)}
+    assert len(found) > 1
+    versions = batches[0]["collector", "policy_version"].flatten()
+    assert (versions.diff() >= 0).all()
 
 
 class Threads(sync.WeightStrategy):
@@ -156,55 +158,33 @@ async def test_r189_collectors_run_their_schemes_on_the_loop_thread(module: Any,
 
 
 def test_max_lag_waits_for_the_newer_version() -> None:
-    top = Readings(policy=Level(1), schemes={"policy": sync.ZMQWeightSyncScheme()}, workers=1)
-    made: list[Collector] = []
-    thread = threading.Thread(
-        target=lambda: made.append(collector(weight_recv_schemes=passed_on(top), worker_idx=0, max_lag=0))
-    )
-    thread.start()
-    top._connect_senders(20)
-    thread.join(20)
-    [leaf] = made
-    try:
+    with receiving({"policy": Level(1)}, max_lag=0) as (leaf, bus):
         leaf._newest = lambda: 2  # what the control page says
         batches: list[Any] = []
         thread = threading.Thread(target=lambda: batches.append(leaf.next()))
         thread.start()
         thread.join(0.1)
         assert thread.is_alive(), "it does not act with version 1"
-        update(top, "blocking", Level(9))
+        bus.send({"policy": Level(9)})
         thread.join(20)
-        assert levels(batches[0]) == {(9, -1, 2)}
-    finally:
-        leaf.shutdown()
-        top.shutdown()
-
-
-def receiving(tops: dict[str, Readings], **options: Any) -> Collector:
-    """A collector that receives each of these models from a sender, and so on a bus, of its own."""
-    made: list[Collector] = []
-    passed = {model_id: passed_on(top)[model_id] for model_id, top in tops.items()}
-    thread = threading.Thread(
-        target=lambda: made.append(collector(weight_recv_schemes=passed, worker_idx=0, **options))
-    )
-    thread.start()
-    for top in tops.values():
-        top._connect_senders(20)
-    thread.join(20)
-    return made[0]
+    assert levels(batches[0]) == {(9, -1, 2)}
 
 
 def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsync.collectors.rollout.LAG_SECONDS", 5.0)
-    nets = Readings(schemes={NET: sync.ZMQWeightSyncScheme()}, workers=1)
-    policies = Readings(policy=Level(1), schemes={"policy": sync.ZMQWeightSyncScheme()}, workers=1)
-    leaf = receiving({NET: nets, "policy": policies}, max_lag=0)
-    try:
-        update(nets, "blocking", Level(1), model_id=NET)
+    with receiving({NET: Level(-1)}, max_lag=0) as (leaf, nets):
+        policies = sync.ZMQWeightSyncScheme()
+        policies.init_on_sender(model_id="policy", model=Level(1), num_workers=1)
+        second = {"policy": pickle.loads(pickle.dumps(policies))}
+        thread = threading.Thread(target=leaf.register_scheme_receiver, args=(second,))
+        thread.start()
+        policies.connect()
+        thread.join(20)
+        nets.send({NET: Level(1)})
         for level in (2, 3, 4):
-            update(policies, "blocking", Level(level))
+            policies.send(Level(level))
         assert levels(leaf.next()) == {(4, 1, 4)}, "the policy's version, though another is received first"
-        thread = threading.Thread(target=update, args=(policies, "blocking", Level(5)))
+        thread = threading.Thread(target=policies.send, args=(Level(5),))
         batches: list[Any] = []
         rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
         with leaf._holds():
@@ -215,10 +195,7 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         rolling.join(4)
         assert levels(batches[0]) == {(5, 1, 5)}
         thread.join(20)
-    finally:
-        leaf.shutdown()
-        nets.shutdown()
-        policies.shutdown()
+    policies.shutdown()
 
 
 def test_r166_the_registered_policy_is_sent_not_the_copy_that_acts() -> None:

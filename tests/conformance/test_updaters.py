@@ -15,7 +15,7 @@ from torch import nn
 from asyncsync import sync
 from asyncsync.collectors import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
 from asyncsync.errors import SchemaMismatch
-from helpers.collecting_weights import Readings, Stepping, connected
+from helpers.collecting_weights import Stepping, reading
 from helpers.pairs import Model, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
@@ -100,7 +100,7 @@ def test_r176_a_subclass_that_overrides_only_push_gets_its_hooks() -> None:
     order: list[Any] = []
     updater = Pusher()
     updater.register_post_hook(lambda: order.append("hook"))
-    leaf = Readings(updater=updater)
+    leaf = reading(weight_updater=updater)
     leaf.update_policy_weights_({"a": torch.ones(1)}, worker_ids=[0])
     assert order == [({"a": torch.ones(1)}, [0]), "hook"]
 
@@ -160,7 +160,7 @@ def test_r187_modules_tensordicts_and_dicts_are_handed_on(weights: Any) -> None:
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_r152_r166_r175_update_policy_weights_calls_the_updater(style: str) -> None:
     updater = Recorder([0, 1], server={"a": torch.ones(1)})
-    leaf = Readings(updater=updater)
+    leaf = reading(weight_updater=updater)
     assert leaf.weight_updater is updater
     if style == "async":
         asyncio.run(leaf.update_policy_weights_async(worker_ids=1))
@@ -176,7 +176,7 @@ def test_r166_other_keywords_reach_an_updater_that_takes_them() -> None:
         def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None, *, urgent: bool = False) -> None:
             self.given = urgent
 
-    leaf = Readings(updater=Taking())
+    leaf = reading(weight_updater=Taking())
     leaf.update_policy_weights_({}, urgent=True, unknown=1, timeout=3)
     assert leaf.weight_updater.given is True  # type: ignore[union-attr]
 
@@ -184,7 +184,7 @@ def test_r166_other_keywords_reach_an_updater_that_takes_them() -> None:
 def test_r186_each_push_counts_the_collectors_version_up() -> None:
     updater = Recorder()
     updater.increment_version()  # nobody's yet
-    leaf = Readings(updater=updater)
+    leaf = reading(weight_updater=updater)
     leaf.update_policy_weights_({})
     updater.push_weights({})
     assert leaf.policy_version == 2
@@ -192,12 +192,32 @@ def test_r186_each_push_counts_the_collectors_version_up() -> None:
     assert leaf.policy_version == 3
 
 
+def test_r152_r182_an_updater_that_is_set_is_registered_and_counted() -> None:
+    updater = Recorder()
+    leaf = reading()
+    leaf.weight_updater = updater
+    assert updater.collector is leaf
+    leaf.update_policy_weights_({})
+    assert (updater.calls, leaf.policy_version) == ([(None, {})], 1)
+    with pytest.raises(RuntimeError, match="belongs to a Collector already"):
+        reading().weight_updater = updater
+    with pytest.raises(TypeError, match="weight_updater must be"):
+        leaf.weight_updater = "Vanilla"
+    assert leaf.weight_updater is updater
+    leaf.weight_updater = VanillaWeightUpdater
+    leaf.update_policy_weights_(Model(5))
+    assert (read(leaf.policy), leaf.policy_version) == ({5}, 2)
+    leaf.weight_updater = None
+    leaf.update_policy_weights_(Model(6))
+    assert (read(leaf.policy), leaf.policy_version) == ({6}, 3)
+
+
 def test_r157_r185_init_updater_hands_its_arguments_on() -> None:
     updater = Recorder()
-    leaf = Readings(updater=updater)
+    leaf = reading(weight_updater=updater)
     leaf.init_updater(1, two=2)
     assert updater.given == ((1,), {"two": 2})
-    Readings().init_updater(1, two=2)  # none: nothing happens
+    reading().init_updater(1, two=2)  # none: nothing happens
     assert WeightUpdaterBase().init(1, two=2) is None
 
 
@@ -219,31 +239,32 @@ def test_r152_r181_an_instance_a_class_or_a_constructor() -> None:
             cls.asked_for = policy
             return None
 
-    leaf = Readings(updater=FromPolicy)
+    leaf = reading(weight_updater=FromPolicy)
     assert leaf.weight_updater.policy is leaf.policy  # type: ignore[union-attr]
-    leaf = Readings(updater=NotFromPolicy)
+    leaf = reading(weight_updater=NotFromPolicy)
     assert type(leaf.weight_updater) is NotFromPolicy
     assert NotFromPolicy.asked_for is leaf.policy
-    assert Readings(updater=lambda: Recorder([3])).weight_updater.workers == [3]  # type: ignore[union-attr]
+    assert reading(weight_updater=lambda: Recorder([3])).weight_updater.workers == [3]  # type: ignore[union-attr]
     assert WeightUpdaterBase.from_policy(leaf.policy) is None
     for wrong in ("Vanilla", dict, object()):
         with pytest.raises(TypeError, match="weight_updater must be"):
-            Readings(updater=wrong)
+            reading(weight_updater=wrong)
 
 
 def test_r182_r183_one_collector_known_weakly() -> None:
     updater = Recorder()
     assert updater.collector is None
-    leaf = Readings(updater=updater)
+    leaf = reading(weight_updater=updater)
     assert updater.collector is leaf
     updater.register_collector(leaf)  # again is harmless
-    with pytest.raises(RuntimeError, match="belongs to a Readings already"):
-        Readings(updater=updater)
+    with pytest.raises(RuntimeError, match="belongs to a Collector already"):
+        reading(weight_updater=updater)
     assert updater.collector is leaf
+    leaf.shutdown()
     del leaf
     gc.collect()
     assert updater.collector is None
-    second = Readings(updater=updater)
+    second = reading(weight_updater=updater)
     assert updater.collector is second
     second.update_policy_weights_({})
     assert second.policy_version == 1, "counted once"
@@ -274,7 +295,7 @@ def test_vanilla_copies_in_place(target: str) -> None:
 
 
 def test_r181_vanilla_from_policy_writes_between_two_steps() -> None:
-    leaf = Readings(0, updater=VanillaWeightUpdater)
+    leaf = reading(0, weight_updater=VanillaWeightUpdater)
     with Stepping(leaf) as stepping:
         for value in range(1, 50):
             leaf.update_policy_weights_(Model(value))
@@ -283,39 +304,8 @@ def test_r181_vanilla_from_policy_writes_between_two_steps() -> None:
     assert VanillaWeightUpdater.from_policy(lambda td: td) is None
 
 
-@pytest.mark.parametrize("given", ["class", "getter", "devices"])
-def test_multi_processed_sends_over_the_bus_that_workers_receive_by(given: str) -> None:
-    source = Model(5)
-    copies = {torch.device("cpu"): TensorDict.from_module(Model(0)).data.clone()}
-    updater: Any = {
-        "class": lambda: MultiProcessedWeightUpdater,
-        "getter": lambda: MultiProcessedWeightUpdater(get_server_weights=lambda: source),
-        "devices": lambda: MultiProcessedWeightUpdater(get_server_weights=lambda: source, policy_weights=copies),
-    }[given]()
-    top = Readings(
-        policy=source,
-        schemes={"policy": sync.ZMQWeightSyncScheme()},
-        updater=updater,
-        workers=2,
-        devices={"cpu": [0, 1]},
-    )
-    leaves = [Readings(worker_idx=i) for i in range(2)]
-    with connected(top, leaves):
-        top.update_policy_weights_()
-        assert [read(leaf.policy) for leaf in leaves] == [{5}, {5}]
-        top.update_policy_weights_(Model(6))
-        assert [read(leaf.policy) for leaf in leaves] == [{6}, {6}]
-        if given == "devices":
-            assert read(copies[torch.device("cpu")]) == {6}
-            with pytest.raises(ValueError, match="no policy_weights for meta"):
-                top.update_policy_weights_(Model(7), worker_ids=torch.device("meta"))
-        else:
-            top.update_policy_weights_(Model(7), worker_ids=1)
-            assert [read(leaf.policy) for leaf in leaves] == [{6}, {7}]
-
-
 def test_multi_processed_needs_workers() -> None:
     with pytest.raises(RuntimeError, match="belongs to no collector"):
         MultiProcessedWeightUpdater()(Model())
     with pytest.raises(RuntimeError, match="use VanillaWeightUpdater"):
-        Readings(updater=MultiProcessedWeightUpdater()).update_policy_weights_(Model())
+        reading(weight_updater=MultiProcessedWeightUpdater()).update_policy_weights_(Model())

@@ -1,4 +1,4 @@
-"""Collectors without environments, in one process: what they collect is the numbers that their models hold."""
+"""Collectors whose frames tell what their models hold, and trees of them in one process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from asyncsync import sync
+from asyncsync.collectors import Collector
 from asyncsync.collectors.base import BaseCollector
-from asyncsync.strategy import WeightStrategy
 from helpers.collecting_single import WalkEnv
 from helpers.pairs import Model, read
 
 
-class Env:
-    """An environment with a model in a transform, such as a value normaliser."""
+def span(model: nn.Module) -> torch.Tensor:
+    """The least and the greatest number in a model: two, if it is torn."""
+    found = read(model)
+    return torch.tensor([min(found), max(found)])
 
-    def __init__(self, value: float = -1.0) -> None:
-        self.transform = [Transform(value)]
+
+class Acting(Model):
+    """A policy whose action tells its weights."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+        return tensordict.set("action", span(self))
 
 
 class Transform:
@@ -31,84 +38,36 @@ class Transform:
         self.module = Model(value)
 
 
+class Env(WalkEnv):
+    """An environment with a model in a transform, such as a value normaliser, of which every step tells."""
+
+    def __init__(self, value: float = -1.0) -> None:
+        super().__init__(longest=10_000)
+        self.transform = [Transform(value)]
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+        output, root = super().step_and_maybe_reset(td.copy().set("action", torch.zeros(1)))
+        output.get("next").set("value", span(self.transform[0].module))
+        return output, root
+
+
 VALUE = "env.transform[0].module"
 
 
-class Readings(BaseCollector):
-    """Each step reads its policy and the model in its environment, within one hold.
+def reading(value: float = -1.0, *, policy: Any = None, **options: Any) -> Collector:
+    """A collector whose policy, and the model in its environment, are full of this value at first."""
+    return Collector(Env(value), Acting(value) if policy is None else policy, **{"frames_per_batch": 1, **options})
 
-    Args:
-        value: what both models are full of at first.
-        policy: instead.
-        schemes, updater: as of any collector: ``weight_sync_schemes``, ``weight_updater``.
-        workers: how many there are below.
-        batches: how many to collect; each has ``size`` steps.
-        options: of BaseCollector.
-    """
 
-    def __init__(
-        self,
-        value: float = -1.0,
-        *,
-        policy: Any = None,
-        schemes: Any = None,
-        updater: Any = None,
-        workers: int | None = None,
-        devices: dict[str, list[int]] | None = None,
-        batches: int = 3,
-        size: int = 2,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.policy = Model(value) if policy is None else policy
-        self.env = Env(value)
-        self.devices = devices or {}
-        self.left = batches
-        self.size = size
-        self.ends = 0
-        self.told: list[tuple[int, list[int] | None]] = []
-        self._set_up_senders(schemes, updater, num_workers=workers)
+def frames(batch: Any) -> list[tuple[set[float], int]]:
+    """Of each frame: what the models held, and the version that acted."""
+    values = torch.cat([batch["action"], batch["next", "value"]], -1).tolist()
+    return list(zip(map(set, values), batch["collector", "policy_version"].tolist(), strict=True))
 
-    def step(self) -> tuple[set[float], int]:
-        """What the models hold, and the version that is said to act meanwhile."""
-        with self._holds():
-            policy, value = read(self.policy), read(self.env.transform[0].module)
-            return policy | value, self._version_now()
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        while (batch := self._batch()) is not None:
-            yield batch
-
-    async def _next_async(self) -> TensorDictBase | None:
-        if (batch := self._batch()) is None:
-            raise StopAsyncIteration
-        return batch
-
-    def _batch(self) -> TensorDict | None:
-        if not self.left:
-            return None
-        self.left -= 1
-        steps = [self.step() for _ in range(self.size)]
-        return TensorDict({"value": torch.tensor([min(found) for found, _ in steps])}, [self.size])
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self.ends += 1
-        self.closed = True
-        self._end_weights(5.0 if timeout is None else timeout)
-
-    def _apply_locally(self, weights: dict[str, Any]) -> None:
-        models = {"policy": self.policy, VALUE: self.env.transform[0].module}
-        if unknown := sorted(weights.keys() - models.keys()):
-            raise ValueError(f"unknown model_id {unknown}: this collector has {sorted(models)}")
-        for model_id, given in weights.items():
-            WeightStrategy().apply_weights(models[model_id], given)
-        self.increment_version()
-
-    def _workers_of(self, device: torch.device) -> list[int]:
-        return self.devices.get(str(device)) or super()._workers_of(device)
-
-    def _published(self, version: int, workers: list[int] | None = None) -> None:
-        self.told.append((version, workers))
+def step(collector: Collector) -> tuple[set[float], int]:
+    """One step: what the models held, and the version that acted."""
+    return frames(collector.next())[0]
 
 
 def update(collector: BaseCollector, style: str, *arguments: Any, **keywords: Any) -> None:
@@ -119,34 +78,63 @@ def update(collector: BaseCollector, style: str, *arguments: Any, **keywords: An
         assert collector.update_policy_weights_(*arguments, **keywords) is None  # type: ignore[func-returns-value]
 
 
-def passed_on(collector: BaseCollector) -> dict[str, Any]:
-    """The sender schemes as a worker process gets them: pickled one by one."""
-    return {model_id: pickle.loads(pickle.dumps(s)) for model_id, s in collector._sender_schemes.items()}
+def schemes_on(bus: Any, *models: str, kind: str = "ZMQWeightSyncScheme", module: Any = sync) -> dict[str, Any]:
+    """A scheme for each of these models, on one bus."""
+    return {model_id: getattr(module, kind)(bus=bus) for model_id in models}
 
 
 @contextmanager
-def connected(top: BaseCollector, leaves: list[Any]) -> Iterator[None]:
-    """The collector above and those below it, connected; everything is shut down afterwards."""
+def below(schemes: dict[str, Any], collectors: list[Any], **options: Any) -> Iterator[None]:
+    """A block in which these collectors connect as workers to whoever connects with the schemes inside it."""
+    passed = pickle.dumps(schemes)
     threads = [
-        threading.Thread(target=leaf.register_scheme_receiver, args=(passed_on(top),), kwargs={"timeout": 20})
-        for leaf in leaves
+        threading.Thread(
+            target=each.register_scheme_receiver, args=(pickle.loads(passed),), kwargs={"timeout": 20, **options}
+        )
+        for each in collectors
     ]
+    for thread in threads:
+        thread.start()
     try:
-        for thread in threads:
-            thread.start()
-        top._connect_senders(20)
-        for thread in threads:
-            thread.join(20)
         yield
     finally:
-        for collector in [*leaves, top]:
+        for thread in threads:
+            thread.join(20)
+
+
+@contextmanager
+def tree(
+    *models: str,
+    leaves: list[Collector] | None = None,
+    workers: int = 1,
+    kind: str = "ZMQWeightSyncScheme",
+    module: Any = sync,
+    **options: Any,
+) -> Iterator[tuple[Collector, list[Collector]]]:
+    """A collector that sends these models, full of 1, to others that receive them; all are shut down afterwards.
+
+    Args:
+        models: None are given: the policy.
+        leaves: who receives; None: as many new ones as there are to be workers.
+        options: of the one that sends.
+    """
+    leaves = [reading(worker_idx=i) for i in range(workers)] if leaves is None else leaves
+    bus = module.Bus(num_workers=len(leaves))
+    schemes = schemes_on(bus, *(models or ("policy",)), kind=kind, module=module)
+    top = None
+    try:
+        with below(schemes, leaves):
+            top = reading(**{"value": 1.0, "weight_sync_schemes": schemes, **options})
+        yield top, leaves
+    finally:
+        for collector in [*leaves, *([] if top is None else [top])]:
             collector.shutdown()
 
 
 class Stepping:
     """Steps a collector in a thread of its own, as fast as it goes, and keeps what it found."""
 
-    def __init__(self, collector: Readings) -> None:
+    def __init__(self, collector: Collector) -> None:
         self.collector = collector
         self.found: set[tuple[frozenset[float], int]] = set()
         self._over = False
@@ -154,7 +142,7 @@ class Stepping:
 
     def _run(self) -> None:
         while not self._over:
-            values, version = self.collector.step()
+            values, version = step(self.collector)
             self.found.add((frozenset(values), version))
 
     def __enter__(self) -> Stepping:
