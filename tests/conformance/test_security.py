@@ -245,10 +245,12 @@ def names() -> dict[int, str]:
     return {int(row[6]): row[7] for row in rows if len(row) > 7}
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_r202_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reach(start_method: str) -> None:
+@pytest.mark.parametrize(("start_method", "workers"), [("spawn", 1), ("forkserver", 2)])
+def test_r202_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reach(
+    start_method: str, workers: int
+) -> None:
     before = sockets(os.getpid())
-    with MultiSyncCollector([make()] * 2, policy(), **options(start_method=start_method)) as collector:
+    with MultiSyncCollector([make()] * workers, policy(), **options(start_method=start_method)) as collector:
         collector.next()
         named = {names()[inode] for inode in sockets(os.getpid()) - before if inode in names()}
         bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
