@@ -287,12 +287,14 @@ async def test_what_would_end_the_iteration_silently_is_an_error(kind: type[Exce
     def hook() -> None:
         raise kind("the user's own")
 
-    with collector(pre_collect_hook=hook) as c:
-        for go in (c.next, c.rollout, lambda: list(c)):
-            with pytest.raises(RuntimeError, match=f"{kind.__name__}.*the user's own"):
-                go()
-        with pytest.raises(RuntimeError, match=f"{kind.__name__}.*the user's own"):
-            await anext(c)
+    for go in (lambda c: c.next(), lambda c: c.rollout(), list):
+        with (
+            collector(pre_collect_hook=hook) as c,
+            pytest.raises(RuntimeError, match=f"{kind.__name__}.*the user's own"),
+        ):
+            go(c)
+    with collector(pre_collect_hook=hook) as c, pytest.raises(RuntimeError, match=f"{kind.__name__}.*the user's own"):
+        await anext(c)
 
 
 def test_one_rollout_at_a_time() -> None:
