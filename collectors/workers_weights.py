@@ -128,7 +128,6 @@ class WorkersWeights(BaseCollector):
         self._senders.carry_on(versions["sent"])
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
-        self._page.publish(version, workers)
         self._updated(workers)
 
     def _updated(self, workers: list[int] | None) -> None:
