@@ -91,7 +91,7 @@ class Context:
 async def test_r054_a_context_needs_nothing_but_get_model(api: Api) -> None:
     context, scheme = Context(policy=Model(2)), api.scheme(num_workers=1)
     scheme.init_on_sender(model_id="policy", context=context)
-    assert (scheme.context, scheme.model_id, scheme.model) == (context, "policy", None)
+    assert (scheme.context, scheme.model_id, scheme.model) == (context, "policy", context.models["policy"])
     receiver = passed_on(scheme)
     receiver.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=0)
     async with scheme, receiver:

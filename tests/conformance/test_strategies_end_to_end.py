@@ -118,7 +118,8 @@ async def test_r207_each_side_may_have_a_half_of_its_own(api: Api) -> None:
     sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
     plain, renaming = receiver_of(sender, 0, Model()), api.scheme(Renamed(), endpoint=sender.bus.endpoint)
-    renaming.init_on_receiver("policy", model=(wrapped := nn.ModuleDict({"policy": Model()})), worker_idx=1)
+    wrapped = nn.ModuleDict({"policy": Model()})
+    renaming.init_on_receiver("policy", model=wrapped, worker_idx=1, gate="hold")
     async with sender, plain, renaming:
         await asyncio.gather(*(s.connect(timeout=5) for s in (sender, plain, renaming)))
         await sender.send_async(fill(source, 2))

@@ -224,7 +224,7 @@ async def test_r218_a_shutdown_of_the_trainer_beside_a_publication_writes_nothin
     sender = SharedMemWeightSyncScheme(map_above=0, num_workers=2)
     sender.init_on_sender(model_id="policy", params_map={i: {"w": torch.full((8 * MIB,), 1.0)} for i in range(2)})
     models = [nn.ParameterDict({"w": nn.Parameter(torch.zeros(8 * MIB))}) for _ in range(2)]
-    receivers = [receiver_of(sender, i, model) for i, model in enumerate(models)]
+    receivers = [receiver_of(sender, i, model, gate="hold") for i, model in enumerate(models)]
     await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
     assert [is_repointed(model) for model in models] == [[True], [True]]
     first = asyncio.Event()
