@@ -74,7 +74,10 @@ def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"{name!r} is not initialised yet; run one forward of the lazy module first")
     if hasattr(tensor, "full_tensor"):
-        raise TypeError(f"{name!r} is a distributed tensor; publish `tensor.full_tensor()` instead")
+        raise TypeError(
+            f"{name!r} is a distributed tensor; publish `tensor.full_tensor()` instead, which every "
+            "rank must take part in (called on one rank alone, it waits for ever)"
+        )
     if tensor.is_nested:
         raise TypeError(
             f"{name!r} is a nested tensor; only dense ones can be sent: use `.to_padded_tensor()` or `.unbind()`"

@@ -363,3 +363,16 @@ def test_without_file_descriptors_there_is_an_error_that_says_so() -> None:
 
 def test_a_descriptor_has_fields_of_fixed_size() -> None:
     assert len(Place(True, 1, 2, 3, 4, 5, ()).encode()) == struct.calcsize("<4sBIIQQQ")
+
+
+def test_memory_that_cannot_be_locked_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not after a slot that was not to be locked."""
+    tried: list[int] = []
+    monkeypatch.setattr(slots, "_pin", lambda buffer: bool(tried.append(buffer.nbytes)))
+    pool = SlotPool(slots=4, map_above=0)
+    for pinned in (True, False, True):
+        pool.acquire(layout_of(PAGE), pinned=pinned)
+    assert tried == [PAGE]
+    pool.close()
+    for slot in list(pool.used):
+        slot.release()

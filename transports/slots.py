@@ -192,7 +192,7 @@ class SlotPool(SlabPool):
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slot = Slot(layout, self, pinned=pinned)
-        self._cannot_pin = pinned and not slot.is_registered
+        self._cannot_pin = self._cannot_pin or (pinned and not slot.is_registered)
         self._inodes = None
         return slot
 
