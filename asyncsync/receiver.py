@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -83,18 +84,19 @@ class ReceiverLink(Link):
         self._watch: ProcessWatch | None = None
         self._watched = 0
         self.lane: Lane | None = None
-        socket = dealer(self.context)
-        self._monitor = monitor(socket, self._connected, self._disconnected, self.crash)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            socket.disable_monitor()
-            self._monitor.close()
-            socket.close(linger=0)
-            self.context.term()
-            raise NotConnected(f"cannot connect to {endpoint}: {error}") from error
-        self._raw = socket
-        self._socket = LoopSocket(socket, self._receive, self.crash)
+        with ExitStack() as undo:
+            undo.callback(self.context.destroy, 0)
+            try:
+                socket = dealer(self.context)
+                self._monitor = monitor(socket, self._connected, self._disconnected, self.crash)
+                undo.callback(self._monitor.close)
+                undo.callback(socket.disable_monitor)
+                socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise NotConnected(f"cannot connect to {endpoint}: {error}") from error
+            self._raw = socket
+            self._socket = LoopSocket(socket, self._receive, self.crash)
+            undo.pop_all()
         self.opened()
 
     def register(

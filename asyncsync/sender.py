@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,7 +88,6 @@ class SenderLink(Link):
     def __init__(self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings) -> None:
         self._per_worker = 3 if endpoint.startswith("ipc://") else 1  # its connection; its lane, and its process's end
         super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1))
-        self._claim = claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
         self.min_workers = min_workers
         epoch = (time.time_ns(), secrets.randbits(62))
         self._publisher = Publisher(epoch, this_process(), num_workers, settings)
@@ -106,28 +106,32 @@ class SenderLink(Link):
         self._said: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # what came by lane last
         self._watches: dict[bytes, ProcessWatch] = {}
         self._served: dict[bytes, TransportCore] = {}  # by descriptor: those that act for each worker
-        socket = router(self.context)
+        with ExitStack() as undo:
+            undo.callback(self.context.destroy, 0)
+            self._claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
+            if self._claim is not None:
+                undo.callback(self._claim.release)
+            self._open(endpoint)
+            undo.pop_all()
+        self.opened()
+
+    def _open(self, endpoint: str) -> None:
+        hint = "this process may have too many files open (ulimit -n)"
         try:
+            socket = router(self.context)
+            hint = "bind a numeric address of this host, and tell the workers its name with connect="
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
-            self.context.term()
-            if claim is not None:
-                claim.release()
-            hint = (
-                "is another sender using it?"
-                if error.errno == zmq.EADDRINUSE
-                else "bind a numeric address of this host, and tell the workers its name with connect="
-            )
+            if error.errno == zmq.EADDRINUSE:
+                hint = "is another sender using it?"
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
         if is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
         self.lanes = Lanes(lane_path(endpoint), self._introduce, self.crash)
-        if claim is not None and self.lanes.path is not None:
-            claim.beside.append(self.lanes.path)
-        self.opened()
+        if self._claim is not None and self.lanes.path is not None:
+            self._claim.beside.append(self.lanes.path)
 
     @property
     def publisher(self) -> Publisher:

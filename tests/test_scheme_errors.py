@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import uvloop
+import zmq
 from torch import nn
 
 from asyncsync import (
@@ -532,6 +534,34 @@ async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_die
         finally:
             other.kill()
     async with scheme, receiver_of(scheme, 0, model := Model()) as receiver:
+        await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
+        assert read(model) == {1}
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["the first socket", "the second socket"])
+async def test_a_connect_that_finds_no_descriptors_leaves_nothing_and_may_be_called_again(
+    api: Api, missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit itself libzmq aborts the process; just below, a socket is refused."""
+    original, left = zmq.Context.socket, missing
+
+    def socket(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise zmq.ZMQError(errno.EMFILE)
+        return original(self, *args, **options)
+
+    scheme = api.scheme(endpoint=f"ipc://{tmp_path}/bus")
+    scheme.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with scheme, receiver_of(scheme, 0, model := Model()) as receiver:
+        for one in [scheme, receiver] if not missing else [receiver]:
+            left = missing
+            with monkeypatch.context() as patch:
+                patch.setattr(zmq.Context, "socket", socket)
+                with Clock(0.5), pytest.raises(NotConnected, match="Too many open files"):
+                    await one.connect(timeout=5)
+            assert os.listdir(tmp_path) == []
         await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
         assert read(model) == {1}
 
