@@ -116,7 +116,7 @@ class Bound:
     """
 
     def __init__(self, bound: zmq.Socket[bytes]) -> None:
-        scheme, _, address = bound.last_endpoint.decode().rstrip("\0").partition("://")
+        scheme, _, address = bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").partition("://")
         self._path = address if scheme == "ipc" else None
         host, _, port = address.rpartition(":")
         self._port = int(port) if scheme == "tcp" else 0

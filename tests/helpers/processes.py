@@ -363,7 +363,7 @@ class Trainer(_Party):
     async def fork(self) -> int:
         """Leave a child behind, as a DataLoader does; returns its pid. It ends by itself after a minute."""
         if (pid := os.fork()) == 0:
-            time.sleep(60)
+            time.sleep(60)  # noqa: ASYNC251 (a process of its own)
             os._exit(0)
         return pid
 
