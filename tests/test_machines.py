@@ -106,9 +106,6 @@ MUTATIONS = {
     "an update is applied before an older one that waits": [
         (Subscriber, "_line_up", "self.staged.append(staging)", "self.staged.insert(0, staging)")
     ],
-    "what waits is withdrawn for something newer of a part": [
-        (Subscriber, "_line_up", "newer.issuperset(one.parts)", "not newer.isdisjoint(one.parts)")
-    ],
     "a part is withdrawn with a newer one that is refused": [
         (
             Targets,
