@@ -135,7 +135,8 @@ class BusCore:
         if self._role is not None and self._pid != os.getpid():
             if self._link is not None:
                 raise RuntimeError(
-                    "this scheme or bus was connected before the fork; a forked child cannot use it: pass it on before connecting"
+                    "this scheme or bus was connected before the fork; a forked child cannot use it: pass it on "
+                    "before connecting"
                 )
             self._reset()
         if self._role not in (None, role):

@@ -23,6 +23,10 @@ def sender_of(api: Api) -> Any:
     return scheme
 
 
+def python(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+
+
 @pytest.mark.parametrize(
     ("constructor", "init", "message"),
     [
@@ -73,7 +77,7 @@ async def test_connect_ends_when_a_workers_process_has_ended(api: Api, kind: str
     sender = sender_of(api)
     async with sender:
         if kind == "subprocess":
-            process: Any = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+            process: Any = python("raise SystemExit(3)")
         else:
             process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
             process.start()
@@ -82,7 +86,10 @@ async def test_connect_ends_when_a_workers_process_has_ended(api: Api, kind: str
             pytest.raises(NotConnected, match=r"ended with exit code 3 .* stderr; worker 0 has not said hello"),
         ):
             await sender.connect(timeout=60, processes=[process])
-        process.wait() if kind == "subprocess" else process.join()
+        if kind == "subprocess":
+            process.communicate()
+        else:
+            process.join()
         with pytest.raises(NotConnected, match=r"worker 0 has not said hello \(did it start\? see its stderr\)"):
             await sender.connect(timeout=0.1)
         with pytest.raises(TypeError, match="multiprocessing, subprocess"):
@@ -95,8 +102,7 @@ async def test_connect_ends_when_a_workers_process_has_ended(api: Api, kind: str
 @pytest.mark.schemes("zmq")
 async def test_a_process_that_goes_on_does_not_end_connect(api: Api) -> None:
     async with sender_of(api) as sender, receiver_of(sender, 0, Model()) as receiver:
-        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        with process:
+        with python("input()") as process:
             await asyncio.gather(sender.connect(timeout=10, processes=[process]), receiver.connect(timeout=10))
             process.kill()
 
