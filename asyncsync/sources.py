@@ -124,7 +124,7 @@ class Sources(SchemeState):
         wrong = [w for w in sorted(unsure) if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
         if wrong:
             raise ValueError(
-                f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict, an optimiser's state, say? "
+                f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict, an optimiser's state? "
                 f"What is under {wrong} has no key in common with {self._model_id!r} as it was sent or registered. "
                 "For each worker its own: give modules, TensorDicts, or params_map= of init_on_sender(). One dict for "
                 "all: name its keys by strings"

@@ -479,7 +479,7 @@ async def test_r212_r195_a_send_after_the_only_elastic_worker_has_left_raises(ap
 
 @pytest.mark.schemes("some")
 async def test_an_optimisers_state_is_not_taken_for_weights_of_each_worker(api: Api) -> None:
-    async with api.crew(2, receiver={"apply": "on_receive"}, models=[None, None]) as everybody:
+    async with api.crew(2, models=[None, None]) as everybody:
         sender, receivers, _ = everybody
         tensors = list(everybody.source.parameters())
         state = {i: {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(p)} for i, p in enumerate(tensors)}
