@@ -64,7 +64,8 @@ class Actor(nn.Module):
 
 
 async def test_r207_a_strategy_may_rename(api: Api) -> None:
-    async with api.crew(2, scheme=api.scheme(Renamed()), models=[Actor(), Actor()]) as everybody:
+    options = {"gate": "hold"}  # nobody calls it
+    async with api.crew(2, scheme=api.scheme(Renamed()), models=[Actor(), Actor()], receiver=options) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}, {2}]
 
@@ -86,7 +87,10 @@ async def test_r207_a_strategy_may_cast_on_the_wire(api: Api) -> None:
 
 async def test_r207_a_strategy_may_quantise_into_another_model(api: Api) -> None:
     source = nn.Linear(4, 3)
-    async with api.crew(1, scheme=api.scheme(Int8()), source=source, models=[Quantised()]) as everybody:
+    options = {"gate": "hold"}  # nobody calls it
+    async with api.crew(
+        1, scheme=api.scheme(Int8()), source=source, models=[Quantised()], receiver=options
+    ) as everybody:
         for _ in range(3):
             with torch.no_grad():
                 source.weight.normal_()
