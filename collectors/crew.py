@@ -33,7 +33,7 @@ from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.signals import sigint_blocked
 from asyncsync.threads import LOOK_SECONDS, interruptibly
 
-__all__ = ["Crew", "check_start_method"]
+__all__ = ["Crew", "check_platform", "check_start_method"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -75,11 +75,6 @@ class Crew:
     """
 
     def __init__(self, start_method: str, owner: str) -> None:
-        if sys.platform != "linux":
-            raise NotImplementedError(
-                f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use "
-                "Collector, in this process or in processes of your own"
-            )
         self._context = multiprocessing.get_context(start_method)
         self._owner = owner
         self._members: list[Member] = []
@@ -414,6 +409,15 @@ def _ready(interests: list[tuple[int, int]], seconds: float) -> list[int]:
     for number, events in interests:
         poll.register(number, events)
     return [number for number, _ in poll.poll(seconds * 1e3)]
+
+
+def check_platform(owner: str) -> None:
+    """Raises NotImplementedError: there can be no crew here."""
+    if sys.platform != "linux":
+        raise NotImplementedError(
+            f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use Collector, in "
+            "this process or in processes of your own"
+        )
 
 
 def check_start_method(name: str) -> str:

@@ -48,7 +48,7 @@ from asyncsync.collectors.counts import (
     whole,
     with_partial,
 )
-from asyncsync.collectors.crew import Crew, check_start_method
+from asyncsync.collectors.crew import Crew, check_platform, check_start_method
 from asyncsync.collectors.devices import check_devices, exact_device
 from asyncsync.collectors.dispatch import Documented
 from asyncsync.collectors.finish import on_device, warn_rounding
@@ -193,6 +193,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
         self.closed = True  # until there is something to close
+        check_platform(type(self).__name__)
         factories = check_factories(create_env_fn, num_workers)
         self.num_workers = count = len(factories)
         self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
