@@ -415,8 +415,8 @@ def check_platform(owner: str) -> None:
     """Raises NotImplementedError: there can be no crew here."""
     if sys.platform != "linux":
         raise NotImplementedError(
-            f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use Collector, in "
-            "this process or in processes of your own"
+            f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use Collector, "
+            "in this process or in processes of your own"
         )
 
 
