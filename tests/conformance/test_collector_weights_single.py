@@ -143,18 +143,21 @@ class Threads(sync.WeightStrategy):
 async def test_r189_collectors_run_their_schemes_on_the_loop_thread(module: Any, kind: str) -> None:
     """Also in an async program, and with either API's schemes."""
     Threads.seen.clear()
-    top = Readings(policy=Level(1), schemes={"policy": getattr(module, kind)(Threads())}, workers=1)
-    connecting = asyncio.ensure_future(asyncio.to_thread(top._connect_senders, 20))
-    leaf = await asyncio.to_thread(collector, weight_recv_schemes=passed_on(top), worker_idx=0)
+    scheme = getattr(module, kind)(Threads(), num_workers=1)
+    passed = pickle.loads(pickle.dumps(scheme))
+    scheme.init_on_sender(model_id="policy", model=Level(1))
+    trainer = scheme.blocking if module is asyncsync else scheme
+    connecting = asyncio.ensure_future(asyncio.to_thread(trainer.connect, timeout=20))
+    leaf = await asyncio.to_thread(collector, weight_recv_schemes={"policy": passed}, worker_idx=0)
     await connecting
     try:
-        await top.update_policy_weights_async(Level(2))
+        await trainer.send_async(Level(2))
         assert {frame[0] for frame in levels(leaf.next())} == {2}
         [loop] = [thread for thread in threading.enumerate() if thread.name == "asyncsync-loop"]
         assert Threads.seen == {loop.name}
     finally:
         await asyncio.to_thread(leaf.shutdown)
-        await asyncio.to_thread(top.shutdown)
+        await asyncio.to_thread(trainer.shutdown)
 
 
 def test_max_lag_waits_for_the_newer_version() -> None:
