@@ -514,9 +514,14 @@ class Binding:
 
     def _problem(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], own: Any) -> list[str]:
         if not isinstance(own, torch.Tensor):
+            is_array = type(own).__module__ == "numpy"
+            kind = "gone" if own is None else f"a {type(own).__name__}"
             return [
-                f"{name}: sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
+                f"{name}: sent as a tensor, but the model's is {kind}"
+                f"{'; torch.from_numpy() makes a tensor of it that shares its memory' if is_array else ''}"
             ]
+        if what := _without_memory(own):
+            return [f"{name}: the model's is {what}"]
         if own.shape != shape:
             return [f"{name}: sent with shape {list(shape)}, the model's is {list(own.shape)}"]
         if own.dtype != dtype and not self.cast:
@@ -549,6 +554,17 @@ def _specs(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     specs = {dotted(e.path): (e.dtype, e.shape) for e in layout.entries}
     specs.update((dotted(p), (layout.entries[i].dtype, layout.entries[i].shape)) for p, i in layout.aliases.items())
     return specs
+
+
+def _without_memory(tensor: torch.Tensor) -> str:
+    """Why nothing can be written into this tensor's memory, and what to do; empty: it can."""
+    if tensor.is_nested:
+        return "a nested tensor, which cannot receive: keep its values in a tensor of their own"
+    if tensor.layout is not torch.strided:
+        return f"stored as {tensor.layout}, which cannot receive: keep a dense tensor, and convert where it is used"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a view that is conjugated or negated when it is read: use `.resolve_conj()` or `.resolve_neg()` of it"
+    return ""
 
 
 def _constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

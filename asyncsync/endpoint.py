@@ -136,7 +136,7 @@ class Claim:
         except OSError as error:
             self.disown()
             raise NotConnected(
-                f"cannot bind {endpoint}: {error}; its directory must exist, and be writable for this user"
+                f"cannot bind {endpoint}: {error}; give a path of its own, in a directory that this user may write to"
             ) from error
         if self._descriptor is None:
             raise NotConnected(
@@ -162,6 +162,9 @@ class Claim:
             self._descriptor = _lock(self._lock)
         if self._descriptor is not None:
             with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    self._lock.unlink()
+                    raise FileExistsError(f"{path} is there already, and is no socket")
                 path.unlink()  # left behind by a killed predecessor: the lock says that nobody listens there
 
     def release(self) -> None:

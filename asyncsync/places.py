@@ -113,7 +113,9 @@ class Places:
         for name in self.owners:
             tensor = self.get(name)
             if isinstance(tensor, torch.Tensor):
-                owns_memory = tensor.numel() and not tensor.is_meta
+                # A sparse or nested tensor has no memory of its own that weights could be written to: Binding says so.
+                dense = tensor.layout is torch.strided and not tensor.is_nested
+                owns_memory = dense and tensor.numel() and not tensor.is_meta
                 same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if owns_memory else id(tensor)
                 groups.setdefault(same, []).append(name)
         return [names for names in groups.values() if len(names) > 1]

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from asyncsync import loop_thread
-from asyncsync.copying import copy_bytes
+from asyncsync.copying import KNOWN_BYTES, copy_bytes
 from asyncsync.descriptors import shortage
 from asyncsync.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
@@ -39,6 +39,7 @@ __all__ = ["SenderLink"]
 
 logger = logging.getLogger("asyncsync")
 
+assert KNOWN_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
 # A slab whose last bytes libzmq is just letting go of is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
@@ -102,6 +103,7 @@ class SenderLink(Link):
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self.order = asyncio.Lock()
         self._in_line = 0  # publications that wait for it
+        self._full: SlabPool | None = None  # what the publication that has it waits for
         self._known: dict[str, KnownWeights] = {}
         self._said: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # what came by lane last
         self._watches: dict[bytes, ProcessWatch] = {}
@@ -459,7 +461,7 @@ class SenderLink(Link):
             AckTimeout: all memory that a transport has for slabs is in use, and was until the deadline (by the loop's
                 clock).
         """
-        turn = await self._in_turn(transports, deadline)
+        turn = await self._in_turn(deadline)
         try:
             begun = self.loop.time()
             self.check()
@@ -510,7 +512,7 @@ class SenderLink(Link):
         finally:
             turn.release()
 
-    async def _in_turn(self, transports: Mapping[str, TransportCore], deadline: float) -> asyncio.Lock:
+    async def _in_turn(self, deadline: float) -> asyncio.Lock:
         """The lock that keeps publications in order, when it is free: one before this may be waiting for a slot."""
         if not self._in_line and not self.order.locked():
             await self.order.acquire()  # at once
@@ -520,9 +522,11 @@ class SenderLink(Link):
             async with asyncio.timeout_at(deadline):
                 await self.order.acquire()
         except TimeoutError:
-            pools = {id(pool): pool for transport in transports.values() if (pool := transport.pool) is not None}
-            why = "; ".join(map(self._why_full, pools.values()))
-            raise AckTimeout(f"another publication has not ended. {why}") from None
+            if self._full is not None:
+                why = self._why_full(self._full)
+            else:
+                why = "its weights are still being copied: give a larger timeout, or publish less often"
+            raise AckTimeout(f"another publication has not ended: {why}") from None
         finally:
             self._in_line -= 1
         return self.order
@@ -627,10 +631,14 @@ class SenderLink(Link):
         if not quick and not self._has_room(pool, nbytes, jobs, count):
             remaining = max(0.0, deadline - self.loop.time())
             publisher = self.publisher
-            if not await self.wait(
-                lambda: publisher.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
-            ):
-                raise AckTimeout(self._why_full(pool))
+            self._full = pool
+            try:
+                if not await self.wait(
+                    lambda: publisher.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
+                ):
+                    raise AckTimeout(self._why_full(pool))
+            finally:
+                self._full = None
             publisher.check_open()
         ready = flat.ready
 

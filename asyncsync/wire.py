@@ -414,7 +414,9 @@ class Again(Instruction):
     kind: ClassVar[int] = 16
     max_payload: ClassVar[int] = 1
 
-    form: ClassVar[struct.Struct] = struct.Struct("<BBQQQQQI")  # the last is the descriptor's length, and one
+    head: ClassVar[struct.Struct] = struct.Struct("<BBQQ")  # FIXED, the kind, the epoch
+    rest: ClassVar[str] = "QQQI"  # the other fields; the last is the descriptor's length, and one
+    form: ClassVar[struct.Struct] = struct.Struct(head.format + rest)
 
     def encode(self) -> bytes:
         return self.header(self.epoch, self.serial, self.since, self.version, self.descriptor)

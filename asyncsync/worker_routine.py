@@ -22,13 +22,13 @@ from asyncsync.gate import Gate, Update
 from asyncsync.slab import Slab
 from asyncsync.staging import Acting
 from asyncsync.subscriber import Subscriber
+from asyncsync.transports.lane import ALONE
 from asyncsync.wire import Epoch
 
 __all__ = ["WorkerRoutine"]
 
 # A packet: no payload frames (see asyncsync.transports.lane), then the instruction.
-_AGAIN = Struct("<19sQQQI")
-_PREFIX = Struct("<BBBQQ")
+_AGAIN = Struct(f"<{len(ALONE) + wire.Again.head.size}s{wire.Again.rest}")
 KEPT_WINDOWS = 2  # as many slots as the sender's routine has
 
 
@@ -64,7 +64,7 @@ class WorkerRoutine:
         self._window = window
         self._show = show
         self._epoch = subscriber.epoch
-        self._prefix = _PREFIX.pack(0, wire.FIXED, wire.Again.kind, *self._epoch)
+        self._prefix = ALONE + wire.Again.head.pack(wire.FIXED, wire.Again.kind, *self._epoch)
         self._binding = subscriber.models[model_id]
         self._plans = self._binding.plans
         self._windows: dict[bytes, memoryview] = {}

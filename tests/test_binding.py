@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -661,3 +662,29 @@ def test_a_tensor_whose_storage_was_freed_is_refused(numel: int) -> None:
     model.a.untyped_storage().resize_(4 * numel)
     update(binding, source)
     assert torch.equal(model.a, source.a)
+
+
+def without_memory() -> dict[str, tuple[Any, str]]:
+    complex_view = torch.zeros(3, 3, dtype=torch.complex64).conj()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them prototypes
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+        jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+        rows = torch.eye(3).to_sparse_csr()
+    return {
+        "sparse": (torch.eye(3).to_sparse(), "stored as torch.sparse_coo, which cannot receive: keep a dense tensor"),
+        "rows": (rows, "stored as torch.sparse_csr, which cannot receive"),
+        "nested": (nested, "a nested tensor, which cannot receive"),
+        "jagged": (jagged, "a nested tensor, which cannot receive"),
+        "conjugated": (complex_view, r"read: use `\.resolve_conj\(\)`"),
+        "negated": (complex_view.imag, r"read: use .*`\.resolve_neg\(\)`"),
+        "numpy": (torch.zeros(3, 3).numpy(), r"is a ndarray; torch\.from_numpy\(\) makes a tensor of it"),
+    }
+
+
+@pytest.mark.parametrize("kind", without_memory())
+def test_a_tensor_that_cannot_be_written_to_is_refused_with_a_remedy(kind: str) -> None:
+    own, text = without_memory()[kind]
+    dtype = torch.complex64 if kind == "conjugated" else torch.float32
+    with pytest.raises(SchemaMismatch, match=f"w: .*{text}"):
+        update(bound({"w": own}), {"w": torch.ones(3, 3, dtype=dtype)})

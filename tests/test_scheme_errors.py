@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from asyncsync import (
     NotConnected,
     PartialSendError,
     SchemaMismatch,
+    SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
     ZMQTransport,
@@ -536,6 +538,31 @@ async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_die
     async with scheme, receiver_of(scheme, 0, model := Model()) as receiver:
         await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
         assert read(model) == {1}
+
+
+async def test_a_file_at_an_ipc_endpoint_is_left_alone(api: Api, tmp_path: Path) -> None:
+    (notes := tmp_path / "notes").write_text("mine")
+    async with api.scheme(endpoint=f"ipc://{notes}") as scheme:
+        scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+        with Clock(0.5), pytest.raises(NotConnected, match="notes is there already, and is no socket; give a path of"):
+            await scheme.connect()
+    assert notes.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [notes]
+
+
+async def test_a_publication_that_waits_for_another_is_told_what_that_waits_for() -> None:
+    """Whose weights are being copied: that is no lack of slots."""
+    async with SharedMemWeightSyncScheme(num_workers=1) as sender:
+        sender.init_on_sender(model_id="policy", model=(large := {"w": torch.zeros(1 << 26)}))
+        receiver = pickle.loads(pickle.dumps(sender))
+        receiver.init_on_receiver(model_id="policy", worker_idx=0, model={"w": torch.zeros(1 << 26)})
+        async with receiver:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            first = asyncio.create_task(sender.publish(large))
+            await asyncio.sleep(0)
+            with pytest.raises(PartialSendError, match="another publication has not ended: its weights are still being"):
+                await sender.send_async(large, timeout=0.0)
+            await sender.wait_version(await first, timeout=20)
 
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["the first socket", "the second socket"])

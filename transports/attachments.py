@@ -37,6 +37,7 @@ __all__ = ["Attachment", "Attachments"]
 FORK_PATIENCE = 2.0
 SMALL_BYTES = 256 << 10
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
+MADV_POPULATE_WRITE = 23  # Python has no name for it
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
@@ -199,8 +200,13 @@ class Attachment:
 
     def detach(self) -> None:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
-        pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]
-        pages += np.uint8(0)  # a page that is written is copied; it keeps what it holds
+        try:
+            # A page that is written is copied, and keeps what it holds; the kernel does it to each page at once, so that
+            # nothing is lost that a thread without the interpreter's lock writes there meanwhile.
+            self._map.madvise(MADV_POPULATE_WRITE)
+        except OSError:  # a kernel before 5.14
+            pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]
+            pages += np.uint8(0)
         self.is_detached = True
 
     # -- forks ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ MAX_STRANGERS = 64
 MAX_QUEUED = 10_000
 MAX_PATH = 107
 
-_ALONE = b"\0"
+ALONE = b"\0"
 _CREDENTIALS = struct.Struct("3i")
 
 Receive = Callable[[memoryview], None]
@@ -90,14 +90,14 @@ Crash = Callable[[BaseException], None]
 def join(frames: Sequence[Buffer]) -> list[Buffer]:
     """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
     if len(frames) == 1:
-        return [_ALONE, frames[0]]
+        return [ALONE, frames[0]]
     header, *payload = frames
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
 
 
 def alone(header: bytes) -> bytes:
     """The packet with this message, which has no payload frames."""
-    return _ALONE + header
+    return ALONE + header
 
 
 def split(packet: memoryview) -> list[memoryview]:
@@ -131,7 +131,7 @@ def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
     Raises:
         LimitExceeded, ProtocolError: malformed, or no instruction that goes by lane.
     """
-    if packet[:1] == _ALONE and len(packet) > 2 and packet[1] == FIXED:
+    if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
         return decode_fixed(packet[1:], ())  # one of those that come by lane
     instruction, payload = decode(split(packet))
     if type(instruction) not in BY_LANE:
@@ -224,7 +224,7 @@ class Lane:
 
     def send_alone(self, header: bytes) -> bool:
         """The same of a short one without payload frames."""
-        if not self.write((_ALONE, header)):
+        if not self.write((ALONE, header)):
             return False
         self.sent += 1
         return True
