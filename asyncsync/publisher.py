@@ -309,8 +309,7 @@ class Publisher(Overview):
         elif isinstance(instruction, wire.Ready) and newcomer.shown is not None:
             peer.ready = True
             peer.accepted.update(instruction.digests.items())
-            if peer.refused or peer.unsettled:
-                self._turn_away(newcomer, f"worker {peer.worker} is there already, and this one's model does not fit")
+            if peer.unsettled:
                 return
             self._forget_newcomer(holder)
             self._supersede(holder)

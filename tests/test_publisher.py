@@ -137,17 +137,6 @@ def test_a_newcomer_changes_nothing_before_it_has_proved_itself(desk: Desk) -> N
     assert desk.publisher.progress(version, [0]).waiting == {0}
 
 
-def test_a_newcomer_whose_model_does_not_fit_does_not_take_a_place(desk: Desk) -> None:
-    desk.publish()
-    desk.hello(0, 10, route=b"new")
-    desk.pass_time(3)
-    desk.take()
-    desk.receive(b"new", wire.Refused(EPOCH, "policy", layout().digest, "it does not fit"))
-    desk.receive(b"new", wire.Ready(EPOCH, {}))
-    (bye,) = desk.take(None, b"new")
-    assert (bye.reason, desk.publisher.peers[0].nonce) == ("refused", nonce(0))  # type: ignore[attr-defined]
-
-
 def test_the_time_in_which_a_trainer_was_busy_does_not_count_as_silence(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.take()
