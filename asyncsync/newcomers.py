@@ -2,7 +2,7 @@
 
 A worker that answers a PING keeps its place, and the newcomer is refused: its index was given twice, or a stranger has
 said HELLO. One that has ended, or is silent for so long, gives way, but only to a newcomer that has proved itself: that
-has answered for the layouts it was shown. Until then a newcomer changes nothing. There is one per worker at most, so they
+has answered for the layouts it was shown. Until then a newcomer changes nothing. There is one per worker at most: they
 cannot fill memory; one that gets no answer says HELLO again.
 """
 
