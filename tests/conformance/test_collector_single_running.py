@@ -436,7 +436,7 @@ def test_seed_reset_and_state(kind: str) -> None:
         assert c._carrier["collector", "traj_ids"] == 1
         list(zip(range(2), c, strict=False))
         state = c.state_dict()
-    assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool"}
+    assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "versions", "traj_pool"}
     assert (state["frames"], state["iter"]) == (16, 1)
     with collector(environment(kind), Actor(), total_frames=24) as c:
         c.load_state_dict(state)

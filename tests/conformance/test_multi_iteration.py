@@ -477,7 +477,7 @@ def test_state_dicts_are_saved_and_restored(waiting: Any) -> None:
     waiting.set_seed(7)
     waiting.next()
     state = waiting.state_dict()
-    assert set(state) == {"worker0", "worker1", "frames", "iter"}
+    assert set(state) == {"worker0", "worker1", "frames", "iter", "versions"}
     assert state["frames"] == waiting._frames
     waiting.set_seed(1)
     waiting.load_state_dict(state)
