@@ -112,8 +112,8 @@ class WorkersWeights(BaseCollector):
 
     @property
     def policy_version(self) -> int:
-        counted = self._page.counted
-        return counted + (self._senders.version if self._sender_schemes else self._receivers.version)
+        is_root = self._sender_schemes and not self._receivers
+        return self._page.counted + (self._senders.version if is_root else self._receivers.version)
 
     def increment_version(self) -> None:
         """Count the policy's version up by one: for weights that reach the workers by other ways than schemes. Frames

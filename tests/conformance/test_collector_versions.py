@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import threading
 from typing import Any
 
@@ -11,29 +12,26 @@ import pytest
 from asyncsync import sync
 from asyncsync.collectors import MultiSyncCollector
 from helpers.collecting_multi import make, options, policy
-from helpers.collecting_weights import Readings, Stepping, connected, passed_on
-from helpers.pairs import Model
+from helpers.collecting_weights import Stepping, reading, step, tree
+from helpers.pairs import Model, read
 
-
-def schemes() -> dict[str, Any]:
-    return {"policy": sync.SharedMemWeightSyncScheme()}
+SHARED = "SharedMemWeightSyncScheme"
 
 
 def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_itself() -> None:
-    top = Readings(1, schemes=schemes(), workers=1)
-    middle, leaf = Readings(8, schemes=schemes(), workers=1, worker_idx=0), Readings(9, worker_idx=0)
-    with connected(middle, [leaf]):
+    leaf = reading(9, worker_idx=0)
+    with tree(leaves=[leaf], kind=SHARED, value=8, worker_idx=0) as (middle, _):
         for value in (7, 6):
             middle.update_policy_weights_(Model(value))
-        assert leaf.step() == ({6, 9}, 3)
-        with connected(top, [middle]):
-            assert leaf.step() == ({1, 9}, 1), "the same weights as the root's first version"
+        assert step(leaf) == ({6, 9}, 3)
+        with tree(leaves=[middle], kind=SHARED) as (top, _):
+            assert step(leaf) == ({1, 9}, 1), "the same weights as the root's first version"
             with Stepping(leaf) as stepping:
                 for value in range(2, 8):
                     top.update_policy_weights_(Model(value))
-                    assert leaf.step() == ({value, 9}, value)
+                    assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
                     middle.update_policy_weights_(Model(value))
-                    assert leaf.step() == ({value, 9}, value)
+                    assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
             assert all(frozenset({version, 9}) == values for values, version in stepping.found)
             assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
             waiting = threading.Thread(target=leaf._await_version, args=(8, 10))
@@ -46,41 +44,43 @@ def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_it
             assert not waiting.is_alive()
 
 
-@pytest.mark.parametrize("kind", [sync.SharedMemWeightSyncScheme, sync.ZMQWeightSyncScheme])
-def test_a_worker_that_joins_later_has_the_roots_version_too(kind: Any) -> None:
-    top = Readings(1, schemes={"policy": kind()}, workers=1)
-    middle = Readings(8, schemes={"policy": kind()}, worker_idx=0)
-    first, second = Readings(9, worker_idx=0), Readings(9, worker_idx=1)
-    with connected(middle, [first]), connected(top, [middle]):
+@pytest.mark.parametrize("kind", [SHARED, "ZMQWeightSyncScheme"])
+def test_a_worker_that_joins_later_has_the_roots_version_too(kind: str) -> None:
+    first, second = reading(9, worker_idx=0), reading(9, worker_idx=1)
+    with (
+        tree(leaves=[first], kind=kind, is_elastic=True, value=8, worker_idx=0) as (middle, _),
+        tree(leaves=[middle], kind=kind) as (top, _),
+    ):
         top.update_policy_weights_(Model(2))
         try:
-            second.register_scheme_receiver(passed_on(middle))
-            assert second.step() == first.step() == ({2, 9}, 2)
+            second.register_scheme_receiver(pickle.loads(pickle.dumps(middle._sender_schemes)))
+            assert step(second) == step(first) == ({2, 9}, 2)
         finally:
             second.shutdown()
 
 
 def test_a_collector_that_is_the_context_of_a_users_scheme_labels_its_frames() -> None:
-    top, leaf = Readings(1, schemes=schemes(), workers=1), Readings(worker_idx=0)
-    scheme = passed_on(top)["policy"]
+    sender, leaf = sync.SharedMemWeightSyncScheme(), reading(worker_idx=0)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    scheme = pickle.loads(pickle.dumps(sender))
     scheme.init_on_receiver(model_id="policy", context=leaf)
     thread = threading.Thread(target=scheme.connect)
     thread.start()
     try:
-        top._connect_senders(10)
+        sender.connect(timeout=10)
         thread.join(10)
-        assert leaf.step() == ({1, -1}, 1)
+        assert step(leaf) == ({1, -1}, 1)
         with Stepping(leaf) as stepping:
             for value in range(2, 30):
-                top.update_policy_weights_(Model(value))
+                sender.send(Model(value))
         assert {(frozenset({version, -1}), version) for _, version in stepping.found} == stepping.found
         assert leaf.policy_version == 29
         leaf.register_scheme_receiver({"policy": scheme})
-        assert leaf.step() == ({29, -1}, 29)
+        assert step(leaf) == ({29, -1}, 29)
     finally:
         leaf.shutdown()
         scheme.shutdown()
-        top.shutdown()
+        sender.shutdown()
 
 
 def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.MonkeyPatch) -> None:
