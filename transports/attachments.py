@@ -201,8 +201,8 @@ class Attachment:
     def detach(self) -> None:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
         try:
-            # A page that is written is copied, and keeps what it holds. The kernel does it to each page at once: nothing
-            # is lost that a thread without the interpreter's lock writes there meanwhile.
+            # A page that is written is copied, and keeps what it holds. The kernel does it to each page at once: what a
+            # thread without the interpreter's lock writes there meanwhile is not lost.
             self._map.madvise(MADV_POPULATE_WRITE)
         except OSError:  # a kernel before 5.14
             pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]

@@ -131,7 +131,7 @@ async def test_r025_updates_never_block_the_workers_main_path(api: Api) -> None:
                     assert await receiver.receive(timeout=0) is None
                     assert receiver.status()[0].version == 1
             subscriber = bare(receiver).bus._link.subscriber
-            await until(lambda: subscriber.staged is not None and subscriber.staged.versions == {"policy": 4})
+            await until(lambda: [staging.versions for staging in subscriber.staged] == [{"policy": 4}])
         with Clock(0.1):
             assert model() == {3}, "the newest was applied when the step was over"
         assert read(await api.receive(receiver, 5)) == {3}

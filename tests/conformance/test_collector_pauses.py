@@ -75,6 +75,8 @@ async def test_workers_that_are_iterated_stand_still_after_their_step(kind: Any,
         found: Any = await batch
         observed = found["observation"].flatten(0, -2)[:40, 2].tolist()
         assert observed == [float(i) for i in range(40)], "nothing is lost"
+        if kind is MultiAsyncCollector:
+            await anext(collector)  # of the other worker, which was ready as well
         waiting = threading.Thread(target=collector.next)
         with collector.pause():
             waiting.start()

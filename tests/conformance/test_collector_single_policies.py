@@ -162,11 +162,11 @@ def test_r134_random_frames_are_whole_batches_in_which_the_policy_is_ignored(
 
 
 def test_r134_who_counts_elsewhere_decides_about_random_actions() -> None:
-    with collector(WalkEnv(), Actor(), init_random_frames=8) as c:
-        c._random = False
-        assert not is_random(c.rollout())
+    with collector(WalkEnv(), Actor()) as c:
         c._random = True
         assert is_random(c.rollout())
+        c._random = False
+        assert not is_random(c.rollout())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -107,6 +107,7 @@ async def test_r002_a_users_scheme_and_transport_work_outside_collectors(api: Ap
         await sender.send_async({0: Model(8, width), 1: Model(9, width)})
         assert everybody.read == [{8}, {9}]
         assert len(os.listdir(tmp_path)) <= 3, "what nobody can ask for any more is retired"
+        await receivers[0].shutdown()
         late = receiver_of(sender, 0, model := Model(width=width))
         await late.connect(timeout=5)
         assert read(model) == {8}

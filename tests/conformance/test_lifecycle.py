@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ async def test_r017_senders_connect_tells_who_is_missing_before_who_waits(api: A
         for _ in range(20):
             with pytest.raises(NotConnected) as caught:
                 await sender.connect(timeout=0.2)
-            if "worker 1 has not said hello; worker 0 is there, and waits for the others" in str(caught.value):
+            if re.search(r"worker 1 has not said hello \(.*\); worker 0 is there, and waits", str(caught.value)):
                 break
         else:
             pytest.fail(str(caught.value))
@@ -216,7 +217,7 @@ async def test_r018_receivers_connect_expires_with_a_reason_and_may_be_called_ag
     async with sender, receiver_of(sender, 0, model := Model()) as receiver:
         with Clock(0.2), pytest.raises(NotConnected) as caught:
             await receiver.connect(timeout=0.2)
-        for part in ("worker 0", "0.2 s", sender.bus.endpoint, "is the sender connecting"):
+        for part in ("worker 0", "0.2 s", sender.bus.endpoint, "see whether the sender is connecting"):
             assert part in str(caught.value)
         await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
         assert read(model) == {1}

@@ -315,7 +315,7 @@ def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), collector.pause():
             raise ZeroDivisionError
         wait_for(buffer, 12)  # it goes on all the same
-        assert set(collector.state_dict()) == {"worker0", "worker1", "frames", "iter"}
+        assert set(collector.state_dict()) == {"worker0", "worker1", "frames", "iter", "versions"}
         collector.policy.module.fill(9.0)
         collector.update_policy_weights_()
         with pytest.raises(RuntimeError, match="runs free"):

@@ -190,6 +190,7 @@ async def test_r028_where_parameters_may_not_be_repointed_the_weights_are_copied
         assert (file_of(viewed.last) == 0, shared.last.is_shared()) == (True, True)
         assert file_of(viewed.first) == file_of(shared.first) == file_of(everybody.models[0].first) != 0
         before = addresses(inplace)
+        await everybody.receivers[3].shutdown()
         await receiver.connect(timeout=5)
         await everybody.sender.send_async(fill(everybody.source, 3), worker_ids=[0, 1, 2, 3])
         assert (addresses(inplace), read(inplace)) == (before, {3})
@@ -310,6 +311,7 @@ async def test_r024_r029_it_is_applied_by_the_strategy_and_the_handle_comes_with
         assert everybody.receivers[0].strategy.noted == [{0}, {1}, {2}]
         places = [Place.decode(part.descriptor) for part in told]  # type: ignore[arg-type]
         assert [place.pid for place in places] == [os.getpid()] * 2
+        await everybody.receivers[0].shutdown()
         late = receiver_of(everybody.sender, 0, model := Model())
         async with late:  # as a queue would not, it serves a worker that comes later
             await late.connect(timeout=5)
@@ -986,7 +988,7 @@ async def test_extra_state_that_moves_another_models_tensors_costs_that_no_updat
 
         def set_extra_state(self, state: int) -> None:
             for other in self.others:
-                other.first.data = torch.zeros_like(other.first)
+                other.first.data = other.first.detach().clone()
 
     bus = api.bus(num_workers=1)
     senders = [api.scheme(bus=bus, strategy="state_dict") for _ in "ab"]
