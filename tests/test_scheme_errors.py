@@ -239,7 +239,6 @@ async def test_init_on_sender_refuses_and_changes_nothing(
         ({"model": compiled()}, ValueError, 'compiled module.*gate="hold".*apply="on_receive"'),
         ({"model": nn.LazyLinear(2)}, SchemaMismatch, "run one forward"),
         ({"model": None, "context": object()}, ValueError, "object has no model 'policy'"),
-        ({"unknown": 1}, TypeError, "unknown"),
     ],
 )
 async def test_init_on_receiver_refuses_and_changes_nothing(
@@ -827,7 +826,7 @@ def test_a_scheme_whose_loop_has_ended_can_still_be_shut_down(run: Callable[[Any
 
     schemes = run(main())
     for scheme in schemes:
-        with pytest.raises(RuntimeError, match="another event loop"):
+        with pytest.raises(RuntimeError, match="at the end of the event loop that it was connected on"):
             run(scheme.connect(timeout=1))
     run(end(*schemes))
 

@@ -224,11 +224,12 @@ async def test_r195_a_killed_worker_that_cannot_be_watched_is_lost_when_its_conn
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Of 195: it is named as lost before the time is up."""
+    worker = start(Worker)
     if why == "no pidfd":
         monkeypatch.delattr(os, "pidfd_open")
     else:
         monkeypatch.setattr("asyncsync.sender.this_process", lambda: Identity(os.getpid(), "", 0))
-    sender, worker = schemes.sender(1000, num_workers=1), start(Worker)
+    sender = schemes.sender(1000, num_workers=1)
     impatient(sender)
     await connect(sender, [worker], 1000)
     await worker.kill()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from asyncsync import ZMQWeightSyncScheme
 from asyncsync.flat import FlatWeights
@@ -211,7 +212,7 @@ async def test_small_weights_beside_large_ones_are_sent_when_they_are_packed() -
     receivers = [receiver_of(sender, i, {"w": torch.zeros(n)}) for i, n in enumerate(sizes)]
     await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
     for value in range(1, 15):
-        await sender.send_async({i: {"w": torch.full((n,), float(value))} for i, n in enumerate(sizes)})
+        await sender.send_async({i: TensorDict({"w": torch.full((n,), float(value))}) for i, n in enumerate(sizes)})
         assert [r.model["w"].unique().tolist() for r in receivers] == [[value], [value]]
     await asyncio.gather(sender.shutdown(), *(r.shutdown() for r in receivers))
 

@@ -109,6 +109,7 @@ def tree(
     workers: int = 1,
     kind: str = "ZMQWeightSyncScheme",
     module: Any = sync,
+    is_elastic: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Collector, list[Collector]]]:
     """A collector that sends these models, full of 1, to others that receive them; all are shut down afterwards.
@@ -116,10 +117,11 @@ def tree(
     Args:
         models: None are given: the policy.
         leaves: who receives; None: as many new ones as there are to be workers.
+        is_elastic: whether others may join them later.
         options: of the one that sends.
     """
     leaves = [reading(worker_idx=i) for i in range(workers)] if leaves is None else leaves
-    bus = module.Bus(num_workers=len(leaves))
+    bus = module.Bus(num_workers=None if is_elastic else len(leaves))
     schemes = schemes_on(bus, *(models or ("policy",)), kind=kind, module=module)
     top = None
     try:
