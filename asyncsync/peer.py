@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -172,6 +172,8 @@ class Peer:
         serial: of the last UPDATE that it was sent.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
+        questions: how many WELCOMEs it was sent.
+        asked: of the layouts it was asked about, the first question to which a refusal counts.
         newcomer: who asks for its place.
     """
 
@@ -187,6 +189,8 @@ class Peer:
     accepted: set[tuple[str, bytes]] = field(default_factory=set)
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
     announced: dict[str, bytes] = field(default_factory=dict)
+    questions: int = 0
+    asked: dict[tuple[str, bytes], int] = field(default_factory=dict)
     welcome_after_ping: int = 0
     ready: bool = False
     transfer: Transfer | None = None
@@ -213,7 +217,7 @@ class Peer:
         """The same incarnation again, over a new connection: nothing that was under way counts."""
         self.end_transfer()
         self.hello, self.route, self.applied = hello, route, applied
-        self.staged, self.failed, self.refused = {}, {}, {}
+        self.staged, self.failed, self.refused, self.asked = {}, {}, {}, {}
         self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
         self.pong_seq = self.ping_seq
         self.last_seen = now
@@ -247,12 +251,33 @@ class Peer:
         while len(self.refused) > KEPT_REFUSALS:
             del self.refused[next(iter(self.refused))]
 
-    def forget_refused(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
-        """Count what it has refused of these as not answered; True if there was anything."""
-        known = [layout for layout in layouts if layout in self.refused]
-        for layout in known:
-            del self.refused[layout]
-        return bool(known)
+    def ask(self, layouts: Iterable[tuple[str, bytes]]) -> int:
+        """The number of the WELCOME that asks about these layouts."""
+        self.questions += 1
+        for layout in layouts:
+            self.asked.setdefault(layout, self.questions)
+        while len(self.asked) > KEPT_REFUSALS:
+            del self.asked[next(iter(self.asked))]
+        return self.questions
+
+    def ask_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
+        """Have those of these layouts asked about again that it has refused, or was asked about before without having
+        accepted them; a refusal that is on its way no longer counts. True if there are any.
+
+        Args:
+            layouts: of a publication.
+            waiting: of others, whose questions stand.
+        """
+        again = [
+            layout
+            for layout in layouts
+            if layout in self.refused
+            or (layout in self.asked and layout not in self.accepted and layout not in waiting)
+        ]
+        for layout in again:
+            self.refused.pop(layout, None)
+            self.asked[layout] = self.questions + 1
+        return bool(again)
 
     def note_applied(self, versions: dict[str, int]) -> None:
         """The models hold these versions, or newer ones."""

@@ -110,12 +110,13 @@ class Publisher(Overview):
         self.check_open()
         if workers is None and (version := self._repeat(parts, now)) is not None:
             return version
+        waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
         publication = self.targets.publish(parts, workers, now + self.settings.layout_patience)
         if self._agreed(publication):
             self._settle(publication)
             return publication.version
         # Whoever has refused these layouts is asked again: its model may fit now.
-        again = [peer for peer in self.peers.values() if peer.forget_refused(publication.layouts)]
+        again = [peer for peer in self.peers.values() if peer.ask_again(publication.layouts, waiting)]
         publication.awaiting = self._unanswered(publication)
         for peer in self.peers.values():
             self._announce(peer, again=peer in again)
@@ -389,6 +390,8 @@ class Publisher(Overview):
         self._pump(peer)
 
     def _on_refused(self, peer: Peer, refused: wire.Refused, now: float) -> None:
+        if refused.question < peer.asked.get((refused.model_id, refused.digest), 0):
+            return  # what it says of a publication that is over; it was asked again for the next one
         peer.ready = True
         error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
         peer.note_refused(refused.model_id, refused.digest, error)
@@ -653,8 +656,13 @@ class Publisher(Overview):
             peer.announced = models
             peer.welcome_after_ping = peer.ping_seq
             me = self.identity
-            welcome = wire.Welcome(self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models)
-            self._send(peer.route, welcome, layouts)
+            question = peer.ask(models.items())
+            hello = peer.hello
+            self._send(
+                peer.route,
+                wire.Welcome(self.epoch, peer.nonce, hello.attempt, me.pid, me.boot, me.namespace, models, question),
+                layouts,
+            )
 
     def _repeat(self, parts: Mapping[str, Slab | Mapping[int, Slab]], now: float) -> int | None:
         """:meth:`publish` in the steady state of a training loop, by AGAIN. None: it is not; nothing was done."""

@@ -378,7 +378,8 @@ class Subscriber:
             else:
                 self.refused[model_id], self._unfit[model_id] = error, layout
                 text = str(error)[: wire.MAX_TEXT]
-                self._send(wire.Refused(welcome.epoch, self._name(model_id), layout.digest, text))
+                refused = wire.Refused(welcome.epoch, self._name(model_id), layout.digest, text, welcome.question)
+                self._send(refused)
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
         self._send(wire.Ready(welcome.epoch, accepted))
 

@@ -199,7 +199,8 @@ class Hello(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Instruction):
-    """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet."""
+    """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet.
+    ``question``: counts those that this worker is sent; a refusal says which one it answers."""
 
     epoch: Epoch
     nonce: bytes
@@ -208,6 +209,7 @@ class Welcome(Instruction):
     boot: str
     namespace: int
     models: dict[str, bytes]
+    question: int = 0
 
     kind: ClassVar[int] = 2
     _checks: ClassVar[tuple[Check, ...]] = (
@@ -218,6 +220,7 @@ class Welcome(Instruction):
         text(64),
         _u64,
         mapping(binary(16, or_empty=True), MAX_MODELS, MAX_NAME),
+        _u64,
     )
     max_payload: ClassVar[int] = MAX_MODELS
 
@@ -237,9 +240,10 @@ class Refused(Instruction):
     model_id: str
     digest: bytes
     message: str
+    question: int = 0
 
     kind: ClassVar[int] = 4
-    _checks: ClassVar[tuple[Check, ...]] = (_epoch, text(MAX_NAME), _digest, text(MAX_TEXT))
+    _checks: ClassVar[tuple[Check, ...]] = (_epoch, text(MAX_NAME), _digest, text(MAX_TEXT), _u64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ MUTATIONS = {
     ],
     "old updates are taken": [
         (Subscriber, "_on_update", "update.serial <= self._serial", "False"),
-        (Subscriber, "_stage", "if version > ahead:", "if True:"),
+        (Subscriber, "_stage", "if version > waiting.get(model_id, self.version(model_id)):", "if True:"),
     ],
     "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
     "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "not one.abandon()", "True")],

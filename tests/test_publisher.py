@@ -826,6 +826,24 @@ def test_a_refused_layout_is_asked_about_again_with_the_next_publication(desk: D
     assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": last}] * 2
 
 
+def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: Desk) -> None:
+    """Two workers refuse, and the first one's word is enough: the other's is still on its way when the next comes."""
+    desk.publish()
+    for worker, update in enumerate(desk.take(wire.Update)):
+        desk.finish(worker, update)
+    desk.publish(dtype=F64)
+    (first,) = desk.take(wire.Welcome, b"1")
+    desk.refuse(0, F64)
+    desk.take()
+    again = desk.publish(dtype=F64)
+    desk.take()
+    desk.ready(0, F64)
+    desk.refuse(1, F64, question=first.question)  # type: ignore[attr-defined]
+    assert desk.publisher.progress(again, [0, 1]).waiting == {0, 1}
+    desk.ready(1, F64)
+    assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": again}] * 2
+
+
 def test_the_layout_of_its_target_that_a_worker_has_refused_is_asked_about_again() -> None:
     desk = Desk(None)
     desk.join(0)

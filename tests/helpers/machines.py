@@ -99,8 +99,11 @@ class Desk:
         digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
         self.receive(worker, wire.Ready(self.publisher.epoch, digests))
 
-    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy") -> None:
-        self.receive(worker, wire.Refused(self.publisher.epoch, model, layout(dtype).digest, "it does not fit"))
+    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", question: int | None = None) -> None:
+        """As the answer to the newest WELCOME, or to that one."""
+        question = self.publisher.peers[worker].questions if question is None else question
+        digest = layout(dtype).digest
+        self.receive(worker, wire.Refused(self.publisher.epoch, model, digest, "it does not fit", question))
         self.receive(worker, wire.Ready(self.publisher.epoch, {}))
 
     def join(self, *workers: int) -> None:
