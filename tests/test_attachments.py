@@ -344,6 +344,7 @@ def test_without_address_space_there_is_a_memory_error(pool: SlotPool, monkeypat
     slot.release()
 
 
+@pytest.mark.thorough
 def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
     program = f"""
         import resource, torch

@@ -31,6 +31,7 @@ SYSTEMS = ["asyncsync tcp", "asyncsync ipc", *(f"gloo {how}" for how in GLOO), "
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
     paths = ["--json", "b.json", "--markdown", "b.md", "--plot", "b.png"]
     only = ["--only", ",".join(name for name in SECTIONS if name not in (*ONE_HOST, *COLLECT))]
@@ -193,6 +194,7 @@ def test_bench_ends_when_a_process_beside_torchrl_dies(tmp_path: Path) -> None:
         assert private_directories() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("section", ["throughput", pytest.param("shared", marks=needs_torchrl)])
 def test_ctrl_c_leaves_no_process_behind(section: str, tmp_path: Path) -> None:
@@ -333,6 +335,7 @@ async def test_a_stall_is_seen_with_and_without_the_wait_for_a_cpu() -> None:
     assert found.running is None or 0.05 <= found.running <= found.raw + 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be forgotten here")
 def test_peak_memory_grows_with_what_is_touched_and_stays(tmp_path: Path) -> None:
     # In a process of its own: this one's peak may lie far above what it has now, and hide the growth.
@@ -550,6 +553,7 @@ for number, figures in enumerate([[], latency, throughput, [*latency, *throughpu
 """
 
 
+@pytest.mark.thorough
 def test_the_plot_shows_what_there_is(tmp_path: Path) -> None:
     # In a process of its own: matplotlib keeps its fonts open.
     assert run("-W", "error", "-c", PLOT, cwd=tmp_path) == (0, "", "")

@@ -99,12 +99,14 @@ sys.exit(main({arguments!r}))
 """
 
 
+@pytest.mark.thorough
 def test_missing_libraries_are_named_with_the_extras_that_have_them(tmp_path: Path) -> None:
     code, out, err = run("-c", WITHOUT.format(missing=["rich", "gymnasium"], arguments=["demo"]), cwd=tmp_path)
     assert (code, out) == (1, "")
     assert err == 'asyncsync demo: gymnasium and rich not found; install with: pip install "asyncsync[cli,gym]"\n'
 
 
+@pytest.mark.thorough
 def test_a_plot_of_the_benchmark_needs_matplotlib_before_anything_is_measured(tmp_path: Path) -> None:
     arguments = ["bench", "--plot", "b.png"]
     code, out, err = run("-c", WITHOUT.format(missing=["matplotlib"], arguments=arguments), cwd=tmp_path)

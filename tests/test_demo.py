@@ -72,6 +72,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["shared", "process", "zmq"])
 async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread: None, scheme: str) -> None:
     record = Versions(workers=2, target=40, scheme=scheme)
@@ -120,6 +121,7 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
 # -- it always ends ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     plot = tmp_path / "plot.png"
     assert run(Options(workers=1, max_seconds=0.5, plot=str(plot))) == 1  # while the workers are still importing
@@ -130,6 +132,7 @@ def test_a_deadline_ends_it_with_1(tmp_path: Path, capsys: pytest.CaptureFixture
     assert private_directories() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("phase", "arguments"),
     [("learning", ["--scheme", "process"]), ("starting", ["--scheme", "zmq", "--uvloop", "--workers", "1"])],
@@ -150,6 +153,7 @@ def test_ctrl_c_ends_it_within_seconds_and_cleanly(phase: str, arguments: list[s
         assert private_directories() == []
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_ends_it_and_is_named(tmp_path: Path) -> None:
     with demo(tmp_path, "--target-return", "1000") as process:
         until(process, "learning")
@@ -166,6 +170,7 @@ def test_a_killed_worker_ends_it_and_is_named(tmp_path: Path) -> None:
         assert private_directories() == []
 
 
+@pytest.mark.thorough
 def test_a_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
     with demo(tmp_path, "--target-return", "1000", "--workers", "1") as process:
         until(process, "learning")

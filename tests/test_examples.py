@@ -36,6 +36,7 @@ def test_quickstart_delivers_every_version_and_says_goodbye(tmp_path: Path) -> N
         assert f"worker {worker}: the sender has said goodbye" in out
 
 
+@pytest.mark.thorough
 def test_async_trainer_may_change_the_model_once_publish_has_returned(tmp_path: Path) -> None:
     out = example(EXAMPLES / "async_trainer.py", tmp_path)
     for step in range(1, 6):
@@ -49,6 +50,7 @@ def test_async_trainer_may_change_the_model_once_publish_has_returned(tmp_path: 
     assert int(turns[1]) > 0
 
 
+@pytest.mark.thorough
 def test_many_models_switches_both_models_or_neither(tmp_path: Path) -> None:
     out = example(EXAMPLES / "many_models.py", tmp_path)
     versions = [int(version) for version in re.findall(r"trainer: version (\d+), both models", out)]
@@ -59,6 +61,7 @@ def test_many_models_switches_both_models_or_neither(tmp_path: Path) -> None:
     assert all(int(seen) >= 1 and mixed == "0" for seen, mixed in pairs)
 
 
+@pytest.mark.thorough
 def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: Path) -> None:
     out = example(EXAMPLES / "mixed_trainer.py", tmp_path)
     assert re.findall(r"step (\d+): version (\d+) is everywhere", out) == [(str(n), str(n + 1)) for n in range(1, 11)]
@@ -67,6 +70,7 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -84,6 +88,7 @@ def test_r035_r037_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path,
     assert {worker for worker, _ in ends} == {"0", "1"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(3), ids=["asyncio", "blocking", "collectors"])
 def test_the_readmes_programs_run(tmp_path: Path, number: int) -> None:
     source = Path(os.environ.get("ASYNCSYNC_SOURCE", EXAMPLES.parent))  # `make test` runs a copy of the tests

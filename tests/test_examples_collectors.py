@@ -23,6 +23,7 @@ def output(name: str, cwd: Path, *arguments: str, warns: str = "") -> str:
     return out
 
 
+@pytest.mark.thorough
 def test_r034_r037_the_pages_collector_example_runs(tmp_path: Path) -> None:
     """Of 34: with this library's collector and TorchRL's 192/10000."""
     out = output("weight_sync_collectors", tmp_path, warns=r"total_frames \(10000\) is not exactly divisible")
@@ -32,6 +33,7 @@ def test_r034_r037_the_pages_collector_example_runs(tmp_path: Path) -> None:
     assert "10176 frames in 53 batches" in out
 
 
+@pytest.mark.thorough
 def test_async_collector_learns_and_acts_with_what_it_has_learnt(tmp_path: Path) -> None:
     out = output("async_collector", tmp_path, "--total-frames", "15360")
     shown = re.findall(r"(\d+) frames, .* s: (\d+) steps a trajectory, version (\d+)", out)
@@ -42,6 +44,7 @@ def test_async_collector_learns_and_acts_with_what_it_has_learnt(tmp_path: Path)
     assert versions[-1] >= 50
 
 
+@pytest.mark.thorough
 def test_r011_r199_multi_model_never_acts_with_two_versions(tmp_path: Path) -> None:
     updates = 10
     out = output("multi_model", tmp_path, "--updates", str(updates))
@@ -51,6 +54,7 @@ def test_r011_r199_multi_model_never_acts_with_two_versions(tmp_path: Path) -> N
     assert float(shown[-1][1]) < float(shown[0][1]) / 5, "the environments do not use the trained predictor"
 
 
+@pytest.mark.thorough
 def test_replay_buffer_learns_from_what_workers_add(tmp_path: Path) -> None:
     updates = 2400
     with start(EXAMPLES / "collectors" / "replay_buffer.py", "--updates", str(updates), cwd=tmp_path) as process:

@@ -1293,6 +1293,7 @@ thorough = settings(
 )
 
 
+@pytest.mark.thorough
 @thorough
 @given(schedule=schedules)
 def test_in_every_schedule_readers_and_updates_do_what_the_reference_does(

@@ -22,6 +22,7 @@ from asyncsync.collectors.gym_vector import make_vector
 from helpers.collecting_gym import Counting, CountingVector, Spaces, counting
 
 
+@pytest.mark.thorough
 def test_without_gymnasium_the_error_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "gymnasium.py").write_text("raise ImportError")  # found first
     program = (

@@ -142,6 +142,7 @@ def test_r201_it_ends_with_the_last_of_several_calls() -> None:
     assert alive() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_r201_threads_racing_through_its_start_and_its_end() -> None:
     """Each call may find it running, ending, ended or starting."""

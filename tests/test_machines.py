@@ -59,6 +59,7 @@ numbers = st.integers(0, 63)
 operations = st.lists(st.tuples(st.sampled_from(weighted), numbers, numbers), min_size=STEPS, max_size=2 * STEPS)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @settings(max_examples=300, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), operations, st.sets(st.sampled_from(sorted(OPERATIONS.keys() - ALWAYS))))
@@ -183,6 +184,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_simulation_notices_when(monkeypatch: pytest.MonkeyPatch, mutation: str) -> None:

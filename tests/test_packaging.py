@@ -102,6 +102,7 @@ def in_the_clone(clone: Path) -> list[Path]:
     return [clone.resolve() / name for name in PACKAGES]
 
 
+@pytest.mark.thorough
 def test_r215_a_plain_install_works_elsewhere_and_from_the_clones_root(
     clone: Path, python: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_r215_a_plain_install_works_elsewhere_and_from_the_clones_root(
     assert where(python, clone)[0] == in_the_clone(clone)
 
 
+@pytest.mark.thorough
 def test_r215_an_editable_install_works_elsewhere_and_from_the_clones_root(
     clone: Path, python: Path, tmp_path: Path
 ) -> None:
@@ -120,11 +122,13 @@ def test_r215_an_editable_install_works_elsewhere_and_from_the_clones_root(
     assert where(python, clone)[0] == in_the_clone(clone)
 
 
+@pytest.mark.thorough
 def test_r215_pythonpath_alone_works(clone: Path, python: Path, tmp_path: Path) -> None:
     assert where(python, tmp_path, PYTHONPATH=str(clone))[0] == in_the_clone(clone)
     assert where(python, clone)[0] == in_the_clone(clone)
 
 
+@pytest.mark.thorough
 def test_r215_a_strangers_top_level_packages_are_not_taken_for_ours(clone: Path, python: Path, tmp_path: Path) -> None:
     pip_install(python, str(clone))
     site = site_packages(python).resolve()

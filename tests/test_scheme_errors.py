@@ -871,6 +871,7 @@ def run_script(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=40, check=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", [FORGETFUL, FORGETFUL_TOO], ids=["asyncio", "blocking"])
 def test_a_program_that_forgets_shutdown_still_ends(code: str) -> None:
     done = run_script(code)
@@ -928,6 +929,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough
 def test_a_connected_scheme_cannot_be_used_after_a_fork() -> None:
     done = run_script(AFTER_FORK)
     assert done.returncode == 0, done.stderr

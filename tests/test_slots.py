@@ -162,6 +162,7 @@ def eventually(done: Callable[[], bool]) -> None:
     assert done(), (files(), mappings())
 
 
+@pytest.mark.thorough
 def test_a_view_that_somebody_kept_stays_readable() -> None:
     """Unmapping it would be the end of the process."""
     program = """
@@ -326,6 +327,7 @@ def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
     pool.close()
 
 
+@pytest.mark.thorough
 def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
     program = f"""
         import resource, torch

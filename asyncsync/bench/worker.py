@@ -94,7 +94,7 @@ class Worker:
 
     async def open(self, scheme: WeightSyncScheme, model: Hashable) -> None:
         """Apply what the trainer sends to this model."""
-        scheme.init_on_receiver("model", model=self._models[model], worker_idx=self._index)
+        scheme.init_on_receiver("model", model=self._models[model], worker_idx=self._index, gate="hold")
         self._schemes.append(scheme)
         await scheme.connect(timeout=PATIENCE)
 

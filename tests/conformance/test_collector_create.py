@@ -40,6 +40,7 @@ async def ticks(making: Any) -> int:
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 async def test_workers_start_while_the_loop_goes_on(kind: Any) -> None:
     making = asyncio.ensure_future(kind.create([Slow], Level(), frames_per_batch=4, total_frames=8))
@@ -65,6 +66,7 @@ async def test_what_the_constructor_raises_is_raised() -> None:
         await Collector.create(Slow, Level(), frames_per_batch=0)
 
 
+@pytest.mark.thorough
 async def test_cancelled_it_leaves_nothing_behind() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -80,6 +82,7 @@ async def test_cancelled_it_leaves_nothing_behind() -> None:
             await Collector.create(fail, Level(), frames_per_batch=4)
 
 
+@pytest.mark.thorough
 def test_sigint_is_ignored_by_workers_and_not_blocked_for_what_they_start() -> None:
     with MultiSyncCollector([Slow], Level(), frames_per_batch=4) as collector:
         batch = collector.next()

@@ -51,6 +51,7 @@ def batches(made: Any, env: Any, **kwargs: Any) -> list[Any]:
         collector.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("environment", ["one", "batch", "serial"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_trajectories_are_torchrls(case: str, environment: str) -> None:
@@ -140,6 +141,7 @@ for kwargs in ({"postproc": MultiStep(gamma=0.9, n_steps=2)}, {"extend_buffer": 
 """
 
 
+@pytest.mark.thorough
 def test_r136_torchrls_buffers_and_transforms_take_what_comes() -> None:
     # In a process of its own: TorchRL's buffers keep shared memory for as long as theirs lasts.
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -83,6 +83,7 @@ def test_a_collector_that_is_the_context_of_a_users_scheme_labels_its_frames() -
         sender.shutdown()
 
 
+@pytest.mark.thorough
 def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     source = policy()
     nested = functools.partial(MultiSyncCollector, start_method="forkserver", max_lag=0)

@@ -25,9 +25,9 @@ from helpers.workers import follow
     [
         ("fork", SharedMemWeightSyncScheme),
         ("forkserver", SharedMemWeightSyncScheme),
-        ("spawn", SharedMemWeightSyncScheme),
+        pytest.param("spawn", SharedMemWeightSyncScheme, marks=pytest.mark.thorough),
         ("forkserver", partial(SharedMemWeightSyncScheme, map_above=0)),
-        ("fork", partial(SharedMemWeightSyncScheme, map_above=0)),
+        pytest.param("fork", partial(SharedMemWeightSyncScheme, map_above=0), marks=pytest.mark.thorough),
         ("forkserver", MultiProcessWeightSyncScheme),
         ("forkserver", ZMQWeightSyncScheme),
     ],

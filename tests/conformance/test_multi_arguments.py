@@ -264,6 +264,7 @@ def test_r087_r165_workers_write_to_a_shared_replay_buffer(kind: Any, extend: bo
     assert set(buffer.sizes()) == ({6} if kind is MultiAsyncCollector else {3}) if extend else {1}
 
 
+@pytest.mark.thorough
 def test_a_managers_proxy_is_a_shared_replay_buffer() -> None:
     with Manager(ctx=multiprocessing.get_context("spawn")) as manager:
         buffer = manager.Buffer()  # type: ignore[attr-defined]
@@ -345,6 +346,7 @@ def test_pauses_may_be_nested(tmp_path: Path) -> None:
         wait_for(buffer, 12)
 
 
+@pytest.mark.thorough
 def test_a_tree_that_is_paused_adds_nothing(tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path)
     nested = functools.partial(MultiAsyncCollector, start_method="forkserver")

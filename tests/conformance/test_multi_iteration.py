@@ -214,6 +214,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
             assert follows(earlier, later, 5 if worker == 0 else 3), (steps(earlier), steps(later))
 
 
+@pytest.mark.thorough
 def test_rollouts_that_are_shorter_than_asked_do_not_count_in_full() -> None:
     inner = partial(MultiSyncCollector, preemptive_threshold=0.5, cat_results=-1, start_method="forkserver")
     factories: Any = [[make(length=99), make(length=99, delay=0.02)]]

@@ -47,6 +47,7 @@ def ids(batch: Any) -> torch.Tensor:
     return numbers[batch["collector", "mask"]] if ("collector", "mask") in batch.keys(True) else numbers.flatten()
 
 
+@pytest.mark.thorough
 def test_the_same_trajectories_as_torchrls(theirs: list[TensorDictBase]) -> None:
     batches = list(collected())
     assert len(batches) == len(theirs) == 3
@@ -60,6 +61,7 @@ def test_the_same_concatenated_and_split(theirs: list[TensorDictBase]) -> None:
         same(mine, split_trajectories(joined, prefix="collector"))
 
 
+@pytest.mark.thorough
 def test_r165_torchrls_replay_buffer_is_filled_by_the_workers() -> None:
     arguments = {"frames_per_batch": 10, "total_frames": 60}
     written, shape = collecting_torchrl.in_program(collecting_torchrl.in_their_buffer, arguments)

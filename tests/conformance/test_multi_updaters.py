@@ -51,6 +51,7 @@ def test_r186_pushes_and_increments_count_for_the_trainer_and_for_frames(has_sch
     assert collector.policy_version == first + 5, "after the end, too"
 
 
+@pytest.mark.thorough
 def test_r186_counts_reach_workers_that_are_stepping() -> None:
     with MultiAsyncCollector([make(delay=0.05)], policy(), **options(frames_per_batch=40, max_lag=0)) as collector:
         collector.next()

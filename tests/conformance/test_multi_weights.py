@@ -209,6 +209,7 @@ def test_a_worker_does_not_act_on_weights_that_are_too_old() -> None:
         assert collector._page.newest(0) == collector.policy_version
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str) -> None:
     source = policy()
@@ -228,6 +229,7 @@ def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str)
             update(collector, style, weights_dict={"policy": source, "nobody": source}, wait=False)
 
 
+@pytest.mark.thorough
 def test_r026_r074_r164_r167_r186_updates_cascade_through_nested_collectors() -> None:
     source = policy()
     nested = functools.partial(MultiSyncCollector, start_method="forkserver")

@@ -236,6 +236,7 @@ async def test_an_elastic_sender_has_its_routine_too(api: Api) -> None:
         assert sum(a is not b for a, b in itertools.pairwise(seen)) < 10  # only timers end it
 
 
+@pytest.mark.thorough
 async def test_r193_the_version_that_another_thread_reads_never_goes_back(api: Api) -> None:
     """Of 193: a sender's version is monotone in the eyes of another thread."""
     async with api.crew(1) as everybody:

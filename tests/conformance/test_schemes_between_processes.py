@@ -35,7 +35,7 @@ def told(connection: Connection) -> Any:
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        ("spawn", "ZMQWeightSyncScheme"),
+        pytest.param("spawn", "ZMQWeightSyncScheme", marks=pytest.mark.thorough),
         ("forkserver", "ZMQWeightSyncScheme"),
         ("fork", "ZMQWeightSyncScheme"),
         ("forkserver", "SharedMemWeightSyncScheme"),

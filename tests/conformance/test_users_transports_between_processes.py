@@ -94,6 +94,7 @@ def workers(method: str = "forkserver", count: int = 2, width: int = 64) -> Iter
         made.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "width"), [("forkserver", 64), ("forkserver", LARGE), ("spawn", 64)])
 def test_r214_fifty_updates_reach_the_workers_that_they_are_for(method: str, width: int) -> None:
     order = random.Random(5)

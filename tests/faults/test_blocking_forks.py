@@ -18,6 +18,7 @@ from helpers.blocking_crew import crew, idle, in_fork, new_sender, start
 from helpers.blocking_workers import follow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("running", [False, True], ids=["before the loop runs", "while it runs"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_r035_workers_of_every_start_method(method: str, running: bool) -> None:
@@ -178,6 +179,7 @@ print("over")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_r201_a_forked_child_that_ends_as_any_program_leaves_the_parents_scheme_working(loop: str) -> None:
     done = subprocess.run(

@@ -19,6 +19,7 @@ HUGE = 32 << 20  # float32 elements, 128 MiB
 BOUND = 2.0  # seconds, for a copy to end that cannot be taken back; asserted at five times that
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scenario", "arguments"),
     [

@@ -104,6 +104,7 @@ elif end == "exit":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "end"),
     [("receive", "end"), ("receive", "raise"), ("send", "exit"), ("connect", "end"), ("busy", "end")],
@@ -162,12 +163,14 @@ print("open", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_r201_a_call_in_a_thread_that_threading_does_not_know_ends_with_the_program(tmp_path: Path) -> None:
     took, status, _, err = run(FOREIGN, tmp_path)
     assert (status, err) == (0, "")
     assert took < PROMISED
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("process", ["whole", "fork"])
 def test_r201_the_exit_waits_for_what_its_daemon_threads_free(process: str, tmp_path: Path) -> None:
     # A thread that the interpreter stops inside torch, be it while a tensor is freed, aborts the process.
@@ -200,6 +203,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_r201_a_multiprocessing_child_ends_with_everything_open(method: str, tmp_path: Path) -> None:
     path = tmp_path / "program.py"  # spawn imports it by its path
@@ -229,6 +233,7 @@ if sys.argv[1] == "raise":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["end", "raise"])
 def test_r210_workers_that_are_no_daemons_end_with_their_trainer(end: str, tmp_path: Path) -> None:
     took, status, _, err = run(WORKERS, tmp_path, end)
@@ -269,6 +274,7 @@ shutil.rmtree(os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")))
 """
 
 
+@pytest.mark.thorough
 def test_r210_workers_of_a_killed_trainer_notice_and_hang_nowhere(tmp_path: Path) -> None:
     took, status, _, err = run(KILLED, tmp_path)
     assert (status, err) == (0, "")

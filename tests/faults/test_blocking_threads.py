@@ -93,6 +93,7 @@ def test_r201_eight_threads_with_a_scheme_each() -> None:
     assert idle()
 
 
+@pytest.mark.thorough
 def test_r085_two_hundred_schemes_leave_nothing_behind() -> None:
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
     for i in range(200):

@@ -70,6 +70,7 @@ def read_under_fire(sender: Any, worker_function: Callable[..., None], *argument
         there.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numel", PASSES, ids=["eager", "chunked"])
 def test_r194_no_forward_of_the_main_thread_is_torn(numel: int, record_property: Callable[[str, object], None]) -> None:
     sender = new_sender(numel, num_workers=1)
@@ -80,6 +81,7 @@ def test_r194_no_forward_of_the_main_thread_is_torn(numel: int, record_property:
     assert idle()
 
 
+@pytest.mark.thorough
 def test_r194_the_oracle_of_the_main_thread_catches_a_broken_gate() -> None:
     torn, _, _ = read_under_fire(new_sender(1000, num_workers=1), forwards, 1000, 4000, True)
     assert torn > 0
@@ -105,6 +107,7 @@ def read_slots(case: Case, numel: int, passes: int, record_property: Callable[[s
     assert idle()
 
 
+@pytest.mark.thorough
 @most_cases
 def test_r194_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(
     case: Case, record_property: Callable[[str, object], None]
@@ -121,6 +124,7 @@ def test_r194_no_forward_of_a_million_of_two_threads_is_torn_while_slots_are_wri
     read_slots(case, MIB, SOAK, record_property)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["gate", "loans"])
 def test_r194_the_oracle_of_two_threads_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "loans":

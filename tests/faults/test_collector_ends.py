@@ -49,6 +49,7 @@ def directories() -> list[str]:
     return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("asyncsync-")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "delay"), [("sync", 0.01), ("async", 30.0)])
 def test_r208_workers_end_when_their_trainer_is_killed(kind: str, delay: float) -> None:
     with program(kind, "never", delay) as (process, _pipe, pids):
@@ -59,6 +60,7 @@ def test_r208_workers_end_when_their_trainer_is_killed(kind: str, delay: float) 
         assert not directories()
 
 
+@pytest.mark.thorough
 def test_r208_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> None:
     with program("async", "during shutdown", 60.0) as (process, _pipe, pids):
         time.sleep(0.5)
@@ -67,6 +69,7 @@ def test_r208_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> N
         assert gone_within(pids, 5.0), "workers outlive their trainer"
 
 
+@pytest.mark.thorough
 def test_r208_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None:
     with program("async", "with a fork", 60.0) as (process, _pipe, [*pids, child]):
         try:
@@ -77,6 +80,7 @@ def test_r208_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_nothing_behind() -> None:
     with program("async", "never", 0.01) as (process, pipe, pids):
         assert pipe.poll(20)
@@ -95,6 +99,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
         assert not directories()
 
 
+@pytest.mark.thorough
 def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
     with program("async", "nothing") as (process, _pipe, pids):
         began = time.monotonic()
@@ -237,6 +242,7 @@ def test_shutdown_in_another_thread_ends_a_waiting_one() -> None:
     timer.join()
 
 
+@pytest.mark.thorough
 def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds() -> None:
     with MultiSyncCollector([make()], policy(), **options()) as collector:
         [pid] = collector._crew.pids
@@ -267,6 +273,7 @@ print("ended")
 """
 
 
+@pytest.mark.thorough
 def test_a_worker_whose_trainer_ends_before_it_has_started_says_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("ended\n", "")

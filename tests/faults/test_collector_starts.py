@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from asyncsync.collectors import MultiSyncCollector
 from helpers.collecting_multi import make, policy
 
@@ -18,6 +20,7 @@ MultiSyncCollector([make()], policy(numel=100_000), frames_per_batch=4)
 """
 
 
+@pytest.mark.thorough
 def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path) -> None:
     program = tmp_path / "unguarded.py"
     program.write_text(UNGUARDED)
@@ -35,6 +38,7 @@ def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path
     assert "BrokenPipe" not in ended.stderr
 
 
+@pytest.mark.thorough
 def test_large_specifications_do_not_start_the_workers_one_after_the_other() -> None:
     """Each start returns before its worker has imported anything."""
     began: list[float] = []

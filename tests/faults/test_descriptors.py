@@ -88,6 +88,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough
 def test_many_senders_end_with_an_error_and_not_with_an_abort() -> None:
     ran = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, timeout=50)
     assert (ran.returncode, ran.stdout.strip()) == (0, "refused True"), ran.stderr

@@ -100,6 +100,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 def test_workers_of_an_asynchronous_trainer_that_ends_without_shutdown_are_told(tmp_path: Path) -> None:
     temporary = tmp_path / "t"
     temporary.mkdir()

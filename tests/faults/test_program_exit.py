@@ -74,6 +74,7 @@ async def run(how: str) -> tuple[float, int | None, str, str]:
             await process.wait()
 
 
+@pytest.mark.thorough
 async def test_a_program_that_ends_without_shutdown_ends_at_once(
     schemes: Schemes, record_property: Callable[[str, object], None]
 ) -> None:

@@ -227,6 +227,7 @@ async def under_the_eyes_of_a_stopped_reader(
     return published, seen
 
 
+@pytest.mark.thorough
 async def test_r198_a_reader_that_is_stopped_for_ten_seconds_holds_up_nobody(
     schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
@@ -271,6 +272,7 @@ async def stop_at_random(rounds: int, schemes: Schemes, start: Callable[..., Rem
     assert pool.peak <= 5
 
 
+@pytest.mark.thorough
 async def test_r194_a_reader_that_is_stopped_anywhere_never_opens_what_has_been_written_again(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:

@@ -96,6 +96,7 @@ async def test_r194_a_worker_that_trains_its_copy_changes_nobody_and_gets_every_
     await has_freed_all_but_the_target(pool)
 
 
+@pytest.mark.thorough
 async def test_r194_a_worker_trains_under_full_speed_sending(schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     sender, _ = await crew(schemes, workers, MIB)

@@ -85,6 +85,7 @@ async def read_under_fire(
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
     [("ipc", 1000, False), ("ipc", 1 << 18, True), ("tcp", 1000, True), ("tcp", 1 << 18, False)],
@@ -106,6 +107,7 @@ async def test_r194_no_forward_is_torn_under_full_speed_sending(
     assert min(seen for _, seen in results) >= VERSIONS
 
 
+@pytest.mark.thorough
 async def test_r194_the_oracle_catches_a_broken_gate(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -138,6 +140,7 @@ async def read_slots(
     assert pool.peak <= pool.slots_allowed
 
 
+@pytest.mark.thorough
 @most_cases
 async def test_r194_no_forward_is_torn_while_slots_are_written_at_full_speed(
     case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
@@ -154,6 +157,7 @@ async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
     await read_slots(case, MIB, SOAK, schemes, start, record_property)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "forwards", [FORWARDS, pytest.param(SOAK, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
@@ -191,6 +195,7 @@ async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
     assert pool.peak <= pool.slots_allowed
 
 
+@pytest.mark.thorough
 async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -206,6 +211,7 @@ async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
     assert results[0][0] > 0
 
 
+@pytest.mark.thorough
 async def test_r194_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_r192_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
         assert one.next() is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_r192_waiting_for_workers_ends(kind: type) -> None:
     with kind([make(delay=0.8)] * 2, policy(), **options()) as collector:
@@ -119,6 +120,7 @@ def test_r192_waiting_for_workers_ends(kind: type) -> None:
         assert collector.next().numel()
 
 
+@pytest.mark.thorough
 def test_r192_waiting_in_line_for_a_batch_ends() -> None:
     with MultiSyncCollector([make(delay=0.8)] * 2, policy(), **options()) as collector:
         with meanwhile(collector.next), sigint_elsewhere():
@@ -126,6 +128,7 @@ def test_r192_waiting_in_line_for_a_batch_ends() -> None:
         assert collector.next().numel()
 
 
+@pytest.mark.thorough
 def test_r192_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
     with MultiSyncCollector([make(delay=0.5)] * 2, policy(), **options()) as collector:
         collector.next()
@@ -182,6 +185,7 @@ def test_a_threads_end_is_waited_for_as_long_as_said() -> None:
     assert join(thread, 20)
 
 
+@pytest.mark.thorough
 def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.next()
