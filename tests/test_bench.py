@@ -83,6 +83,7 @@ def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 @needs_torchrl
 @pytest.mark.timeout(240)
 def test_schemes_of_one_host_are_measured_beside_torchrl(tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_schemes_of_one_host_are_measured_beside_torchrl(tmp_path: Path) -> None
     assert "not installed" not in out
 
 
+@pytest.mark.thorough
 @needs_torchrl
 @pytest.mark.timeout(240)
 def test_collectors_are_measured_beside_torchrl_and_a_bare_loop(tmp_path: Path) -> None:
@@ -129,6 +131,7 @@ def test_collectors_are_measured_beside_torchrl_and_a_bare_loop(tmp_path: Path) 
     assert "### Collectors" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_without_torchrl_asyncsync_is_measured_alone(tmp_path: Path) -> None:
     (tmp_path / "torchrl.py").write_text("raise ImportError")  # found first: it is the working directory
@@ -142,6 +145,7 @@ def test_without_torchrl_asyncsync_is_measured_alone(tmp_path: Path) -> None:
     assert 'TorchRL is not installed, so it is not shown; install with: pip install "asyncsync[torchrl]".' in out
 
 
+@pytest.mark.thorough
 def test_check_fails_if_a_bar_is_missed_and_says_how_many(tmp_path: Path) -> None:
     # Whether one is depends on the machine; exit code and table must agree.
     arguments = ["bench", "--quick", "--only", "tensors", "--trials", "1", "--check", "--uvloop"]
@@ -154,6 +158,7 @@ def test_check_fails_if_a_bar_is_missed_and_says_how_many(tmp_path: Path) -> Non
     assert (code, err) == ((1, f"asyncsync bench: {missed} of 2 bars missed\n") if missed else (0, ""))
 
 
+@pytest.mark.thorough
 def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
     with start("-m", "asyncsync", "bench", "--quick", cwd=tmp_path) as process:
         workers = _all_started(process)
@@ -165,6 +170,7 @@ def test_bench_ends_when_a_worker_dies(tmp_path: Path) -> None:
         assert private_directories() == []
 
 
+@pytest.mark.thorough
 def test_bench_ends_when_a_process_dies_in_the_middle(tmp_path: Path) -> None:
     arguments = ["--quick", "--only", "throughput", "--trials", "100000"]
     with start("-m", "asyncsync", "bench", *arguments, cwd=tmp_path) as process:

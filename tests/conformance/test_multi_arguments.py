@@ -72,6 +72,7 @@ def test_r120_r154_documented_defaults() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_r034_the_documented_collector_under_spawn_with_lambdas() -> None:
     """Of 34: three workers, lambdas under spawn, and the warning."""
     source = policy()

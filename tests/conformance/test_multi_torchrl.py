@@ -55,6 +55,7 @@ def test_the_same_trajectories_as_torchrls(theirs: list[TensorDictBase]) -> None
         same(mine, other)
 
 
+@pytest.mark.thorough
 def test_the_same_concatenated_and_split(theirs: list[TensorDictBase]) -> None:
     for mine, other in zip(collected(cat_results=-1, split_trajs=True), theirs, strict=True):
         joined = torch.cat(list(other.unbind(0)), -1)

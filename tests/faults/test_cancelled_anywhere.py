@@ -446,6 +446,7 @@ async def test_r192_concurrent_receivers_lose_nothing_when_some_are_cancelled(sc
         assert await receiver.receive(0) is None
 
 
+@pytest.mark.thorough
 async def test_r192_every_version_arrives_while_receives_time_out_all_the_time(schemes: Schemes) -> None:
     sender, [receiver] = await schemes.connected(LARGE)
     got: list[float] = []

@@ -88,6 +88,7 @@ def broken() -> None:
     raise LookupError("there is no such environment")
 
 
+@pytest.mark.thorough
 def test_an_exception_of_the_environments_constructor() -> None:
     with pytest.raises(LookupError, match="there is no such environment") as caught:
         MultiSyncCollector([make(), broken], policy(), **options())
