@@ -184,6 +184,7 @@ def test_bench_ends_when_a_process_dies_in_the_middle(tmp_path: Path) -> None:
         assert private_directories() == []
 
 
+@pytest.mark.thorough
 @needs_torchrl
 @pytest.mark.timeout(240)
 def test_bench_ends_when_a_process_beside_torchrl_dies(tmp_path: Path) -> None:
@@ -243,6 +244,7 @@ def _measuring(process: Any) -> None:
 # -- the crew ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_an_order_that_fails_tells_the_trainer_why() -> None:
     async with start_crew(["worker 0"], None) as crew:
         await crew.ask(0, "load", SMALL)
@@ -251,6 +253,7 @@ async def test_an_order_that_fails_tells_the_trainer_why() -> None:
         assert await crew.ask(0, "digest", SMALL, flat=False) == digest(SMALL.weights(blank=True).values())
 
 
+@pytest.mark.thorough
 async def test_a_wait_for_an_answer_can_be_cancelled_and_repeated() -> None:
     async with start_crew(["worker 0"], None) as crew:
         crew.post(0, "load", SMALL)

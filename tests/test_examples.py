@@ -26,6 +26,7 @@ def test_every_example_has_a_test() -> None:
     assert found == here | there
 
 
+@pytest.mark.thorough
 def test_quickstart_delivers_every_version_and_says_goodbye(tmp_path: Path) -> None:
     out = example(EXAMPLES / "quickstart.py", tmp_path)
     assert re.findall(r"sender: version (\d+) is everywhere", out) == ["2", "3", "4"]

@@ -40,6 +40,7 @@ class Ticking:
         await asyncio.wait([self._task])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 async def test_workers_that_are_iterated_stand_still_after_their_step(kind: Any, tmp_path: Path) -> None:
     steps = tmp_path / "steps"
