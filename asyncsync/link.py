@@ -409,7 +409,7 @@ async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGene
 def _end_all() -> None:
     """The process ends: say goodbye to the other sides and remove our files, but do not keep it waiting."""
     deadline = time.monotonic() + 2 * EXIT_SECONDS
-    for link in list(_open):
+    for link in [one for one in _open if not one.is_inherited]:
         seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))
         try:
             if link.loop.is_running():  # in a daemon thread

@@ -27,6 +27,7 @@ class Overview:
     num_workers: int | None
     targets: Targets
     peers: dict[int, Peer]
+    gone: dict[int, str]  # elastic workers that were lost a while ago, and why
 
     def expected(self) -> list[int]:
         """The workers that there should be: fixed ones, or those that are there."""
@@ -107,6 +108,9 @@ class Overview:
                 result.acked[worker] = min(done)
             else:
                 result.failed[worker] = PeerLost(f"worker {worker} has no target of version {version} or newer")
+            return
+        if peer is None and (gone := self.gone.get(worker)) is not None:
+            result.failed[worker] = PeerLost(f"worker {worker} is lost: {gone}")
             return
         if peer is None:
             result.waiting.add(worker)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Announcement", "Parts", "Peer", "Transfer"]
 
 KEPT_REFUSALS = 64
+MAX_OPEN_QUESTIONS = 2
 
 
 Parts = dict[str, tuple[int, Slab]]
@@ -172,7 +173,7 @@ class Peer:
         serial: of the last UPDATE that it was sent.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
-        questions: how many WELCOMEs it was sent.
+        questions, open_questions: how many WELCOMEs it was sent, and how many of them it has yet to answer.
         asked: of the layouts it was asked about, the first question to which a refusal counts.
         newcomer: who asks for its place.
     """
@@ -190,12 +191,14 @@ class Peer:
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
     announced: dict[str, bytes] = field(default_factory=dict)
     questions: int = 0
+    open_questions: int = 0
     asked: dict[tuple[str, bytes], int] = field(default_factory=dict)
     welcome_after_ping: int = 0
     ready: bool = False
     transfer: Transfer | None = None
     lost: str | None = None
     lost_at: int = 0
+    lost_since: float = 0.0
     slow: bool = False
     unreachable_since: float | None = None
     ping_seq: int = 0
@@ -217,7 +220,7 @@ class Peer:
         """The same incarnation again, over a new connection: nothing that was under way counts."""
         self.end_transfer()
         self.hello, self.route, self.applied = hello, route, applied
-        self.staged, self.failed, self.refused, self.asked = {}, {}, {}, {}
+        self.staged, self.failed, self.refused, self.asked, self.open_questions = {}, {}, {}, {}, 0
         self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
         self.pong_seq = self.ping_seq
         self.last_seen = now
@@ -254,6 +257,7 @@ class Peer:
     def ask(self, layouts: Iterable[tuple[str, bytes]]) -> int:
         """The number of the WELCOME that asks about these layouts."""
         self.questions += 1
+        self.open_questions += 1
         for layout in layouts:
             self.asked.setdefault(layout, self.questions)
         while len(self.asked) > KEPT_REFUSALS:
@@ -262,7 +266,8 @@ class Peer:
 
     def ask_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
         """Have those of these layouts asked about again that it has refused, or was asked about before without having
-        accepted them; a refusal that is on its way no longer counts. True if there are any.
+        accepted them; a refusal that is on its way no longer counts. True if there are any, and it may be asked now:
+        one that does not answer, because it is stopped, is asked when it does (:attr:`is_to_be_asked`).
 
         Args:
             layouts: of a publication.
@@ -277,7 +282,12 @@ class Peer:
         for layout in again:
             self.refused.pop(layout, None)
             self.asked[layout] = self.questions + 1
-        return bool(again)
+        return bool(again) and self.open_questions < MAX_OPEN_QUESTIONS
+
+    @property
+    def is_to_be_asked(self) -> bool:
+        """Whether the next question about some layout is still to be put."""
+        return any(question > self.questions for question in self.asked.values())
 
     def note_applied(self, versions: dict[str, int]) -> None:
         """The models hold these versions, or newer ones."""

@@ -61,6 +61,7 @@ class Publisher(Overview):
         self.settings = settings or Settings()
         self.targets = Targets()
         self.peers: dict[int, Peer] = {}
+        self.gone: dict[int, str] = {}
         self.loans: dict[bytes, Loans] = {}
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.fenced: Fenced | None = None
@@ -260,6 +261,7 @@ class Publisher(Overview):
 
     def _enter(self, peer: Peer, now: float) -> None:
         """A worker that takes a place."""
+        self.gone.pop(peer.worker, None)
         self.peers[peer.worker] = self._routes[peer.route] = peer
         self._said = None  # the same incarnation may have been here before, and have seen it
         peer.last_ping = peer.last_seen = now
@@ -385,7 +387,8 @@ class Publisher(Overview):
         for layout in ready.digests.items():
             peer.accepted.add(layout)
             peer.refused.pop(layout, None)
-        self._announce(peer)
+        peer.open_questions = max(0, peer.open_questions - 1)
+        self._announce(peer, again=peer.is_to_be_asked)
         self._recheck(peer.worker)
         self._pump(peer)
 
@@ -500,6 +503,8 @@ class Publisher(Overview):
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
+        if pong.seq > peer.welcome_after_ping:
+            peer.open_questions = 0  # whatever it was asked before that PING is answered, or was lost
         if peer.newcomer is not None and pong.seq >= peer.newcomer.asked:
             where = f" (process {peer.hello.pid})" if peer.local else ""
             text = f"the index was given twice: worker {peer.worker} is there already{where}, and answers"
@@ -546,7 +551,7 @@ class Publisher(Overview):
         if peer is None or peer.nonce != nonce or peer.lost:
             return
         peer.lost = reason
-        peer.lost_at = self.version
+        peer.lost_at, peer.lost_since = self.version, now
         peer.ready = False
         peer.end_transfer()
         self._routes.pop(peer.route, None)
@@ -588,9 +593,12 @@ class Publisher(Overview):
             return
         for peer in list(self.peers.values()):
             if peer.lost:
-                if self.num_workers is None and now - peer.last_seen > GONE_SECONDS:
+                if self.num_workers is None and now - peer.lost_since > GONE_SECONDS:
                     self._drop(peer)
                     self.targets.forget_worker(peer.worker)
+                    self.gone[peer.worker] = peer.lost
+                    while len(self.gone) > MAX_PEERS:
+                        del self.gone[next(iter(self.gone))]
                 continue
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
@@ -688,8 +696,8 @@ class Publisher(Overview):
             return None
         model = self.targets.models[model_id]
         current = model.common.current
-        if current is None or model.own:
-            return None
+        if current is None or model.own or current.version != self.targets.version:
+            return None  # a version that was skipped, or refused, is nobody's
         layout = model_id, slab.layout.digest
         if said.key[0][:2] != (model_id, current.version) or layout not in said.layouts or not said.can_be(slab):
             return None

@@ -41,8 +41,6 @@ from asyncsync.wire import MAX_NAME
 
 __all__ = ["SchemeCore"]
 
-RECEIVER_ARGUMENTS = ("model_id", "context", "worker_idx", "model", "apply", "inplace", "cast", "gate")
-
 
 class SchemeCore(Sources, ABC):
     """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
@@ -250,7 +248,8 @@ class SchemeCore(Sources, ABC):
             RuntimeError: this scheme is connected already, or the sender.
         """
         for name in kwargs.keys() - signature(self.create_transport).parameters.keys():
-            if meant := get_close_matches(name, RECEIVER_ARGUMENTS, 1, 0.75):
+            ours = signature(SchemeCore.init_on_receiver).parameters.keys() - {"self", "kwargs"}
+            if meant := get_close_matches(name, ours, 1, 0.75):
                 raise TypeError(f"init_on_receiver() has no argument {name!r}; did you mean {meant[0]!r}?")
         if apply not in ("auto", "on_receive"):
             raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")

@@ -713,8 +713,10 @@ class SenderLink(Link):
 
         def hopeless() -> bool:
             # A lost worker may come back; one that cannot take the weights will not change its mind.
-            if version is None or publisher.num_workers is None:
+            if version is None:
                 return False
+            if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
+                return any(publisher.targets.rejection(w, version) is not None for w in publisher.expected())
             failed = publisher.progress(version, publisher.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 

@@ -73,7 +73,7 @@ class Sources(SchemeState):
             weights = self._weights
         if by_worker(weights):
             prepared = EachWorkers([(worker, await self._prepare_one(each)) for worker, each in weights.items()])
-            if not (self._is_mapped and weights is self._weights):
+            if not self._is_mapped:
                 prepared.unsure = frozenset(w for w, each in weights.items() if is_plain(each))
             return prepared
         return await self._prepare_one(weights)

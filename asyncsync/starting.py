@@ -14,6 +14,8 @@ def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
     Raises:
         TypeError: names what is understood.
     """
+    if not isinstance(processes, Iterable):
+        raise TypeError(f"processes= takes several, in a list: [{processes!r}]")
     found = tuple(processes)
     for process in found:
         if not any(hasattr(process, name) for name in ("exitcode", "poll", "returncode")):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.collectors.base import PostHook, PreHook
@@ -132,17 +133,17 @@ class Calling(WorkersWeights):
         policies = [policy for name in names for policy in _policies(state_dict[name])]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = bool(policies) and own.keys() == policies[0].keys() and all(_equal(policies[0], p) for p in policies)
+        is_sent = "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
         if "versions" in state_dict:
-            self._carry_on(state_dict["versions"])
-        if "policy" not in self._sender_schemes:
+            self._carry_on(state_dict["versions"], is_sent=is_sent)
+        if not is_sent:
             self.increment_version()
         elif all_have:
             self.policy.load_state_dict(policies[0])
             self.update_policy_weights_(timeout=timeout)
-        elif len(policies) == len(names):
-            self.update_policy_weights_(dict(enumerate(policies)), timeout=timeout)
         else:
-            self.increment_version()
+            each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
+            self.update_policy_weights_(each, timeout=timeout)
 
     @property
     def pre_collect_hook(self) -> PreHook | None:

@@ -51,11 +51,17 @@ class Update(Need):
         self._workers = workers
 
     def wait(self, collector: Commanding) -> None:
-        collector.update_policy_weights_(worker_ids=self._workers)
+        try:
+            collector.update_policy_weights_(worker_ids=self._workers)
+        except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+            raise RuntimeError(f"an updater raised {error!r}") from error
         collector._updated(self._workers)
 
     async def wait_async(self, collector: Commanding) -> None:
-        await collector.update_policy_weights_async(worker_ids=self._workers)
+        try:
+            await collector.update_policy_weights_async(worker_ids=self._workers)
+        except (StopIteration, StopAsyncIteration) as error:
+            raise RuntimeError(f"an updater raised {error!r}") from error
         collector._updated(self._workers)
 
 

@@ -123,9 +123,13 @@ class WorkersWeights(BaseCollector):
     def _versions(self) -> dict[str, Any]:
         return super()._versions() | {"own": self._page.counted}
 
-    def _carry_on(self, versions: Mapping[str, Any]) -> None:
-        self._page.counted = max(self._page.counted, versions["own"])
-        self._senders.carry_on(versions["sent"])
+    def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
+        own = versions["own"]
+        if is_sent:
+            self._senders.carry_on(versions["sent"])
+        else:  # workers keep the number that came with their weights: the rest is counted here
+            own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
+        self._page.counted = max(self._page.counted, own)
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
         self._updated(workers)

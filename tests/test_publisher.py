@@ -1480,3 +1480,49 @@ def test_what_was_granted_is_not_said_again_in_short() -> None:
         assert not said.repeatable
     slab.in_place = False
     assert Announcement(1, parts, EPOCH, eager_bytes=1 << 16, checksum=False).repeatable
+
+
+def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: Desk) -> None:
+    """It would have to read all that was asked when it goes on, and the queue to it would fill."""
+    desk.publisher.assemble("policy")
+    desk.publish(dtype=F64)
+    desk.take()
+    desk.ready(1, F64)
+    desk.pass_time(6)  # it is not waited for any longer
+    desk.take()
+    asked = 0
+    for _ in range(50):
+        desk.publish(dtype=F64)
+        for instruction in desk.take():
+            asked += isinstance(instruction, wire.Welcome)
+            if isinstance(instruction, wire.Update):
+                desk.finish(1, instruction)
+    assert asked <= 1
+    desk.refuse(0, F64, question=1)
+    assert [type(i) for i in desk.take(wire.Welcome, b"0")] == [wire.Welcome], "now that it answers, for the newest"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_elastic_worker_that_was_silent_for_long_is_remembered_for_a_minute_after_its_loss(own: bool) -> None:
+    desk = Desk(None)
+    desk.join(0, 1)
+    version = desk.publish(workers=[0] if own else None)
+    desk.now += 70
+    desk.publisher.peers[1].last_seen = desk.now
+    desk.publisher.lost(0, nonce(0), "its connection is gone", desk.now)
+    desk.publisher.tick(desk.now + 1)
+    assert set(desk.publisher.peers) == {0, 1}
+    desk.publisher.tick(desk.now + 61)
+    assert set(desk.publisher.peers) == {1}
+    if not own:
+        assert isinstance(desk.publisher.progress(version, [0]).failed[0], PeerLost), "who waits for it is told so"
+
+
+def test_a_version_that_was_skipped_is_nobodys() -> None:
+    desk = joined(0)
+    trained(desk, 0)
+    model = desk.publisher.targets.models["policy"].common
+    assert model.current is not None
+    assert desk.publisher.steady("policy", model.current.slab) is not None
+    desk.publisher.targets.carry_on(100)
+    assert desk.publisher.steady("policy", model.current.slab) is None

@@ -55,7 +55,10 @@ async def test_r064_also_where_connect_says_which_worker_it_is(api: Api) -> None
         await sender.shutdown()
 
 
-@pytest.mark.parametrize(("typo", "meant"), [("inplase", "inplace"), ("gates", "gate"), ("worker_index", "worker_idx")])
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("inplase", "inplace"), ("gates", "gate"), ("worker_index", "worker_idx"), ("reconect", "reconnect")],
+)
 def test_a_misspelt_keyword_of_ours_is_refused(api: Api, typo: str, meant: str) -> None:
     scheme = bare(passed_on(api.scheme()))
     with pytest.raises(TypeError, match=f"{typo}.*did you mean {meant!r}"):
