@@ -113,7 +113,7 @@ class WorkThread:
             try:
                 result = function()
             except BaseException as error:  # handed to the awaiting coroutine
-                failure = error
+                failure = as_exception(error) if isinstance(error, StopIteration) else error
             try:
                 loop.call_soon_threadsafe(settle, result, failure)
             except RuntimeError:
