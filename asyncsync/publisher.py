@@ -323,6 +323,12 @@ class Publisher(Overview):
         elif not isinstance(instruction, wire.Released):
             raise ProtocolError(f"{type(instruction).__name__} from one that is not worker {peer.worker} yet")
 
+    @property
+    def welcomed(self) -> list[Peer]:
+        """The workers that were sent a WELCOME: those who are there, and newcomers that are about to take a place."""
+        there = [peer for peer in self.peers.values() if not peer.lost]
+        return there + [newcomer.peer for newcomer in self._newcomers.values() if newcomer.shown is not None]
+
     def _turn_away(self, newcomer: Newcomer, why: str) -> None:
         self.turned_away = why
         self._send(newcomer.peer.route, wire.Bye(self.epoch, newcomer.peer.nonce, "refused", why))

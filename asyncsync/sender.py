@@ -191,8 +191,8 @@ class SenderLink(Link):
 
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Somebody asks for a lane: the receiver of its packets, if that is a worker that has said HELLO."""
-        peers = self.publisher.peers.values()
-        return next((partial(self._receive_packet, p) for p in peers if p.nonce == nonce and not p.lost), None)
+        # A newcomer's lane may be here before the READY by which it takes its place.
+        return next((partial(self._receive_packet, p) for p in self.publisher.welcomed if p.nonce == nonce), None)
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         if self._routine is not None and self._routine.answer(peer, packet, self.loop.time()):
@@ -214,7 +214,7 @@ class SenderLink(Link):
         """One process watch per co-located worker incarnation; no lane to one that is gone."""
         publisher = self.publisher
         if self.lanes.of:
-            self.lanes.keep({p.nonce for p in publisher.peers.values() if not p.lost})
+            self.lanes.keep({p.nonce for p in publisher.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what it was lent.
         chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
