@@ -97,13 +97,19 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def private_directory(endpoint: str) -> Path | None:
+    """The directory that was made for this endpoint alone; None for an endpoint of the user's."""
+    directory = Path(endpoint.removeprefix("ipc://")).parent
+    return directory if endpoint.startswith("ipc://") and directory.name.startswith(PREFIX) else None
+
+
 def is_trustworthy(endpoint: str) -> bool:
     """False for a private directory that is not this user's: somebody else has made it anew after its owner's crash."""
-    path = Path(endpoint.removeprefix("ipc://"))
-    if not endpoint.startswith("ipc://") or not path.parent.name.startswith(PREFIX):
+    private = private_directory(endpoint)
+    if private is None:
         return True
     try:
-        found = os.lstat(path.parent)
+        found = os.lstat(private)
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -127,7 +133,7 @@ class Claim:
     def __init__(self, endpoint: str) -> None:
         path = Path(endpoint.removeprefix("ipc://"))
         self._path = path
-        self._private = path.parent.name.startswith(PREFIX)
+        self._private = private_directory(endpoint) is not None
         self._lock = path.with_name(path.name + ".lock")
         self._descriptor: int | None = None
         self.beside: list[Path] = []

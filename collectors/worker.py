@@ -24,10 +24,10 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from asyncsync.collectors.finish import processed
 from asyncsync.collectors.messages import Channel, Packet, Parcel, encode, encode_any, loads
 from asyncsync.collectors.page import MemoryPlace, page_at
 from asyncsync.collectors.window import Window
-from asyncsync.endpoint import sweep
+from asyncsync.endpoint import private_directory, sweep
 from asyncsync.errors import ClosedError, WeightSyncError
 
 __all__ = ["Spec", "run_worker"]
@@ -48,6 +48,7 @@ logger = logging.getLogger("asyncsync")
 
 SWITCH_INTERVAL = 5e-4  # the loop thread gets its turn ten times as soon as by default
 ORPHAN_SECONDS = 2.0
+SWEEP_AGAIN = 0.01
 SEND_SECONDS = 60.0
 
 
@@ -115,7 +116,7 @@ def run_worker(
             code = 1
             worker.report(error)
     if not worker.page.stopped:
-        worker.sweep()
+        worker.sweep(ORPHAN_SECONDS if worker.is_orphaned else 0.0)
     worker.ended.set()
     gc.freeze()  # else the interpreter's end searches all of torch for garbage: 0.6 s of a core
     if code:
@@ -154,12 +155,12 @@ class _Worker:
         self._nested = self._writes = self._connecting = False
         self._hook: Callable[[TensorDictBase], None] | None = None
         self._serial = self._done = 0
-        self._orphaned = False
+        self.is_orphaned = False
         self._free = False
 
     @property
     def is_over(self) -> bool:
-        return self._orphaned or self.page.stopped
+        return self.is_orphaned or self.page.stopped
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -208,12 +209,12 @@ class _Worker:
             except (EOFError, OSError):
                 break
             self._interrupt()
-        self._orphaned = True
+        self.is_orphaned = True
         self._pipe.shutdown()
         self.sweep()
         self._interrupt()
         self.ended.wait(ORPHAN_SECONDS)
-        self.sweep()  # the trainer's locks may have been freed a moment later
+        self.sweep(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(1)
@@ -226,14 +227,23 @@ class _Worker:
         elif self._connecting:
             self._collector._end_weights(ORPHAN_SECONDS)
 
-    def sweep(self) -> None:
+    def sweep(self, patience: float = 0.0) -> None:
+        """Remove what a trainer that was killed has left.
+
+        Args:
+            patience: how many seconds its locks may stay taken: until it has ended altogether, or a process that it had
+                just forked has let go of them.
+        """
+        deadline = time.monotonic() + patience
         for scheme in self._schemes.values():
-            endpoint = scheme._bus.endpoint
-            if endpoint.startswith("ipc://"):
+            while (private := private_directory(scheme._bus.endpoint)) is not None and private.exists():
                 try:
-                    sweep(Path(endpoint.removeprefix("ipc://")).parent.parent)
+                    sweep(private.parent)
                 except OSError as error:
-                    logger.debug("%s cannot be swept: %s", endpoint, error)
+                    logger.debug("%s cannot be swept: %s", private.parent, error)
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(SWEEP_AGAIN)
 
     def close(self) -> None:
         if self._collector is not None:

@@ -13,27 +13,29 @@ from typing import Any
 import pytest
 
 from asyncsync import loop_thread
-from asyncsync.sync import ZMQWeightSyncScheme
-from helpers.blocking_crew import crew, idle, in_fork, new_sender, start
+from asyncsync.sync import MultiProcessWeightSyncScheme, ZMQWeightSyncScheme
+from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, start
 from helpers.blocking_workers import follow
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("running", [False, True], ids=["before the loop runs", "while it runs"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_r035_workers_of_every_start_method(method: str, running: bool) -> None:
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_r035_r201_workers_of_every_start_method(kind: type, method: str, running: bool) -> None:
     if running:
-        with crew() as (other, [receiver]):
-            follows(method)
+        with crew(of=kind) as (other, [receiver]):
+            follows(kind, method)
             other.send(other.model.fill(2))
             assert receiver.model.value == 2
     else:
-        follows(method)
+        follows(kind, method)
     assert idle()
 
 
-def follows(method: str) -> None:
-    sender = new_sender(1000, num_workers=2)
+def follows(kind: type, method: str) -> None:
+    """With a scheme whose ``receive`` waits: SharedMem's start methods are test_documented_program.py's."""
+    sender = new_sender(1000, of=kind, num_workers=2)
     ends = [Pipe() for _ in range(2)]
     workers = [start(follow, sender, i, 1000, ends[i][1], method=method) for i in range(2)]
     try:
@@ -57,8 +59,9 @@ def follows(method: str) -> None:
             there.close()
 
 
-def test_r201_a_connected_scheme_refuses_every_method_in_a_forked_child() -> None:
-    with crew() as (sender, [receiver]):
+@pytest.mark.parametrize("kind", KINDS)
+def test_r201_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -> None:
+    with crew(of=kind) as (sender, [receiver]):
         calls: dict[str, Callable[[], Any]] = {
             "connect": sender.connect,
             "send": sender.send,
@@ -104,17 +107,18 @@ def test_r201_a_connected_scheme_refuses_every_method_in_a_forked_child() -> Non
         assert receiver.model.value == 2
 
 
-def test_r201_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_r201_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kind: type) -> None:
     def child() -> float:
         assert loop_thread._current is None
         for _ in range(3):
-            with crew(workers=2) as (sender, receivers):
+            with crew(workers=2, of=kind) as (sender, receivers):
                 sender.send(sender.model.fill(7))
                 values = {r.model.value for r in receivers}
             assert idle()
         return values.pop()
 
-    with crew() as (sender, [receiver]):
+    with crew(of=kind) as (sender, [receiver]):
         for value in range(2, 5):
             assert in_fork(child) == 7
             sender.send(sender.model.fill(value))

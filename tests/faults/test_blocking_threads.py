@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from asyncsync.sync import ClosedError, NotConnected
-from helpers.blocking_crew import connect, crew, idle, in_threads, new_receiver, new_sender
+from helpers.blocking_crew import KINDS, connect, crew, idle, in_threads, new_receiver, new_sender
 from helpers.processes import Filled, value_of
 
 THREADS = 8
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("numel", "rounds"), [(1000, 60), (5 << 18, 6)], ids=["small", "large"])
-def test_r201_eight_threads_send_through_one_scheme(numel: int, rounds: int) -> None:
+def test_r201_eight_threads_send_through_one_scheme(numel: int, rounds: int, kind: type) -> None:
     published: list[int] = []
     seen: list[float] = []
 
-    with crew(numel, workers=2) as (sender, receivers):
+    with crew(numel, workers=2, of=kind) as (sender, receivers):
 
         def send(number: int) -> None:
             weights = Filled(numel)
@@ -61,7 +62,7 @@ def test_r201_eight_threads_send_through_one_scheme(numel: int, rounds: int) -> 
         assert len(set(published)) == len(published)
         assert sender.version == 1 + THREADS * rounds
         assert {r.version for r in receivers} == {sender.version}
-        assert value_of(receivers[0].receive()) == receivers[1].model.value
+        assert value_of(receivers[0].fetch()) == receivers[1].model.value
 
 
 def _caught(function: Any) -> list[BaseException]:

@@ -81,6 +81,15 @@ def test_r208_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None
 
 
 @pytest.mark.thorough
+def test_r208_workers_remove_what_is_left_of_a_trainer_that_is_killed_while_it_forks() -> None:
+    with program("async", "while it forks", 60.0) as (process, _pipe, pids):
+        process.kill()  # its child has its lock for another second
+        process.join()
+        assert gone_within(pids, 5.0), "workers outlive their trainer"
+        assert not directories()
+
+
+@pytest.mark.thorough
 def test_ctrl_c_leaves_nothing_behind() -> None:
     with program("async", "never", 0.01) as (process, pipe, pids):
         assert pipe.poll(20)

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
-from asyncsync.sync import ZMQWeightSyncScheme
+from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import processes
 from helpers.processes import Filled
 
 __all__ = [
+    "KINDS",
     "connect",
     "crew",
     "idle",
@@ -44,8 +45,11 @@ __all__ = [
 assert processes  # its import has the fork server load what we need
 
 
-def new_sender(numel: int, value: float = 1.0, **arguments: Any) -> Any:
-    scheme = ZMQWeightSyncScheme(**arguments)
+KINDS: list[type[Any]] = [ZMQWeightSyncScheme, SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
+
+
+def new_sender(numel: int, value: float = 1.0, *, of: type[Any] = ZMQWeightSyncScheme, **arguments: Any) -> Any:
+    scheme = of(**arguments)
     scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
     return scheme
 

@@ -5,6 +5,7 @@ An observation tells where it comes from: ``[seed, trajectory of this environmen
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import multiprocessing.util
@@ -267,6 +268,11 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
         pipe.send([*collector._crew.pids, child.pid])
+    if end == "while it forks":
+        child_pid = ctypes.PyDLL(None).fork()  # without Python's hooks: it has not come to them yet
+        if child_pid == 0:
+            time.sleep(1.0)
+            os._exit(0)
     pipe.send(collector._crew.pids)
     try:
         for _ in collector:
