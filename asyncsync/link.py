@@ -217,6 +217,7 @@ class Link(ABC):
         self.closed = False
         self.failure: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._lifeline: AsyncGeneratorType[None, None] | None = None
 
     def opened(self) -> None:
@@ -286,7 +287,9 @@ class Link(ABC):
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:
             # Not computed anew for every message: what becomes due earlier than this waits a moment.
-            self._timer = self.loop.call_at(min(self._next_tick(now), now + MAX_TICK), self._due)
+            # (The handle itself cannot always be asked: uvloop's has no time when that is less than 0.5 ms away.)
+            self._timer_due = min(self._next_tick(now), now + MAX_TICK)
+            self._timer = self.loop.call_at(self._timer_due, self._due)
 
     def _due(self) -> None:
         self._timer = None

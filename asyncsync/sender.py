@@ -241,13 +241,6 @@ class SenderLink(Link):
 
         return ended
 
-    def _due(self) -> None:
-        if not self._has_warned and self._timer is not None:
-            late = self.loop.time() - self._timer.when()
-            if late > BLOCKED_SECONDS and not loop_thread.is_here():
-                self._warn_of_blocking(late)
-        super()._due()
-
     def _warn_of_blocking(self, seconds: float) -> None:
         publisher = self.publisher
         waiting = publisher.progress(self.version, publisher.targeted(self.version)).waiting & publisher.peers.keys()
@@ -261,6 +254,9 @@ class SenderLink(Link):
             )  # fmt: skip
 
     def _tick(self, now: float) -> None:
+        late = now - self._timer_due
+        if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
+            self._warn_of_blocking(late)
         self.publisher.tick(now)
         self._watch()
 

@@ -24,6 +24,8 @@ from asyncsync.bench.sections import RUN
 from asyncsync.bench.stage import WARM, interleave
 from helpers.command import children_of, finish, private_directories, run, start
 
+pytestmark = pytest.mark.timeout(120)  # several processes, each of which imports torch
+
 needs_torchrl = pytest.mark.skipif(find_spec("torchrl") is None, reason="TorchRL is not installed")
 
 SYSTEMS = ["asyncsync tcp", "asyncsync ipc", *(f"gloo {how}" for how in GLOO), "memcpy"]

@@ -11,6 +11,8 @@ from asyncsync import __version__
 from asyncsync.cli import main
 from helpers.command import run
 
+pytestmark = pytest.mark.timeout(120)  # several processes, each of which imports torch
+
 
 def ended(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:

@@ -28,6 +28,8 @@ from asyncsync.demo.view import line, panel, show, sparkline, summary
 from asyncsync.demo.workers import ENVIRONMENTS, TIME
 from helpers.command import children_of, finish, private_directories, start
 
+pytestmark = pytest.mark.timeout(120)  # several processes, each of which imports torch
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

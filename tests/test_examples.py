@@ -10,6 +10,8 @@ import pytest
 
 from helpers.command import EXAMPLES, private_directories, run
 
+pytestmark = pytest.mark.timeout(120)  # up to three processes, each of which imports torch
+
 
 def example(path: Path, cwd: Path, *arguments: str) -> str:
     """What a program prints that ends well and leaves nothing behind."""

@@ -417,6 +417,20 @@ async def test_r200_status_tells_version_lag_last_seen_and_state_of_each_worker(
         assert (zero.status()[0].state, zero.status()[0].reason) == ("lost", "the sender was shut down")
 
 
+@pytest.mark.both_loops
+async def test_r200_a_timer_that_is_due_at_once_is_not_the_last(api: Api) -> None:
+    """Of 200: liveness goes on. (uvloop makes no timer of one that is due within half a millisecond.)"""
+    sender = api.scheme(num_workers=1)
+    impatient(sender, ping_interval=1e-4, retry_interval=1e-4)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    async with sender, receiver_of(sender, 0, Model()) as receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        await asyncio.sleep(0.6)
+        last_seen = sender.status()[0].last_seen
+        assert last_seen is not None
+        assert last_seen < 0.3
+
+
 @pytest.mark.schemes("every")
 async def test_r212_an_elastic_sender_needs_min_workers(api: Api) -> None:
     assert inspect.signature(api.scheme_class).parameters["min_workers"].default == 1

@@ -21,6 +21,8 @@ SLOT_PASSES = 18_200  # of 1.1 forwards
 SOAK = 910_000
 VERSIONS = 300
 
+pytestmark = pytest.mark.timeout(180)  # each makes some 20 000 forwards, against a publisher that takes a core
+
 
 class Case(NamedTuple):
     """A scheme whose slabs are slots, and how a worker takes what is in them."""

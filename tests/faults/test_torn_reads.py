@@ -17,7 +17,7 @@ from asyncsync.routine import Routine
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 FORWARDS = 20_000
 SOAK = 1_000_000

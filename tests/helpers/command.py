@@ -44,7 +44,7 @@ def start(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 45) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, str, str]:
     """Wait for the end: exit code, stdout, stderr."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
