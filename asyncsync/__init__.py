@@ -21,7 +21,7 @@ try:
 except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
     __version__ = "0+unknown"
 
-from asyncsync.aio import Bus, WeightSyncScheme
+from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import (
     AckTimeout,
     ClosedError,
@@ -35,11 +35,11 @@ from asyncsync.errors import (
     SchemaMismatch,
     WeightSyncError,
 )
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
-from asyncsync.status import WorkerStatus
-from asyncsync.strategy import WeightStrategy
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.multiprocess import MPTransport
 from asyncsync.transports.shared_memory import SharedMemTransport

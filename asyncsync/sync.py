@@ -17,10 +17,10 @@ and in a worker::
     scheme.connect()                        # policy(...) is never torn from here on
     weights = scheme.receive(timeout=1.0)   # tells of updates; they are applied as they come
 
-All schemes of a process share one event loop on a thread of its own; see :mod:`asyncsync.loop_thread`.
+All schemes of a process share one event loop on a thread of its own; see :mod:`asyncsync.runtime.loop_thread`.
 """
 
-from asyncsync.blocking import Bus, WeightSyncScheme
+from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import (
     AckTimeout,
     ClosedError,
@@ -34,12 +34,12 @@ from asyncsync.errors import (
     SchemaMismatch,
     WeightSyncError,
 )
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import BlockingNoSync as _BlockingNoSync
 from asyncsync.schemes.shared_memory import BlockingMultiProcess as _BlockingMultiProcess
 from asyncsync.schemes.shared_memory import BlockingSharedMem as _BlockingSharedMem
 from asyncsync.schemes.zmq import ZMQCore as _ZMQCore
-from asyncsync.status import WorkerStatus
-from asyncsync.strategy import WeightStrategy
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.multiprocess import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport

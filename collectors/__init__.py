@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tensordict.nn import InteractionType as ExplorationType
 
-    from asyncsync.collectors.gym import GymEnv
-    from asyncsync.collectors.multi import MultiCollector
-    from asyncsync.collectors.multi_async import MultiAsyncCollector
-    from asyncsync.collectors.multi_sync import MultiSyncCollector
-    from asyncsync.collectors.policies import RandomPolicy
+    from asyncsync.collectors.envs.gym import GymEnv
+    from asyncsync.collectors.multi.collector import MultiCollector
+    from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
+    from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+    from asyncsync.collectors.rollout.policies import RandomPolicy
     from asyncsync.collectors.single import Collector
     from asyncsync.collectors.trajectories import split_trajectories
-    from asyncsync.collectors.updaters import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+    from asyncsync.collectors.weights.legacy_updaters import (
+        MultiProcessedWeightUpdater,
+        VanillaWeightUpdater,
+        WeightUpdaterBase,
+    )
 
 __all__ = [
     "Collector",
@@ -35,14 +39,14 @@ __all__ = [
 _HOMES = {
     "Collector": "asyncsync.collectors.single",
     "ExplorationType": "tensordict.nn",
-    "GymEnv": "asyncsync.collectors.gym",
-    "MultiAsyncCollector": "asyncsync.collectors.multi_async",
-    "MultiCollector": "asyncsync.collectors.multi",
-    "MultiProcessedWeightUpdater": "asyncsync.collectors.updaters",
-    "MultiSyncCollector": "asyncsync.collectors.multi_sync",
-    "RandomPolicy": "asyncsync.collectors.policies",
-    "VanillaWeightUpdater": "asyncsync.collectors.updaters",
-    "WeightUpdaterBase": "asyncsync.collectors.updaters",
+    "GymEnv": "asyncsync.collectors.envs.gym",
+    "MultiAsyncCollector": "asyncsync.collectors.multi.multi_async",
+    "MultiCollector": "asyncsync.collectors.multi.collector",
+    "MultiProcessedWeightUpdater": "asyncsync.collectors.weights.legacy_updaters",
+    "MultiSyncCollector": "asyncsync.collectors.multi.multi_sync",
+    "RandomPolicy": "asyncsync.collectors.rollout.policies",
+    "VanillaWeightUpdater": "asyncsync.collectors.weights.legacy_updaters",
+    "WeightUpdaterBase": "asyncsync.collectors.weights.legacy_updaters",
     "split_trajectories": "asyncsync.collectors.trajectories",
 }
 _NAMES = {"ExplorationType": "InteractionType"}

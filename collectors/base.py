@@ -7,7 +7,7 @@ Usage, of any subclass::
             loss(batch).backward()
             collector.update_policy_weights_()       # or: await collector.update_policy_weights_async()
 
-The weights' side is :class:`asyncsync.collectors.weights.WeightsAPI`. Names and defaults follow TorchRL's
+The weights' side is :class:`asyncsync.collectors.weights.api.WeightsAPI`. Names and defaults follow TorchRL's
 "RPCCollector" page where it speaks of any collector.
 """
 
@@ -22,9 +22,9 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.pausing import Pause
-from asyncsync.collectors.weights import WeightsAPI
-from asyncsync.context import follow
-from asyncsync.threads import WorkThread, finish
+from asyncsync.collectors.weights.api import WeightsAPI
+from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.schemes.context import follow
 
 __all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "PostHook", "PreHook"]
 

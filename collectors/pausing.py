@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from types import TracebackType
 
-from asyncsync.threads import WorkThread, finish
+from asyncsync.runtime.threads import WorkThread, finish
 
 __all__ = ["Pause", "is_caller", "task_or_none"]
 

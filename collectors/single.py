@@ -7,7 +7,7 @@
     collector.shutdown()                        # or: with Collector(...) as collector
 
 Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages. How one step goes is in
-:mod:`asyncsync.collectors.rollout`, where its data goes in :mod:`asyncsync.collectors.storing`.
+:mod:`asyncsync.collectors.rollout.rollout`, where its data goes in :mod:`asyncsync.collectors.rollout.buffer`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors import environments
+from asyncsync.collectors.arguments import check_policy, check_policy_factory, check_schemes, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
-from asyncsync.collectors.counts import check_policy, check_policy_factory, check_schemes, frames_or_none, whole
-from asyncsync.collectors.devices import Device, check_devices
-from asyncsync.collectors.dispatch import Dispatch
+from asyncsync.collectors.construct import Dispatch
+from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.finish import on_device, warn_rounding
-from asyncsync.collectors.limits import limited
-from asyncsync.collectors.models import find_model
-from asyncsync.collectors.policies import RandomPolicy, as_module, placed, wrapped
-from asyncsync.collectors.running import Running
-from asyncsync.collectors.saving import Saving
+from asyncsync.collectors.rollout.checkpoint import Saving
+from asyncsync.collectors.rollout.devices import Device, check_devices
+from asyncsync.collectors.rollout.iteration import Running
+from asyncsync.collectors.rollout.policies import RandomPolicy, as_module, placed, wrapped
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.threads import join
+from asyncsync.collectors.weights.models import find_model
+from asyncsync.runtime.threads import join
 
 __all__ = ["Collector"]
 
@@ -51,7 +51,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
 
     Args:
         create_env_fn: an environment, a callable that returns one, a list of one of these, or a Gymnasium id; see
-            :mod:`asyncsync.collectors.environments`.
+            :mod:`asyncsync.collectors.envs.environment`.
         policy: module or callable; None: :class:`RandomPolicy`. One that is no ``TensorDictModuleBase`` and whose
             ``forward`` does not take one TensorDict is wrapped in a ``TensorDictModule`` from the observations to the
             actions.

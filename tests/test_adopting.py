@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync.binding import Binding
 from asyncsync.errors import SchemaMismatch
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool, is_foreign, pack
-from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool, is_foreign, pack
 
 
 class Pair:

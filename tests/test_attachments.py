@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from asyncsync.errors import WeightSyncError
-from asyncsync.layout import Layout
-from asyncsync.slab import FOREIGN, SlabPool
 from asyncsync.transports import attachments
 from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import Place, Slot, SlotPool
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import FOREIGN, SlabPool
 from helpers.memory import files, mappings
 
 PAGE = mmap.PAGESIZE
@@ -348,7 +348,7 @@ def test_without_address_space_there_is_a_memory_error(pool: SlotPool, monkeypat
 def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
     program = f"""
         import resource, torch
-        from asyncsync.layout import Layout
+        from asyncsync.weights.layout import Layout
         from asyncsync.transports.attachments import Attachments
         from asyncsync.transports.slots import Place, SlotPool
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from asyncsync.collectors.batches import MAX_LENT, Arrangement, Slots, layout_of
-from asyncsync.collectors.storing import Store, empty_batch
-from asyncsync.collectors.window import Window
+from asyncsync.collectors.rollout.buffer import Store, empty_batch
+from asyncsync.collectors.workers.batch_writer import Window
+from asyncsync.collectors.workers.shared_batches import MAX_LENT, Arrangement, Slots, layout_of
 
 
 def rollout(

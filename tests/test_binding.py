@@ -13,13 +13,13 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from asyncsync.binding import Binding, Prepared
-from asyncsync.copying import copy_tensors
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.flat import flatten
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool, pack
-from asyncsync.strategy import WeightStrategy, flat_weights
+from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.tree import flatten
 
 
 def published(source: Any, strategy: WeightStrategy | None = None) -> Slab:

@@ -11,9 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.collectors import Collector
-from asyncsync.collectors.environments import observation_keys
-from asyncsync.collectors.limits import StepLimit
-from asyncsync.collectors.policies import placed, wrapped
+from asyncsync.collectors.envs.environment import observation_keys
+from asyncsync.collectors.envs.step_limit import StepLimit
+from asyncsync.collectors.rollout.policies import placed, wrapped
 from helpers.collecting_single import KINDS, WalkEnv, environment, needs_torchrl, torchrl
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")

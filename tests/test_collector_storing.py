@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 
-from asyncsync.collectors import storing
-from asyncsync.collectors.storing import BatchLayout, Store, empty_batch
+from asyncsync.collectors.rollout import buffer as storing
+from asyncsync.collectors.rollout.buffer import BatchLayout, Store, empty_batch
 
 SIZE = torch.Size([2])
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncsync import link
-from asyncsync.link import Conditions
+from asyncsync.bus import link
+from asyncsync.bus.link import Conditions
 
 
 async def test_a_waiter_goes_on_waiting_if_what_woke_it_is_over_before_its_turn() -> None:

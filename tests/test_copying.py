@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.copying import FEW, MOST, KnownMemory, copy_bytes, copy_tensors
+from asyncsync.weights.copying import FEW, MOST, KnownMemory, copy_bytes, copy_tensors
 from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -142,7 +142,7 @@ def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
 
 REPLACED = """
 import threading, torch
-from asyncsync.copying import copy_tensors
+from asyncsync.weights.copying import copy_tensors
 
 torch.set_num_threads(1)
 for _ in range(5):

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors import worker as workers
-from asyncsync.collectors.crew import Crew
-from asyncsync.collectors.member import Member
-from asyncsync.collectors.messages import Channel, encode
-from asyncsync.collectors.page import ControlPage
+from asyncsync.collectors.workers import main as workers
+from asyncsync.collectors.workers.channel import Channel, encode
+from asyncsync.collectors.workers.control_page import ControlPage
+from asyncsync.collectors.workers.crew import Crew
+from asyncsync.collectors.workers.process import Member
 from asyncsync.errors import AckTimeout
 
 

@@ -30,9 +30,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from asyncsync import gate as gate_module
 from asyncsync.errors import AckTimeout
-from asyncsync.gate import Gate, Hold, Update
+from asyncsync.model import gate as gate_module
+from asyncsync.model.gate import Gate, Hold, Update
 
 pytestmark = pytest.mark.timeout(60)
 LONG = 10.0  # seconds that nothing here comes near, unless it hangs

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import asyncsync
 from asyncsync.collectors import GymEnv
-from asyncsync.collectors.gym_vector import make_vector
+from asyncsync.collectors.envs.gym_vector import make_vector
 from helpers.collecting_gym import Counting, CountingVector, Spaces, counting
 
 
@@ -27,7 +27,7 @@ def test_without_gymnasium_the_error_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "gymnasium.py").write_text("raise ImportError")  # found first
     program = (
         "from asyncsync.collectors import GymEnv\n"
-        "import asyncsync.collectors.gym_spaces, asyncsync.collectors.gym_vector\n"
+        "import asyncsync.collectors.envs.gym_specs, asyncsync.collectors.envs.gym_vector\n"
         "try:\n    GymEnv('CartPole-v1')\nexcept ImportError as error:\n    print(error)"
     )
     path = f"{tmp_path}:{Path(asyncsync.__file__).resolve().parent.parent}"

@@ -1,4 +1,4 @@
-"""Weights that are sent again (asyncsync/known.py): recognised only if nothing but their values can be new."""
+"""Weights that are sent again (asyncsync/weights/source_cache.py): recognised only if nothing but their values can be new."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import weakref
 import pytest
 import torch
 
-from asyncsync.copying import FEW, KNOWN_BYTES, copy_bytes
-from asyncsync.flat import FlatWeights, flatten
-from asyncsync.known import KnownWeights
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool, pack
+from asyncsync.weights.copying import FEW, KNOWN_BYTES, copy_bytes
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.tree import FlatWeights, flatten
 
 Weights = dict[str, torch.Tensor]
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync import wire
-from asyncsync.endpoint import Claim
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.transports import lane
-from asyncsync.transports.lane import BY_LANE, MAX_FRAMES, MAX_PACKET, MAX_STRANGERS, Lane, Lanes, connect, join, split
+from asyncsync.net import side_channel as lane
+from asyncsync.net.endpoint import Claim
+from asyncsync.net.side_channel import BY_LANE, MAX_FRAMES, MAX_PACKET, MAX_STRANGERS, Lane, Lanes, connect, join, split
+from asyncsync.protocol import wire
 from helpers.pairs import until
 
 EPOCH = (1, 1)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync import copying
-from asyncsync.copying import copy_tensors
-from asyncsync.flat import flatten
-from asyncsync.layout import LARGE_NUMEL, Layout
-from asyncsync.slab import SlabPool, clone, pack
+from asyncsync.weights import copying
+from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.layout import LARGE_NUMEL, Layout
+from asyncsync.weights.slab import SlabPool, clone, pack
+from asyncsync.weights.tree import flatten
 
 COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype
 

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from asyncsync import slab as slab_module
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.flat import FlatWeights, flatten, nest
-from asyncsync.layout import ALIGNMENT, DTYPES, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
-from asyncsync.packing import check_structure
-from asyncsync.slab import Slab, SlabPool, clone, copy_flat, cuda_events, pack
+from asyncsync.msgpack_limits import check_structure
+from asyncsync.weights import slab as slab_module
+from asyncsync.weights.layout import ALIGNMENT, DTYPES, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
+from asyncsync.weights.slab import Slab, SlabPool, clone, copy_flat, cuda_events, pack
+from asyncsync.weights.tree import FlatWeights, flatten, nest
 
 
 def packed(weights: Any, pool: SlabPool | None = None) -> Slab:
@@ -475,7 +475,7 @@ def test_layouts_have_limits_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> N
     layout = Layout.of(flatten(schema()))
     for limit, value in {"MAX_ENTRIES": 3, "MAX_LAYOUT_BYTES": 20, "MAX_SLAB_BYTES": 100}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(f"asyncsync.layout.{limit}", value)
+            patch.setattr(f"asyncsync.weights.layout.{limit}", value)
             with pytest.raises(LimitExceeded):
                 Layout.of(flatten(schema()))
             with pytest.raises(ProtocolError):

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync import wire
 from asyncsync.errors import ProtocolError
-from asyncsync.layout import Layout
-from asyncsync.loans import Key, Loans
-from asyncsync.settings import Settings
-from asyncsync.slab import Slab
+from asyncsync.protocol import wire
+from asyncsync.protocol.leases import Key, Loans
+from asyncsync.protocol.settings import Settings
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab
 from helpers.machines import EPOCH, Desk, nonce
 
 F64 = torch.float64

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import loop_thread
+from asyncsync.runtime import loop_thread
 from helpers.blocking_interrupts import Strike, sigint_raises, strike_everywhere
 
 NAME = "asyncsync-loop"

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.loans import Loans
-from asyncsync.peer import Announcement, Peer, Transfer
-from asyncsync.publisher import Publisher
-from asyncsync.routine import Routine
-from asyncsync.staging import Coverage, Incoming
-from asyncsync.subscriber import Subscriber
-from asyncsync.targets import Targets
-from asyncsync.worker_routine import WorkerRoutine
+from asyncsync.fastpath.sender import Routine
+from asyncsync.fastpath.worker import WorkerRoutine
+from asyncsync.protocol.leases import Loans
+from asyncsync.protocol.peer import Announcement, Peer, Transfer
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.staging import Coverage, Incoming
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.targets import Targets
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 

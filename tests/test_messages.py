@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors.messages import MAX_PACKET, Channel, Parcel, encode, encode_any, loads
+from asyncsync.collectors.workers.channel import MAX_PACKET, Channel, Parcel, encode, encode_any, loads
 from asyncsync.errors import AckTimeout
 
 Pair = tuple[Channel, Channel]

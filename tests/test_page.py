@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors.page import ControlPage, MemoryPlace, SharedPool, page_at
+from asyncsync.collectors.workers.control_page import ControlPage, MemoryPlace, SharedPool, page_at
 from asyncsync.errors import WeightSyncError
 from helpers.collecting_multi import draw_many, draw_one_and_die
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncsync import link
-from asyncsync.link import ProcessWatch
+from asyncsync.bus import link
+from asyncsync.bus.link import ProcessWatch
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.peer import Announcement
-from asyncsync.publisher import Publisher
-from asyncsync.settings import Identity, Settings
-from asyncsync.slab import SlabPool
+from asyncsync.protocol import wire
+from asyncsync.protocol.peer import Announcement
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.weights.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32

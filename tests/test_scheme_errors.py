@@ -1022,7 +1022,7 @@ async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talke
     own = os.getuid()
     connecting = asyncio.create_task(sender.connect(timeout=5))
     await asyncio.sleep(0)
-    monkeypatch.setattr("asyncsync.endpoint.os.getuid", lambda: own + 1)
+    monkeypatch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
     with pytest.raises(NotConnected, match="nobody answers"):
         await receiver.connect(timeout=0.3)
     assert "is not this user's any more" in caplog.text

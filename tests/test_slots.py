@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import WeightSyncError
-from asyncsync.flat import FlatWeights
-from asyncsync.layout import Layout
-from asyncsync.slab import pack
 from asyncsync.transports import slots
 from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, SlotPool
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import pack
+from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
 
 PAGE = mmap.PAGESIZE
@@ -167,7 +167,7 @@ def test_a_view_that_somebody_kept_stays_readable() -> None:
     """Unmapping it would be the end of the process."""
     program = """
         import torch
-        from asyncsync.layout import Layout
+        from asyncsync.weights.layout import Layout
         from asyncsync.transports.slots import SlotPool
 
         pool = SlotPool(4, 0)
@@ -331,7 +331,7 @@ def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
 def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
     program = f"""
         import resource, torch
-        from asyncsync.layout import Layout
+        from asyncsync.weights.layout import Layout
         from asyncsync.transports.slots import SlotPool
 
         pool = SlotPool(4, 0)

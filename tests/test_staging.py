@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.slab import Slab, SlabPool
-from asyncsync.staging import Coverage, Incoming, StagedPart, Staging, fill_eagerly
-from asyncsync.wire import Chunk, Part, Update
+from asyncsync.protocol.staging import Coverage, Incoming, StagedPart, Staging, fill_eagerly
+from asyncsync.protocol.wire import Chunk, Part, Update
+from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.weights.slab import Slab, SlabPool
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)

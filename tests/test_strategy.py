@@ -10,12 +10,12 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictParams
 from torch import nn
 
-from asyncsync.binding import Binding
 from asyncsync.errors import SchemaMismatch
-from asyncsync.flat import flatten
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool, pack
-from asyncsync.strategy import WeightStrategy, flat_weights, resolve_strategy
+from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.tree import flatten
 
 
 def published(strategy: WeightStrategy, source: Any) -> Slab:

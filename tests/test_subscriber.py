@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncsync import wire
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
-from asyncsync.settings import Settings
-from asyncsync.slab import SlabPool
-from asyncsync.staging import KEPT_LAYOUTS
-from asyncsync.strategy import WeightStrategy
-from asyncsync.subscriber import FRUITLESS_RESTARTS, Subscriber
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.protocol import wire
+from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.staging import KEPT_LAYOUTS
+from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
+from asyncsync.weights.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, Fickle, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64

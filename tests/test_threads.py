@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncsync.threads import WorkThread
+from asyncsync.runtime.threads import WorkThread
 
 
 @pytest.mark.parametrize("error", [StopIteration("over"), StopAsyncIteration("over"), ZeroDivisionError("no")])

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncsync import wire
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.wire import (
+from asyncsync.protocol import wire
+from asyncsync.protocol.wire import (
     INSTRUCTIONS,
     Again,
     Applied,

@@ -7,7 +7,7 @@ thrown away before the slot is used for another version.
 A slot that the sender wants back soon is *borrowed*: an update is applied from it, and then it is copied out. No
 Parameter lies there.
 
-Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.binding` has pointed here, and only as long as
+Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.binding` has pointed here, and only as long as
 this worker has not said that it is done with the slot. :meth:`Attachments.detach` makes them the process's own, for
 models that live on when their scheme does not; a forked child does so at once, while the parent keeps the slot for it.
 """
@@ -25,12 +25,12 @@ import weakref
 import numpy as np
 import torch
 
-from asyncsync.copying import copy_tensors, normal_tensors
 from asyncsync.errors import WeightSyncError
-from asyncsync.gate import any_applying
-from asyncsync.layout import Entry, Layout
-from asyncsync.slab import FOREIGN, Slab, SlabPool
+from asyncsync.model.gate import any_applying
 from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
+from asyncsync.weights.copying import copy_tensors, normal_tensors
+from asyncsync.weights.layout import Entry, Layout
+from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
 __all__ = ["Attachment", "Attachments"]
 

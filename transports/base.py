@@ -23,15 +23,15 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncsync.errors import NotConnected
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool
 from asyncsync.transports.destination import Destination
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from asyncsync.scheme import SchemeCore
-    from asyncsync.strategy import WeightStrategy
+    from asyncsync.model.strategy import WeightStrategy
+    from asyncsync.schemes.core import SchemeCore
 
 __all__ = ["TransportBackend", "TransportCore"]
 
@@ -128,7 +128,7 @@ class TransportCore:
     def close(self) -> None:
         """Release what this end holds; idempotent."""
 
-    # -- for transports that are wrapped; see asyncsync.transports.wrapped -------------------------------------------
+    # -- for transports that are wrapped; see asyncsync.transports.channels -------------------------------------------
 
     def start(self, worker: int | None) -> None:
         """Begin with what :meth:`ready` waits for. ``worker``: which one this receiver is; None on a sender."""

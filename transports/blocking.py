@@ -1,6 +1,6 @@
 """The documented methods of a transport as ordinary ones: ``asyncsync.sync.TransportBackend``.
 
-Usage of a blocking transport of one's own; see :mod:`asyncsync.transports.wrapped` for what the library does with it::
+Usage of a blocking transport of one's own; see :mod:`asyncsync.transports.channels` for what the library does with it::
 
     class QueueTransport(TransportBackend):
         def __init__(self, queue):
@@ -33,7 +33,7 @@ from asyncsync.transports.base import TransportCore
 from asyncsync.transports.destination import Destination
 
 if TYPE_CHECKING:
-    from asyncsync.strategy import WeightStrategy
+    from asyncsync.model.strategy import WeightStrategy
 
 __all__ = ["TransportBackend"]
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
-from asyncsync.binding import Binding
-from asyncsync.copying import copy_tensors
 from asyncsync.errors import SchemaMismatch
-from asyncsync.flat import FlatWeights, Path, dotted, flatten
+from asyncsync.model.binding import Binding
+from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tree import FlatWeights, Path, dotted, flatten
 
 if TYPE_CHECKING:
-    from asyncsync.scheme import SchemeCore
-    from asyncsync.strategy import WeightStrategy
+    from asyncsync.model.strategy import WeightStrategy
+    from asyncsync.schemes.core import SchemeCore
 
 __all__ = ["Destination", "check_fit"]
 
@@ -38,7 +38,7 @@ class Destination:
     """
 
     def __init__(self, scheme: SchemeCore, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
-        from asyncsync.strategy import resolve_strategy
+        from asyncsync.model.strategy import resolve_strategy
 
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(
@@ -91,7 +91,7 @@ class Destination:
         return self.weights
 
     def _apply(self, received: TensorDictBase, flat: FlatWeights) -> None:
-        from asyncsync.strategy import WeightStrategy
+        from asyncsync.model.strategy import WeightStrategy
 
         if type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)

@@ -4,7 +4,7 @@ The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is 
 the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). Small slabs it copies out at once, and the slot
 is free; others (1 MiB) once it has applied them and said so, if they need not wait for a reader of the model. Of large
 ones (16 MiB) a module's Parameters get their memory there, and it keeps the slot until it has applied a newer version.
-When a slot may be written again is in :mod:`asyncsync.loans`.
+When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from asyncsync.layout import Layout
-from asyncsync.link import check_timeout
-from asyncsync.slab import Slab, SlabPool
+from asyncsync.bus.link import check_timeout
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.destination import Destination
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
 
 if TYPE_CHECKING:
-    from asyncsync.strategy import WeightStrategy
+    from asyncsync.model.strategy import WeightStrategy
 
 __all__ = ["SLOTS", "BlockingSharedMemTransport", "SharedMemTransport", "SlotTransport"]
 

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncsync.copying import normal_tensors
-from asyncsync.descriptors import shortage
 from asyncsync.errors import WeightSyncError
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool
+from asyncsync.net.descriptors import shortage
+from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["COPY_BYTES", "F_ADD_SEALS", "SEALS", "Place", "SlotPool", "no_memory", "open_memory"]
 

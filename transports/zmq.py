@@ -22,9 +22,9 @@ from typing import Any
 import zmq
 from zmq.backend import Socket as Backend
 
+from asyncsync.protocol.wire import MAX_FRAME
 from asyncsync.transports import blocking
 from asyncsync.transports.base import TransportBackend, TransportCore
-from asyncsync.wire import MAX_FRAME
 
 __all__ = ["BlockingZMQTransport", "Bound", "Context", "LoopSocket", "ZMQTransport", "dealer", "router"]
 
@@ -50,7 +50,7 @@ class _Socket(zmq.Socket[bytes]):
 
 class Context(zmq.Context[_Socket]):
     """A context that the garbage collector leaves alone: terminated there, before its sockets are closed, it would wait
-    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.link.Link.cut`."""
+    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.bus.link.Link.cut`."""
 
     _socket_class = _Socket
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncsync.bench import worker
 from asyncsync.bench.pipe import Pipe, readable
-from asyncsync.signals import sigint_blocked
+from asyncsync.runtime.signals import sigint_blocked
 
 __all__ = ["Crew", "OrderFailed", "WorkerDied", "start_crew"]
 

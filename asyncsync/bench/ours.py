@@ -31,7 +31,7 @@ from asyncsync import (
 from asyncsync.bench.cases import touch
 from asyncsync.bench.crew import Crew
 from asyncsync.bench.worker import PATIENCE
-from asyncsync.threads import WorkThread
+from asyncsync.runtime.threads import WorkThread
 
 __all__ = ["KINDS", "Source", "Weights", "endpoint", "opened", "opened_blocking", "slab_peak", "tensors", "updating"]
 

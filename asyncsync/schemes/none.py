@@ -8,10 +8,10 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from asyncsync import aio, blocking
-from asyncsync.bus import DEFAULT_TIMEOUT, as_version, check_forward
-from asyncsync.scheme import SchemeCore
-from asyncsync.status import WorkerStatus
+from asyncsync.bus.core import DEFAULT_TIMEOUT, as_version, check_forward
+from asyncsync.bus.status import WorkerStatus
+from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.core import SchemeCore
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 __all__ = ["BlockingNoSync", "NoWeightSyncScheme"]

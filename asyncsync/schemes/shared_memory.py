@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync import aio, blocking
-from asyncsync.bus import BusCore
-from asyncsync.scheme import SchemeCore
-from asyncsync.strategy import WeightStrategy
+from asyncsync.bus.core import BusCore
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.core import SchemeCore
 from asyncsync.transports.multiprocess import BlockingMPTransport, MPTransport
 from asyncsync.transports.shared_memory import SLOTS, BlockingSharedMemTransport, SharedMemTransport, SlotTransport
 from asyncsync.transports.slots import COPY_BYTES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync.aio import WeightSyncScheme
-from asyncsync.scheme import SchemeCore
+from asyncsync.schemes.aio import WeightSyncScheme
+from asyncsync.schemes.core import SchemeCore
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 __all__ = ["ZMQCore", "ZMQWeightSyncScheme"]

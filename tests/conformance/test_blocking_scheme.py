@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 import asyncsync
-import asyncsync.sources
+import asyncsync.schemes.sources
 from asyncsync import ClosedError, NotConnected, PartialSendError, RemoteError, WeightStrategy
 from asyncsync.sync import Bus, NoWeightSyncScheme, SharedMemWeightSyncScheme, TransportBackend, ZMQWeightSyncScheme
 from helpers.apis import BLOCKING, Api, Face, bare, in_thread
@@ -66,13 +66,13 @@ async def test_what_the_devices_have_still_to_do_is_noted_in_the_thread_that_sen
 ) -> None:
     """The current stream is the thread's own: the loop's has nothing of the caller's."""
     noted: list[tuple[str, set[float]]] = []
-    original = asyncsync.sources.cuda_events
+    original = asyncsync.schemes.sources.cuda_events
 
     def note(flat: Any) -> None:
         noted.append((threading.current_thread().name, read(dict(flat.tensors))))
         return original(flat)
 
-    monkeypatch.setattr(asyncsync.sources, "cuda_events", note)
+    monkeypatch.setattr(asyncsync.schemes.sources, "cuda_events", note)
     here = threading.current_thread().name
     sender = ZMQWeightSyncScheme(num_workers=1)
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))

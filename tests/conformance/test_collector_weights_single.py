@@ -174,7 +174,7 @@ def test_max_lag_waits_for_the_newer_version() -> None:
 
 
 def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncsync.collectors.rollout.LAG_SECONDS", 5.0)
+    monkeypatch.setattr("asyncsync.collectors.rollout.rollout.LAG_SECONDS", 5.0)
     with receiving({NET: Level(-1)}, max_lag=0) as (leaf, nets):
         policies = sync.ZMQWeightSyncScheme()
         policies.init_on_sender(model_id="policy", model=Level(1), num_workers=1)

@@ -11,15 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync import (
-    PartialSendError,
-    RemoteError,
-    TransportBackend,
-    WeightStrategy,
-    WeightSyncScheme,
-    fetching,
-    sync,
-)
+from asyncsync import PartialSendError, RemoteError, TransportBackend, WeightStrategy, WeightSyncScheme, sync
+from asyncsync.bus import fetching
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncsync import Bus, NotConnected, TransportBackend, ZMQWeightSyncScheme
-from asyncsync.slab import Slab
+from asyncsync.weights.slab import Slab
 from helpers.pairs import Clock, Model, passed_on, read
 
 SHELF: dict[bytes, bytes] = {}

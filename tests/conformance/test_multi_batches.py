@@ -13,7 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, batches, split_trajectories
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, split_trajectories
+from asyncsync.collectors.workers import shared_batches as batches
 from helpers.collecting_multi import Counting, make, options, policy
 from helpers.pairs import until
 

@@ -1,4 +1,4 @@
-"""A training loop's routine (asyncsync/routine.py) and all that interrupts it: nobody notices a difference."""
+"""A training loop's routine (asyncsync/fastpath/sender.py) and all that interrupts it: nobody notices a difference."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import sender as sending
+from asyncsync.bus import sender as sending
 from asyncsync.sync import NoWeightSyncScheme
 from helpers.apis import ASYNCIO, SETS, Api, bare
 from helpers.pairs import Model, fill, passed_on, read, receiver_of

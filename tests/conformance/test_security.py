@@ -21,8 +21,9 @@ import zmq
 import zmq.asyncio
 
 import asyncsync
-from asyncsync import NotConnected, wire
+from asyncsync import NotConnected
 from asyncsync.collectors import MultiSyncCollector
+from asyncsync.protocol import wire
 from helpers.apis import Api
 from helpers.collecting_multi import make, options, policy
 from helpers.pairs import Model, fill, read, receiver_of, until

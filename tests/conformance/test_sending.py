@@ -16,17 +16,9 @@ import zmq
 import zmq.asyncio
 from tensordict import TensorDict, TensorDictBase
 
-import asyncsync.sender as sender_module
-from asyncsync import (
-    AckTimeout,
-    ClosedError,
-    NotConnected,
-    PartialSendError,
-    PeerLost,
-    RemoteError,
-    WeightStrategy,
-    wire,
-)
+import asyncsync.bus.sender as sender_module
+from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, RemoteError, WeightStrategy
+from asyncsync.protocol import wire
 from helpers.apis import Api, bare
 from helpers.pairs import Clock, Model, crew, fill, held, read, receiver_of, until
 from helpers.processes import impatient

@@ -17,20 +17,12 @@ from tensordict import TensorDict
 from torch import nn
 
 import asyncsync
-from asyncsync import (
-    AckTimeout,
-    ClosedError,
-    PartialSendError,
-    RemoteError,
-    WeightStrategy,
-    WeightSyncError,
-    sync,
-    wire,
-)
-from asyncsync.slab import is_foreign
+from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
+from asyncsync.protocol import wire
 from asyncsync.transports import attachments
 from asyncsync.transports.shared_memory import BORROWED_BYTES
 from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.weights.slab import is_foreign
 from helpers.apis import Api, bare, in_thread, is_instant
 from helpers.memory import mappings
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until

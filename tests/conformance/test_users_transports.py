@@ -14,12 +14,12 @@ from tensordict import TensorDict
 
 import asyncsync
 from asyncsync import NotConnected, PartialSendError, PeerLost, RemoteError, SchemaMismatch, sync
-from asyncsync.flat import flatten
-from asyncsync.layout import Layout
-from asyncsync.slab import Slab, SlabPool, pack
-from asyncsync.transports import TAG, wrapped_receiver
-from asyncsync.transports.wrapped import tagged
-from asyncsync.transports.wrapped_receiver import WrappedReceiver
+from asyncsync.transports import TAG, channel_receiver
+from asyncsync.transports.channel_receiver import WrappedReceiver
+from asyncsync.transports.channels import tagged
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, Api, in_thread
 from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Lane, board
 from helpers.pairs import Clock, Model, fill, read, receiver_of, until
@@ -260,7 +260,7 @@ async def test_r214_receive_weights_that_blocks_is_given_up_at_the_deadline(
         supports_timeout = timeouts
 
     async with api.crew(1, scheme=scheme_of(api, name, Declaring), source=Model(0)) as everybody:
-        monkeypatch.setattr(asyncsync.fetching, "FETCH_DEADLINE", 0.5)
+        monkeypatch.setattr(asyncsync.bus.fetching, "FETCH_DEADLINE", 0.5)
         lanes[0].can_receive.clear()
         with Clock(1.0), pytest.raises(PartialSendError, match="has not brought the announced weights") as caught:
             await everybody.sender.send_async(Model(1), timeout=30)
@@ -404,14 +404,14 @@ async def test_r192_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_fo
 ) -> None:
     _, lanes = named
     writing, go_on = threading.Event(), threading.Event()
-    original = wrapped_receiver.copy_tensors
+    original = channel_receiver.copy_tensors
 
     def slowly(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         writing.set()
         assert go_on.wait(20)
         original(destinations, sources)
 
-    monkeypatch.setattr(wrapped_receiver, "copy_tensors", slowly)
+    monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
     async with wrapped(lanes[0]) as receiver:
         slab = slab_of(-1)
         lanes[0].messages.put(message(slab_of(1), ONE))

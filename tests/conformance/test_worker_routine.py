@@ -1,4 +1,4 @@
-"""A worker's routine (asyncsync/worker_routine.py) and all that interrupts it: nobody notices a difference."""
+"""A worker's routine (asyncsync/fastpath/worker.py) and all that interrupts it: nobody notices a difference."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import asyncsync.binding
-from asyncsync import PartialSendError, wire
+import asyncsync.model.binding
+from asyncsync import PartialSendError
+from asyncsync.protocol import wire
 from helpers.apis import Api, bare, is_instant
 from helpers.pairs import Clock, Crew, Model, fill, held, read, until
 
@@ -289,7 +290,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, caught = link_of(everybody), []
-        receive, copy = link.lane.receive, asyncsync.binding.copy_bytes
+        receive, copy = link.lane.receive, asyncsync.model.binding.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             try:
@@ -304,7 +305,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
             raise Interrupt
 
         link.lane.receive = receiving
-        monkeypatch.setattr(asyncsync.binding, "copy_bytes", copying)
+        monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
         slabs = link.subscriber.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert len(caught) == 1
@@ -322,7 +323,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        receive, take_in, copy = link.lane.receive, link._take_in, asyncsync.binding.copy_bytes
+        receive, take_in, copy = link.lane.receive, link._take_in, asyncsync.model.binding.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -343,7 +344,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
             take_in(packet)
 
         link.lane.receive, link._take_in = receiving, taking_in
-        monkeypatch.setattr(asyncsync.binding, "copy_bytes", copying)
+        monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
         await send(everybody, 11, 12)

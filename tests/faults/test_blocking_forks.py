@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import loop_thread
+from asyncsync.runtime import loop_thread
 from asyncsync.sync import MultiProcessWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, start
 from helpers.blocking_workers import follow

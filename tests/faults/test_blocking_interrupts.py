@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import asyncsync.blocking
-import asyncsync.loop_thread
+import asyncsync.runtime.loop_thread
+import asyncsync.schemes.blocking
 from helpers import blocking_scenarios as scenarios
 from helpers.blocking_crew import crew, idle, in_process
 from helpers.blocking_interrupts import Strike, strike_everywhere
@@ -65,7 +65,7 @@ def test_r192_an_exception_at_any_moment_of_a_call_loses_nothing(name: str) -> N
         sender.send(sender.model.fill(2))
         last = 0
         for place, result, raised in strike_everywhere(
-            [asyncsync.blocking, asyncsync.loop_thread],
+            [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread],
             calls[name],
             strike,
         ):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncsync.loans import Loans
+from asyncsync.protocol.leases import Loans
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from helpers import shared_workers
 from helpers.blocking_crew import idle, new_sender, start

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync import wire
-from asyncsync.transports import lane
+from asyncsync.net import side_channel as lane
+from asyncsync.protocol import wire
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,7 +21,7 @@ from asyncsync import (
     TransportBackend,
     ZMQWeightSyncScheme,
 )
-from asyncsync.slab import Slab, pack
+from asyncsync.weights.slab import Slab, pack
 from helpers.processes import LARGE, Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]
@@ -356,7 +356,7 @@ async def test_r192_a_receiver_that_connects_while_the_sender_packs_waits_for_th
         assert there.wait(20)
         pack(*arguments)
 
-    monkeypatch.setattr("asyncsync.sender.pack", pack_slowly)
+    monkeypatch.setattr("asyncsync.bus.sender.pack", pack_slowly)
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
     await eventually(lambda: sender.bus._link and sender.bus._link.publisher.peers)

@@ -270,8 +270,8 @@ def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds(
 
 LATE = """
 import multiprocessing, os, socket, subprocess, sys
-from asyncsync.collectors.page import MemoryPlace
-from asyncsync.collectors.worker import run_worker
+from asyncsync.collectors.workers.control_page import MemoryPlace
+from asyncsync.collectors.workers.main import run_worker
 trainer = subprocess.Popen([sys.executable, "-c", ""])
 trainer.wait()
 bell, other = multiprocessing.Pipe(duplex=False)

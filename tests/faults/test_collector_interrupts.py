@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors import Collector
-from asyncsync.gate import Gate
+from asyncsync.model.gate import Gate
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_weights import Level, LevelEnv, update
 

@@ -19,10 +19,11 @@ import pytest
 import torch
 import zmq
 
-from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme, wire
-from asyncsync.flat import FlatWeights
-from asyncsync.layout import Layout
+from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme
+from asyncsync.protocol import wire
 from asyncsync.transports.zmq import LoopSocket, router
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.tree import FlatWeights
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncsync import AckTimeout, PartialSendError, PeerLost, ZMQWeightSyncScheme
-from asyncsync.settings import Identity
+from asyncsync.protocol.settings import Identity
 from helpers.processes import Filled, Remote, Schemes, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(90)
@@ -228,7 +228,7 @@ async def test_r195_a_killed_worker_that_cannot_be_watched_is_lost_when_its_conn
     if why == "no pidfd":
         monkeypatch.delattr(os, "pidfd_open")
     else:
-        monkeypatch.setattr("asyncsync.sender.this_process", lambda: Identity(os.getpid(), "", 0))
+        monkeypatch.setattr("asyncsync.bus.sender.this_process", lambda: Identity(os.getpid(), "", 0))
     sender = schemes.sender(1000, num_workers=1)
     impatient(sender)
     await connect(sender, [worker], 1000)

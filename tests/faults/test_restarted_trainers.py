@@ -285,7 +285,7 @@ async def test_r197_a_successor_whose_clock_is_behind_passes_its_predecessor(
     # Killed, in effect: no BYE.
     monkeypatch.setattr(first.bus._link.publisher, "close", first.bus._link.publisher.targets.close)
     await first.shutdown()
-    monkeypatch.setattr("asyncsync.sender.time.time_ns", lambda: 12345)
+    monkeypatch.setattr("asyncsync.bus.sender.time.time_ns", lambda: 12345)
     second = schemes.sender(100, 5, endpoint=endpoint, num_workers=1)
     impatient(second)
     await second.connect()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from asyncsync import ClosedError, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
-from asyncsync.slab import Slab
+from asyncsync.weights.slab import Slab
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, eventually
 from helpers.shared_workers import MIB, BatchNormed, SharedWorker, is_repointed

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.loans import Loans
-from asyncsync.routine import Routine
+from asyncsync.fastpath.sender import Routine
+from asyncsync.protocol.leases import Loans
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
 

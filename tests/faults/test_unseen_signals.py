@@ -14,7 +14,7 @@ import pytest
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import AckTimeout
-from asyncsync.threads import LOOK_SECONDS, interruptibly, join, until_done
+from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly, join, until_done
 from helpers.blocking_crew import connect, crew, new_receiver, new_sender
 from helpers.blocking_interrupts import sigint_elsewhere
 from helpers.collecting_multi import make, options, policy

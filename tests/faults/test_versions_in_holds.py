@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.worker_routine import WorkerRoutine
+from asyncsync.fastpath.worker import WorkerRoutine
 from helpers.apis import SETS, Api, bare, in_thread
 from helpers.pairs import Model, fill, read, receiver_of
 

@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from asyncsync import binding
+from asyncsync.model import binding
 from asyncsync.sync import ClosedError
 from helpers.processes import BrokenGate, Filled, _copy_one_by_one, value_of
 

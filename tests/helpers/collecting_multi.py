@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.worker",
-     "asyncsync.collectors.single", "asyncsync.collectors.multi_sync"]
+    ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.workers.main",
+     "asyncsync.collectors.single", "asyncsync.collectors.multi.multi_sync"]
 )  # fmt: skip
 
 

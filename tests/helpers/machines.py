@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from asyncsync import wire
-from asyncsync.binding import Binding, Prepared
-from asyncsync.flat import FlatWeights
-from asyncsync.layout import Layout
-from asyncsync.publisher import Publisher
-from asyncsync.settings import Identity, Settings
-from asyncsync.slab import Slab, SlabPool, pack
-from asyncsync.strategy import WeightStrategy
-from asyncsync.subscriber import Subscriber
-from asyncsync.wire import Instruction
+from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.protocol import wire
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.wire import Instruction
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["EPOCH", "SMALL", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
 

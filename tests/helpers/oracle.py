@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from asyncsync.publisher import Publisher
-from asyncsync.slab import Slab
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.weights.slab import Slab
 from helpers.simulated import Record, Trainer, Worker, World
 
 __all__ = ["Oracle"]

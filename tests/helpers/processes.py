@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncsync import WorkerStatus, ZMQWeightSyncScheme, binding
-from asyncsync.gate import Gate
-from asyncsync.publisher import Settings
+from asyncsync import WorkerStatus, ZMQWeightSyncScheme
+from asyncsync.model import binding
+from asyncsync.model.gate import Gate
+from asyncsync.protocol.publisher import Settings
 from helpers.apis import Face, in_thread
 
 __all__ = [
@@ -384,8 +385,8 @@ class Worker(_Party):
     ) -> int:
         """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody."""
         if elsewhere:
-            from asyncsync import receiver
-            from asyncsync.publisher import Identity
+            from asyncsync.bus import receiver
+            from asyncsync.protocol.publisher import Identity
 
             receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
         self.model = Filled(numel, -1.0)

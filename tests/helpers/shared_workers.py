@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncsync import binding, sender
-from asyncsync.slab import is_foreign
+from asyncsync.bus import sender
+from asyncsync.model import binding
+from asyncsync.weights.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
 
 __all__ = [

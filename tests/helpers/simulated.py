@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from asyncsync import wire
-from asyncsync.binding import Binding, Prepared
 from asyncsync.errors import SchemaMismatch, WeightSyncError
-from asyncsync.flat import FlatWeights
-from asyncsync.gate import Update
-from asyncsync.known import KnownWeights
-from asyncsync.layout import Layout
-from asyncsync.publisher import Publisher
-from asyncsync.routine import Routine
-from asyncsync.settings import Identity, Settings
-from asyncsync.slab import Slab, SlabPool
-from asyncsync.staging import Staging
-from asyncsync.strategy import WeightStrategy
-from asyncsync.subscriber import Subscriber
-from asyncsync.targets import Publication
-from asyncsync.transports.lane import split
-from asyncsync.worker_routine import WorkerRoutine
+from asyncsync.fastpath.sender import Routine
+from asyncsync.fastpath.worker import WorkerRoutine
+from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.gate import Update
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.net.side_channel import split
+from asyncsync.protocol import wire
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.protocol.staging import Staging
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.targets import Publication
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.tree import FlatWeights
 from helpers.machines import Borrowed
 
 __all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
@@ -195,7 +195,7 @@ class Trainer:
 
     @property
     def publisher(self) -> Publisher:
-        """As :class:`asyncsync.sender.SenderLink` has it."""
+        """As :class:`asyncsync.bus.sender.SenderLink` has it."""
         if self.routine is not None:
             routine, self.routine = self.routine, None
             routine.end()
@@ -254,7 +254,7 @@ class Trainer:
 
 
 class SimulatedLane:
-    """As :class:`asyncsync.transports.lane.Lane`: what is written is on its way, unless the lane is broken."""
+    """As :class:`asyncsync.net.side_channel.Lane`: what is written is on its way, unless the lane is broken."""
 
     def __init__(self, connection: Connection, network: list[Message], *, broken: bool) -> None:
         self._connection = connection
@@ -288,7 +288,7 @@ class FlakyBinding(Binding):
 
 
 class SimulatedGate:
-    """As :class:`asyncsync.gate.Gate`, as far as a routine needs one."""
+    """As :class:`asyncsync.model.gate.Gate`, as far as a routine needs one."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from asyncsync import wire
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.flat import FlatWeights
-from asyncsync.slab import Slab, pack
-from asyncsync.transports.lane import join
+from asyncsync.net.side_channel import join
+from asyncsync.protocol import wire
+from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.tree import FlatWeights
 from helpers.oracle import Oracle
 from helpers.simulated import (
     DTYPES,

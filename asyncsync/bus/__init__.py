@@ -1,0 +1,1 @@
+"""The bus: state machines, sockets and models brought together on an event loop."""

@@ -1,0 +1,85 @@
+"""The transports' part of a receiver: bringing in, by their descriptors, the slabs that do not come as chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.wire import Part
+from asyncsync.transports.base import TransportCore
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab
+
+__all__ = ["Fetches"]
+
+FETCH_DEADLINE = 60.0
+
+
+class Fetches(Iterable[asyncio.Task[None]]):
+    """One task per part that is being fetched.
+
+    Args:
+        subscriber: says what is to be fetched, and is told what has come.
+        changed: called after that.
+
+    Attributes:
+        transports: by model.
+    """
+
+    def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:
+        self.transports: dict[str, TransportCore] = {}
+        self._subscriber = subscriber
+        subscriber.attach = self.attach
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[asyncio.Task[None]]:
+        return iter(set(self._tasks))
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self) -> None:
+        """Begin with what the subscriber wants."""
+        waiting = self._subscriber.fetches
+        while waiting:
+            serial, index, part, slab = waiting.popleft()
+            transport = self._transport(part)
+            assert part.descriptor is not None
+            task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _transport(self, part: Part) -> TransportCore:
+        # A sender without a model_id calls its only model "".
+        known = part.model_id in self.transports
+        return self.transports[part.model_id if known else next(iter(self.transports))]
+
+    def attach(self, part: Part, layout: Layout) -> Slab | None:
+        """The part's slab, if its transport has it at hand. Raises what that raises."""
+        assert part.descriptor is not None
+        return self._transport(part).attach(part.descriptor, layout, self._subscriber.pool)
+
+    def window(self, part: Part, layout: Layout, descriptor: bytes) -> memoryview | None:
+        """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than this part's."""
+        return self._transport(part).slot_window(descriptor, layout)
+
+    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: TransportCore) -> None:
+        failure: Exception | None = None
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE):
+                await transport.fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
+        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
+            failure = error
+        except asyncio.CancelledError:
+            slab.release()
+            raise
+        self._subscriber.fetched(serial, index, slab, failure, self._loop.time())
+        del failure  # its traceback refers to this frame, and to the slab's memory
+        self._changed()
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,423 @@
+"""Link: what both ends of a bus share — a ZeroMQ context on the running loop, timers, and conditions to wait for.
+
+A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state
+machine, sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a
+socket, so cancelling a caller cannot lose a message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import AsyncGeneratorType
+from typing import Any
+
+from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
+from asyncsync.net.descriptors import PER_LINK, check_descriptors
+from asyncsync.protocol.publisher import Identity
+from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.transports.zmq import Context
+
+__all__ = ["INLINE_BYTES", "Conditions", "Link", "ProcessWatch", "check_timeout", "this_process"]
+
+logger = logging.getLogger("asyncsync")
+
+# Copies up to this size are made on the loop; larger ones in the work thread.
+INLINE_BYTES = 4 << 20
+LINGER_MS = 500
+FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
+EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
+WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
+MAX_TICK = 0.25
+# Waits longer than two of these share one timer, as making and cancelling one takes as long as much of an update.
+COARSE_SECONDS = 1.0
+
+
+def this_process() -> Identity:
+    """Who this process is, for a peer that may share its host and pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux: peers are watched by heartbeat only
+        return Identity(os.getpid(), "", 0)
+    return Identity(os.getpid(), boot, namespace)
+
+
+def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
+    """Refuse what is no time limit, before anything is begun.
+
+    Raises:
+        TypeError: not a number; None where a deadline is needed.
+        ValueError: negative, or not a number of seconds at all.
+    """
+    if (timeout is None and or_none) or (type(timeout) is float and timeout >= 0):
+        return
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
+        hint = "; only receive() waits without a limit" if timeout is None else ""
+        raise TypeError(f"timeout must be a number of seconds, not {timeout!r}{hint}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout must not be negative, it is {timeout!r}")
+
+
+class Conditions:
+    """Coroutines that wait until a predicate over the link's state holds.
+
+    Attributes:
+        waiters: the predicate of each that waits.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._deadlines: dict[asyncio.Future[None], float] = {}  # of those without a timer of their own
+        self._timer: asyncio.TimerHandle | None = None
+
+    def notify(self) -> None:
+        """The state may have changed: look for every waiter, and wake those whose predicate holds."""
+        if not self.waiters:
+            return
+        for waiter, predicate in list(self.waiters.items()):
+            if not waiter.done():
+                try:
+                    if predicate():
+                        waiter.set_result(None)
+                except Exception as error:  # the waiter's own affair
+                    waiter.set_exception(error)
+
+    async def until(
+        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
+    ) -> bool:
+        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first.
+
+        When this returns, the predicate holds: what it saw when it woke the waiter may be over a moment later.
+        ``begin`` is called once all is ready to wait; not if the predicate holds already, or there is no time.
+        """
+        deadline = None if timeout is None else self._loop.time() + timeout
+        while not predicate():
+            remaining = None if deadline is None else deadline - self._loop.time()
+            if remaining is not None and remaining <= 0:
+                return False
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            timer = None
+            if deadline is not None and remaining is not None:
+                if remaining > 2 * COARSE_SECONDS:
+                    self._deadlines[waiter] = deadline
+                    if self._timer is None:
+                        self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
+                else:
+                    timer = self._loop.call_at(deadline, _wake, waiter)
+            self.waiters[waiter] = predicate
+            try:
+                if begin is not None:
+                    begin()
+                    begin = None
+                await waiter
+            finally:
+                del self.waiters[waiter]
+                if timer is not None:
+                    timer.cancel()
+                else:
+                    self._deadlines.pop(waiter, None)
+        return True
+
+    def _look(self) -> None:
+        """Give those whose deadline is near a timer."""
+        self._timer = None
+        soon = self._loop.time() + 2 * COARSE_SECONDS
+        for waiter, deadline in list(self._deadlines.items()):
+            if deadline <= soon:
+                del self._deadlines[waiter]
+                self._loop.call_at(deadline, _wake, waiter)
+        if self._deadlines:
+            self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class ProcessWatch:
+    """Tells at once when a process of this host ends (``pidfd_open``)."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pid = pid
+        self._descriptor = -1
+        self._ended = ended
+        self._again: asyncio.TimerHandle | None = None
+        if pid != os.getpid() and hasattr(os, "pidfd_open"):
+            self._open()
+
+    @property
+    def is_watching(self) -> bool:
+        """False where the end of the process would not be noticed: a sandbox forbids it, say, or it is this process."""
+        return self._descriptor >= 0
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = os.pidfd_open(self._pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._ended)
+            return
+        except OSError as error:  # out of descriptors, which passes, or forbidden by a sandbox: heartbeats remain
+            if self._again is None:
+                logger.warning("cannot watch process %d: %s", self._pid, error)
+            self._again = self._loop.call_later(WATCH_AGAIN, self._open)
+            return
+        self._loop.add_reader(self._descriptor, self._fire)
+
+    def _fire(self) -> None:
+        self.close()
+        self._ended()
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        if self._descriptor >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Link(ABC):
+    """Base of the sender's and the receiver's link.
+
+    Attributes:
+        dropped: how many messages were dropped, by reason.
+
+    Args:
+        name: of the thread for copies.
+        descriptors: how many file descriptors its peers will take.
+
+    Raises:
+        NotConnected: there are not so many.
+    """
+
+    _at_exit: Finalize | None = None  # while it is open
+
+    def __init__(self, name: str, descriptors: int = 0) -> None:
+        check_descriptors(PER_LINK + descriptors, "cannot connect")
+        self.loop = asyncio.get_running_loop()
+        self.pid = os.getpid()
+        self.conditions = Conditions(self.loop)
+        self.context = Context()
+        self.thread = WorkThread(name)
+        self.dropped: Counter[str] = Counter()
+        self.closed = False
+        self.failure: BaseException | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._lifeline: AsyncGeneratorType[None, None] | None = None
+
+    def opened(self) -> None:
+        """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
+        _open.add(self)
+        # Before this process's children are joined, who may wait for us (and who run this, but not atexit); after
+        # asyncsync.runtime.loop_thread, which ends those on its loop in peace.
+        self._at_exit = Finalize(None, _end_all, exitpriority=9)
+
+    def until_the_loop_ends(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before.
+
+        An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
+        been cancelled, and while the loop still runs.
+        """
+        lifeline = _lifeline(self, end)
+        assert isinstance(lifeline, AsyncGeneratorType)
+        self._lifeline = lifeline
+        with suppress(StopIteration):
+            self._lifeline.__anext__().send(None)
+
+    def __del__(self) -> None:
+        if self._at_exit is not None and not self.closed and not self.is_inherited:
+            try:
+                self.cut(FORGOTTEN_LINGER_MS)
+            finally:
+                warnings.warn(
+                    "a connected scheme or bus was forgotten, and its event loop has ended: call shutdown(), or use it "
+                    "in an 'async with' block",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked child: the link is its parent's."""
+        return self.pid != os.getpid()
+
+    # The state machine of each side:
+
+    @abstractmethod
+    def _tick(self, now: float) -> None: ...
+
+    @abstractmethod
+    def _next_tick(self, now: float) -> float: ...
+
+    @abstractmethod
+    def _flush(self, now: float) -> None: ...
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """Say BYE, close everything, release everything. Idempotent."""
+
+    @abstractmethod
+    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+        """What :meth:`cut` does, one after the other, whether or not one fails."""
+
+    def settle(self) -> None:
+        """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
+        now = self.loop.time()
+        self._flush(now)
+        if self.conditions.waiters:
+            self.conditions.notify()
+        if self._timer is None:
+            self._set_timer(now)
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is None and not self.closed:
+            # Not computed anew for every message: what becomes due earlier than this waits a moment.
+            # (The handle itself cannot always be asked: uvloop's has no time when that is less than 0.5 ms away.)
+            self._timer_due = min(self._next_tick(now), now + MAX_TICK)
+            self._timer = self.loop.call_at(self._timer_due, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        with self.guard():
+            self._tick(self.loop.time())
+            self.settle()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around every callback: an exception that escapes is a bug of ours, and must not leave callers waiting."""
+        try:
+            yield
+        except Exception as error:
+            self.crash(error)
+
+    def drop(self, error: ProtocolError, who: str) -> None:
+        """Count a message that changed nothing; log the first of its kind."""
+        reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
+        self.dropped[reason] += 1
+        if self.dropped[reason] == 1:
+            level = logging.WARNING if isinstance(error, LimitExceeded) else logging.INFO
+            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, error)
+
+    def crash(self, error: BaseException) -> None:
+        """A bug of ours surfaced in a callback: no caller may wait for ever on it."""
+        if self.failure is None:
+            self.failure = error
+            logger.error("the bus has failed", exc_info=error)
+        self.conditions.notify()
+
+    def check(self) -> None:
+        """Raise what keeps this link from working.
+
+        Raises:
+            ClosedError: it was shut down.
+            RuntimeError: used from another process or event loop.
+            WeightSyncError: a callback has failed.
+        """
+        if self.pid != os.getpid():
+            raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
+        if self.closed:
+            raise ClosedError("this scheme or bus was shut down")
+        if asyncio.get_running_loop() is not self.loop:
+            self.check_loop()
+        if self.failure is not None:
+            raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
+
+    def check_loop(self) -> None:
+        """Raise RuntimeError on another loop than the link's own."""
+        if asyncio.get_running_loop() is not self.loop:
+            raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
+
+    async def wait(
+        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
+    ) -> bool:
+        """:meth:`Conditions.until`, ended by shutdown or failure of the link with their exceptions."""
+        self.check()
+        result = await self.conditions.until(
+            lambda: self.closed or self.failure is not None or predicate(), timeout, begin
+        )
+        if result and (self.closed or self.failure is not None) and not predicate():
+            self.check()
+        return result
+
+    async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
+        """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
+        if nbytes <= INLINE_BYTES:
+            return function()
+        return await finish(self.thread.submit(function))
+
+    def cut(self, linger_ms: int) -> None:
+        """:meth:`shutdown` without the loop, which does not run and never will.
+
+        Args:
+            linger_ms: how long this may wait until the BYE has left.
+        """
+        if self.closed or self.is_inherited:
+            return
+        self.closed = True
+        self._forget()
+        with ExitStack() as stack:
+            stack.callback(self.thread.abandon)
+            stack.callback(self.context.destroy, linger_ms)  # and whatever socket is still open
+            for step in reversed(self._farewell(linger_ms)):
+                stack.callback(step)
+
+    def _forget(self) -> None:
+        """It is ending: nobody else has to see to it."""
+        _open.discard(self)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+
+    async def _terminate(self) -> None:
+        """Close what is left, when all sockets are closed."""
+        self._forget()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            # term() waits for the sockets' linger, LINGER_MS at most.
+            await finish(self.thread.submit(self.context.term))
+        finally:
+            await self.thread.close()
+            self.conditions.notify()
+            if self._lifeline is not None and not self._lifeline.ag_running:
+                await self._lifeline.aclose()
+
+
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        if not link.closed:
+            await end()
+
+
+def _end_all() -> None:
+    """The process ends: say goodbye to the other sides and remove our files, but do not keep it waiting."""
+    deadline = time.monotonic() + 2 * EXIT_SECONDS
+    for link in [one for one in _open if not one.is_inherited]:
+        seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))
+        try:
+            if link.loop.is_running():  # in a daemon thread
+                asyncio.run_coroutine_threadsafe(link.shutdown(), link.loop).result(seconds)
+            else:
+                link.cut(min(LINGER_MS, int(1000 * seconds)))
+        except Exception:
+            logger.exception("a bus could not be shut down at exit")

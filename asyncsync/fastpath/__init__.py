@@ -1,0 +1,1 @@
+"""The steady state of a training loop in few steps, beside the state machines."""

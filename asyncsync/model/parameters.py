@@ -1,0 +1,208 @@
+"""Places: where a model keeps its tensors, by name.
+
+A name is looked up anew at each update, through the dictionary that holds it, because ``load_state_dict(assign=True)``
+and optimisers of some libraries replace Parameter objects: a cached reference would turn updates into acknowledged
+no-ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from asyncsync.errors import SchemaMismatch
+from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.tree import EXTRA_STATE, dotted, uncompiled
+
+__all__ = ["Place", "Places", "Plan", "Specs"]
+
+Place = tuple[MutableMapping[str, Any], str]
+"""Where a tensor is kept: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
+Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class Places:
+    """Where a model keeps its tensors.
+
+    Args:
+        model: module, TensorDict or dict.
+        extract_as: whose names to use, those of ``"tensordict"`` or of ``"state_dict"``.
+
+    Attributes:
+        owners: the place of every tensor, by its dotted name.
+        extra_state: modules that take extra state, by the name of that.
+        required: what an update must bring.
+        ties: groups of names that share one tensor.
+
+    Raises:
+        TypeError: any other model.
+        SchemaMismatch: a lazy module that is not initialised yet.
+    """
+
+    def __init__(self, model: Any, extract_as: str) -> None:
+        self.owners: dict[str, Place] = {}
+        self.extra_state: dict[str, nn.Module] = {}
+        self.required: set[str] = set()
+        # TensorDictParams is both, and keeps its tensors as a TensorDict does.
+        self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
+        self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
+        if self.is_module:
+            self._module(model, extract_as)
+        elif isinstance(model, TensorDictBase | MutableMapping):
+            self._mapping(model, "")
+            self.required.update(self.owners)
+        else:
+            kind = type(model).__name__
+            raise TypeError(f"the model must be a module, a TensorDict or a dict of tensors, not {kind}")
+        self.ties = self._ties()
+
+    def _module(self, model: nn.Module, extract_as: str) -> None:
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            dot = _plain(f"{prefix}." if prefix else "")
+            if isinstance(module, TensorDictBase):
+                self._mapping(module, dot)
+                continue
+            if module._modules:
+                self._children.append((module._modules, list(module._modules.values())))
+            for group in (module._parameters, module._buffers):
+                for name, tensor in group.items():
+                    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                        raise SchemaMismatch(
+                            f"{dot + name!r} is not initialised yet; run one forward of the lazy module first"
+                        )
+                    if tensor is not None:
+                        self.owners[dot + name] = (group, name)
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                self.extra_state[dot + EXTRA_STATE] = module
+        if extract_as == "state_dict":
+            state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+            self._follow(state)
+            # What it leaves out (non-persistent buffers, say) is not insisted on; extra state it promises.
+            self.required = {name for name in self.known if name in state}
+        else:
+            # TensorDict.from_module has no extra state.
+            self.required = set(self.owners)
+
+    def _follow(self, state: Mapping[str, Any]) -> None:
+        """Use the names that the state dict has, thanks to its hooks, for the tensors that it holds."""
+        renamed = {id(tensor): name for name, tensor in state.items() if name not in self.owners}
+        for name in [name for name in self.owners if name not in state]:
+            if (new := renamed.get(id(self.get(name)))) is not None:
+                self.owners[new] = self.owners.pop(name)
+
+    def _mapping(self, model: Any, dot: str) -> None:
+        for key, value in model.items():
+            name = _plain(f"{dot}{key}")
+            nested = isinstance(value, MutableMapping) and name.split(".")[-1] != EXTRA_STATE
+            if isinstance(value, TensorDictBase) or (nested and not isinstance(value, torch.Tensor)):
+                self._mapping(value, _plain(f"{name}."))
+            elif name in self.owners:
+                raise ValueError(f"the model has two entries called {name!r} (nested and dotted keys must not collide)")
+            else:
+                self.owners[name] = (model, key)
+
+    def _ties(self) -> list[list[str]]:
+        """Names that share one tensor."""
+        groups: dict[Any, list[str]] = {}
+        for name in self.owners:
+            tensor = self.get(name)
+            if isinstance(tensor, torch.Tensor):
+                # A sparse or nested tensor has no memory of its own that weights could be written to: Binding says so.
+                dense = tensor.layout is torch.strided and not tensor.is_nested
+                owns_memory = dense and tensor.numel() and not tensor.is_meta
+                same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if owns_memory else id(tensor)
+                groups.setdefault(same, []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+    @property
+    def known(self) -> set[str]:
+        return self.owners.keys() | self.extra_state.keys()
+
+    def get(self, name: str) -> Any:
+        owner, key = self.owners[name]
+        try:
+            return owner[key]  # a scripted module's mappings have no get()
+        except KeyError:
+            return None
+
+    def stale(self) -> bool:
+        """True if a module has been replaced, removed or added since: the places below are not the model's any more."""
+        for now, then in self._children:  # noqa: SIM110 (asked at every update; a generator takes twice as long)
+            if list(now.values()) != then:
+                return True
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """The tensors of an update in order: their names, their places in the model, and what they are.
+
+    ``ties`` are pairs of positions that are one tensor in the model.
+    """
+
+    model: Places
+    names: list[str]
+    places: list[Place]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    ties: set[tuple[int, int]]
+
+    @classmethod
+    def of(cls, model: Places, specs: Specs) -> Plan:
+        names = [name for name in specs if name not in model.extra_state]
+        at = {name: i for i, name in enumerate(names)}
+        ties: set[tuple[int, int]] = set()
+        for group in model.ties:
+            first, *others = [at[name] for name in group if name in at] or [0]
+            ties.update((first, other) for other in others)
+        return cls(
+            model,
+            names,
+            [model.owners[name] for name in names],
+            [specs[name][1] for name in names],
+            [specs[name][0] for name in names],
+            ties,
+        )
+
+    def cast(self, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.Tensor]]:
+        """The sources in the model's dtypes, and the plan for them."""
+        found = [self.model.get(name) for name in self.names]
+        # Whatever is no tensor any more is reported under the gate, like every other change of the model.
+        dtypes = [t.dtype if isinstance(t, torch.Tensor) else d for t, d in zip(found, self.dtypes, strict=True)]
+        if dtypes == self.dtypes:
+            return self, sources
+        done: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a view with several names is converted once
+        with normal_tensors():
+            for source, dtype in zip(sources, dtypes, strict=True):
+                if (id(source), dtype) not in done:
+                    done[id(source), dtype] = source.to(dtype)
+        return replace(self, dtypes=dtypes), [done[id(s), d] for s, d in zip(sources, dtypes, strict=True)]
+
+    def check_tie(self, sources: list[torch.Tensor], first: int, other: int) -> None:
+        if not _same_bits(sources[first], sources[other]):
+            pair = f"{self.names[first]!r} and {self.names[other]!r}"
+            raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
+
+
+def _plain(name: str) -> str:
+    """A dotted name, or the beginning of one, as the model would have it uncompiled."""
+    return dotted(uncompiled(tuple(name.split("."))))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b or not a.numel():
+        return True
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    # As bytes: NaN equals NaN here.
+    return bool(torch.equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,168 @@
+"""Strategies: from a model to weights on the sender, from weights to a model on the receiver.
+
+A strategy has two halves. The sender's half, :meth:`WeightStrategy.extract_weights`, decides what crosses the wire:
+its result defines the schema. The receiver's half, :meth:`WeightStrategy.convert`, maps what came to the local model's
+keys, dtypes and shapes; it runs when an update is staged, outside the gate, so that the gated pass only copies.
+
+Usage of a strategy of one's own::
+
+    class BFloat16(WeightStrategy):
+        def extract_weights(self, source):
+            weights = super().extract_weights(source)
+            return weights.apply(lambda t: t.bfloat16() if t.is_floating_point() else t)
+
+        def convert(self, weights, model):
+            return {key: value.float() for key, value in super().convert(weights, model).items()}
+
+    scheme = ZMQWeightSyncScheme(strategy=BFloat16())
+
+Names and formats follow TorchRL's "Weight Synchronization" page (strategies ``"tensordict"`` and ``"state_dict"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torch import nn
+
+from asyncsync.model.binding import apply_now
+from asyncsync.weights.tree import COMPILED, EXTRA_STATE, FlatWeights, Path, flatten, nest
+
+__all__ = ["WeightStrategy", "flat_weights", "module_weights", "resolve_strategy"]
+
+FORMATS = ("tensordict", "state_dict")
+
+
+class WeightStrategy:
+    """Extracts weights from a source, and applies them to a model.
+
+    Args:
+        extract_as: ``"tensordict"`` (default): a nested TensorDict with all parameters and buffers; ``"state_dict"``:
+            the module's state dict (persistent buffers; its hooks may rename and drop). Both carry extra state.
+
+    Raises:
+        ValueError: any other ``extract_as``.
+    """
+
+    def __init__(self, extract_as: str = "tensordict") -> None:
+        if extract_as not in FORMATS:
+            raise ValueError(f"unknown weight format {extract_as!r}; choose one of {', '.join(map(repr, FORMATS))}")
+        self.extract_as = extract_as
+
+    def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
+        """The sender's half: what is to be sent for this source.
+
+        Args:
+            source: ``nn.Module``, TensorDict, or (state) dict.
+
+        Returns:
+            A TensorDict or dict whose leaves may alias the source: publishing packs them at once.
+
+        Raises:
+            TypeError: any other source.
+        """
+        if isinstance(source, TensorDictBase):  # before nn.Module: TensorDictParams is both
+            return source
+        if isinstance(source, nn.Module):
+            if self.extract_as == "state_dict":
+                return dict(source.state_dict(keep_vars=True))
+            flat = _flatten_module(source)
+            return nest(flat.tensors, flat.values)
+        if isinstance(source, Mapping):
+            return dict(source)
+        raise TypeError(f"weights must be a module, a TensorDict or a dict of tensors, not {type(source).__name__}")
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
+        """The receiver's half: ``{key path: tensor}`` for the local model.
+
+        Also called once, before anything is sent, with constant tensors of the announced shapes and dtypes.
+
+        Args:
+            weights: what the sender's half extracted, as a nested TensorDict of views that live only for this call.
+            model: the receiver's model (module, TensorDict, dict, or None).
+
+        Returns:
+            Tensors under the local model's names: dotted strings or tuples.
+
+        Raises:
+            SchemaMismatch: this model cannot take these weights.
+        """
+        return flatten(weights).tensors
+
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        """Apply weights to a model at once, as TorchRL documents.
+
+        A subclass that overrides this is called with every update instead of the whole-or-nothing copy: what it leaves
+        behind when it raises is its own affair.
+
+        Args:
+            destination: ``nn.Module``, TensorDict or dict.
+            weights: module, TensorDict or (state) dict with the same keys.
+            inplace: copy into the destination's memory (default), or give it new tensors.
+
+        Raises:
+            SchemaMismatch: keys, shapes or dtypes differ; nothing was changed.
+        """
+        apply_now(destination, flat_weights(self, weights), inplace=inplace, extract_as=self.extract_as)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(extract_as={self.extract_as!r})"
+
+
+def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
+    """``strategy=`` of a scheme: a format's name, or a strategy object.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither.
+    """
+    if isinstance(strategy, str):
+        return WeightStrategy(strategy)
+    if isinstance(strategy, WeightStrategy):
+        return strategy
+    raise TypeError(f"strategy must be 'tensordict', 'state_dict' or a WeightStrategy instance, not {strategy!r}")
+
+
+def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
+    """What the strategy's sender half extracts, flattened.
+
+    Raises:
+        TypeError, ValueError: as :func:`asyncsync.weights.tree.flatten` and the strategy document.
+    """
+    flat = module_weights(strategy, source) if isinstance(source, nn.Module) else None
+    return flatten(strategy.extract_weights(source)) if flat is None else flat
+
+
+def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights | None:
+    """The same without TensorDict and names, for a module and a strategy where that makes no difference; else None."""
+    plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
+    # (isinstance() of an abstract class takes as long as the rest.)
+    if not plain or TensorDictBase in type(module).__mro__:
+        return None
+    return _flatten_module(module)
+
+
+def _flatten_module(module: nn.Module) -> FlatWeights:
+    """Parameters, buffers (non-persistent ones too) and extra state, tied ones under each of their names."""
+    flat = FlatWeights()
+    _visit(module, (), flat)
+    return flat
+
+
+def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
+    # named_modules() and splitting its names would take three times as long: this runs at every publication.
+    tensors = flat.tensors
+    for group in (module._parameters, module._buffers):
+        for name, tensor in group.items():
+            if tensor is not None:
+                tensors[(*path, name)] = tensor
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        state = module.get_extra_state()
+        state = state.data if isinstance(state, NonTensorData) else state
+        (tensors if isinstance(state, torch.Tensor) else flat.values)[(*path, EXTRA_STATE)] = state
+    for name, child in module._modules.items():
+        if child is not None:
+            _visit(child, path if name == COMPILED else (*path, name), flat)

@@ -1,0 +1,1 @@
+"""Sockets and processes: endpoints, file descriptors, the side channel of processes of one host."""

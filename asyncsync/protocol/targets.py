@@ -1,0 +1,296 @@
+"""Targets: what each worker should have, as (version, slab) per model. No I/O, no clock.
+
+Most publications are for everybody; ``worker_ids`` and per-worker weights make targets differ. A publication whose
+layout some targeted worker has not accepted yet is *pending*: it becomes the target when all have accepted
+(:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker. Until then the previous
+target stands, for late joiners too. A newer pending publication replaces an older one that asks the same of the same
+workers; otherwise both wait, because the newer may be rejected, and the older is then wanted whole.
+
+A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from asyncsync.errors import SchemaMismatch
+from asyncsync.weights.slab import Slab
+
+__all__ = ["Kept", "Publication", "Target", "Targets"]
+
+KEPT_REJECTIONS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """One call of publish.
+
+    Attributes:
+        layouts: ``(model_id, digest)`` of everything in it.
+        workers: whom it is for; None: everybody.
+        deadline: when those that do not answer stop holding up the others.
+        awaiting: workers that have still to accept its layouts.
+    """
+
+    version: int
+    layouts: frozenset[tuple[str, bytes]]
+    workers: frozenset[int] | None
+    deadline: float
+    awaiting: set[int] = field(default_factory=set)
+
+    @property
+    def models(self) -> set[str]:
+        return {model_id for model_id, _ in self.layouts}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    version: int
+    slab: Slab
+    publication: Publication
+
+
+Kept = list[tuple[str, int | None, Target]]
+"""Targets that a publication may replace: model, worker (None: everybody's), target."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    current: Target | None = None
+    pending: list[Target] = field(default_factory=list)  # oldest first
+
+    @property
+    def targets(self) -> list[Target]:
+        """The current one and the pending ones."""
+        return self.pending if self.current is None else [self.current, *self.pending]
+
+    @property
+    def empty(self) -> bool:
+        return self.current is None and not self.pending
+
+    def commit(self, publication: Publication) -> None:
+        for target in self.pending:
+            if target.publication is publication:
+                self.drop(below=target.version)
+                self.pending.remove(target)
+                self.current = target
+                return
+
+    def reject(self, publication: Publication) -> None:
+        for target in self.pending:
+            if target.publication is publication:
+                self.pending.remove(target)
+                target.slab.release()
+                return
+
+    def take_back(self, version: int) -> None:
+        for target in self.targets:
+            if target.version == version:
+                target.slab.release()
+        self.pending = [t for t in self.pending if t.version != version]
+        if self.current is not None and self.current.version == version:
+            self.current = None
+
+    def drop(self, below: float = math.inf) -> None:
+        """Let go of everything older than this version."""
+        if self.current is not None and self.current.version < below:
+            self.current.slab.release()
+            self.current = None
+        for target in self.pending:
+            if target.version < below:
+                target.slab.release()
+        if self.pending:
+            self.pending = [t for t in self.pending if t.version >= below]
+
+
+class _Model:
+    def __init__(self) -> None:
+        self.common = _Slot()
+        self.own: dict[int, _Slot] = {}
+        # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
+        self.assembled = False
+
+    def forget_empty(self) -> None:
+        if self.own:
+            self.own = {worker: slot for worker, slot in self.own.items() if not slot.empty}
+
+
+class Targets:
+    """The targets of all workers, for all models of a bus.
+
+    Attributes:
+        version: the last one that a publication was given.
+        published: the newest one that has become a target. (One that is pending may still be refused, and never was.)
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, _Model] = {}
+        self.pending: dict[int, Publication] = {}
+        self.version = self.published = self._carried = 0
+        self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
+
+    def carry_on(self, version: int) -> None:
+        """Count on from this version, which is not below the newest."""
+        self.version = self.published = self._carried = version
+
+    def add_model(self, model_id: str) -> None:
+        self.models.setdefault(model_id, _Model())
+
+    def publish(
+        self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, deadline: float
+    ) -> Publication:
+        """Enter a publication as pending. Takes references of its own to the slabs."""
+        self.version += 1
+        named: set[int] | None = None if workers is None else set(workers)
+        layouts = set()
+        for model_id, slabs in parts.items():
+            if isinstance(slabs, Slab):
+                layouts.add((model_id, slabs.layout.digest))
+            else:
+                named = (named or set()) | set(slabs)
+                layouts.update((model_id, slab.layout.digest) for slab in slabs.values())
+        whom = None if named is None else frozenset(named)
+        publication = Publication(self.version, frozenset(layouts), whom, deadline)
+        for older in list(self.pending.values()):
+            if (older.layouts, older.workers) == (publication.layouts, whom):
+                # It asks the same of the same workers: whoever is silent has been so since then.
+                publication.deadline = min(deadline, older.deadline)
+                self._withdraw(older)
+        for model_id, slabs in parts.items():
+            model = self.models[model_id]
+            if isinstance(slabs, Slab) and whom is None:
+                self._enter(model.common, slabs, publication)
+                continue
+            each = dict.fromkeys(whom or (), slabs) if isinstance(slabs, Slab) else slabs
+            for worker, slab in each.items():
+                self._enter(model.own.setdefault(worker, _Slot()), slab, publication)
+        self.pending[publication.version] = publication
+        return publication
+
+    def _enter(self, slot: _Slot, slab: Slab, publication: Publication) -> None:
+        slot.pending.append(Target(publication.version, slab.retain(), publication))
+
+    def commit(self, publication: Publication) -> None:
+        """Every targeted worker has accepted the layouts: the publication becomes the target."""
+        self.pending.pop(publication.version, None)
+        self.published = max(self.published, publication.version)
+        for model_id in publication.models:
+            model = self.models[model_id]
+            # Once everybody was waited for, nobody who is absent holds up a publication again.
+            model.assembled = model.assembled or publication.workers is None
+            for slot in (model.common, *model.own.values()):
+                slot.commit(publication)
+            common = model.common.current
+            if common is not None and common.publication is publication:
+                # What is meant for everybody replaces what was meant for one.
+                for slot in model.own.values():
+                    slot.drop(below=common.version)
+                model.forget_empty()
+
+    def reject(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
+        """A targeted worker has refused: the publication goes to nobody."""
+        self._rejections.append((publication, refusals))
+        del self._rejections[:-KEPT_REJECTIONS]
+        self._withdraw(publication)
+
+    def _withdraw(self, publication: Publication) -> None:
+        self.pending.pop(publication.version, None)
+        for model_id in publication.models:
+            model = self.models[model_id]
+            for slot in (model.common, *model.own.values()):
+                slot.reject(publication)
+            model.forget_empty()
+
+    def keep(self, models: Iterable[str]) -> Kept:
+        """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`forget`."""
+        kept: Kept = []
+        for model_id in models:
+            if (model := self.models.get(model_id)) is not None:
+                for worker, slot in ((None, model.common), *model.own.items()):
+                    if slot.current is not None:
+                        slot.current.slab.retain()
+                        kept.append((model_id, worker, slot.current))
+        return kept
+
+    def forget(self, kept: Kept) -> None:
+        """What was kept is not needed any more."""
+        for _, _, target in kept:
+            target.slab.release()
+
+    def abandon(self, version: int | None, kept: Kept) -> None:
+        """Take back a version, wherever it stands; what it has replaced is the target again."""
+        if version is not None:
+            self.pending.pop(version, None)
+            for slot in self.slots():
+                slot.take_back(version)
+        for model_id, worker, target in kept:
+            model = self.models[model_id]
+            slot = model.common if worker is None else model.own.setdefault(worker, _Slot())
+            if slot.current is None:
+                slot.current = target
+            else:
+                target.slab.release()
+        current = [slot.current.version for slot in self.slots() if slot.current is not None]
+        self.published = max(self._carried, *current, 0)
+        for model in self.models.values():
+            model.forget_empty()
+
+    def target(self, worker: int, model_id: str) -> Target | None:
+        """What this worker should have now."""
+        model = self.models.get(model_id)
+        if model is None:
+            return None
+        # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
+        own = model.own.get(worker)
+        return model.common.current if own is None or own.current is None else own.current
+
+    def are_everybodys(self, version: int, models: Iterable[str]) -> bool:
+        """Whether the targets of all these models are this version or newer, and the same for all workers."""
+        for model_id in models:
+            model = self.models.get(model_id)
+            if model is None or model.own or model.common.current is None or model.common.current.version < version:
+                return False
+        return True
+
+    def upcoming(self, worker: int, model_id: str) -> list[Target]:
+        """What may follow, oldest first: the pending ones."""
+        model = self.models.get(model_id)
+        if model is None:
+            return []
+        now = self.target(worker, model_id)
+        pending = [*model.common.pending, *(model.own[worker].pending if worker in model.own else ())]
+        return sorted((t for t in pending if now is None or t.version > now.version), key=lambda t: t.version)
+
+    def newest(self, worker: int, model_id: str) -> Target | None:
+        """What this worker should have once everything pending has been accepted."""
+        upcoming = self.upcoming(worker, model_id) if self.pending else None
+        return upcoming[-1] if upcoming else self.target(worker, model_id)
+
+    def rejection(self, worker: int, version: int) -> SchemaMismatch | None:
+        """Why a publication of at least this version will not come to this worker."""
+        for publication, refusals in reversed(self._rejections):
+            if publication.version >= version and (publication.workers is None or worker in publication.workers):
+                if worker in refusals:
+                    return refusals[worker]
+                others = ", ".join(f"worker {w}" for w in sorted(refusals))
+                text = f"version {publication.version} was not sent to anybody, because {others} cannot take it"
+                return SchemaMismatch(text)
+        return None
+
+    def forget_worker(self, worker: int) -> None:
+        """Release what was meant for one worker that will not come back."""
+        for model in self.models.values():
+            if (slot := model.own.pop(worker, None)) is not None:
+                slot.drop()
+
+    def slots(self) -> Iterator[_Slot]:
+        for model in self.models.values():
+            yield model.common
+            yield from model.own.values()
+
+    def close(self) -> None:
+        for slot in self.slots():
+            slot.drop()
+        self.pending.clear()

@@ -1,0 +1,319 @@
+"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.core.SchemeCore`, on the caller's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from tensordict import TensorDict
+
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.model.gate import Hold
+from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes.registry import scheme_class
+
+if TYPE_CHECKING:
+    from asyncsync.schemes import blocking
+
+__all__ = ["Bus", "WeightSyncScheme"]
+
+
+class Bus(BusCore):
+    """One address for any number of models. Usage::
+
+        async with Bus() as bus:                                       # the trainer
+            policy_scheme = ZMQWeightSyncScheme(bus=bus, num_workers=2)
+            value_scheme = ZMQWeightSyncScheme(bus=bus)
+            policy_scheme.init_on_sender(model_id="policy", model=policy)
+            value_scheme.init_on_sender(model_id="value", model=value)
+            ...                                                        # start the workers, pass them the schemes
+            await bus.connect()
+            await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
+
+    The arguments are described at :class:`BusCore`.
+    """
+
+    async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
+        """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
+
+        Args:
+            timeout: seconds for all of them together.
+            processes: the workers' processes, to be watched meanwhile.
+
+        Raises:
+            RuntimeError: no scheme has been initialised on this bus.
+            NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
+        """
+        self._check_connect(timeout, processes)
+        await self._connect(await self._initial(), timeout)
+
+    async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
+        """Snapshot several models and announce them as one update: each worker switches all of them, or none.
+
+        When this returns, the snapshot is complete and the sources may change; workers have not applied it yet.
+
+        Args:
+            weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
+            worker_ids: whom it is for; None: everybody.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: an unknown model_id or worker; nothing was published.
+            NotConnected, ClosedError, Fenced: this sender cannot publish.
+        """
+        return await self._publish(weights, worker_ids)
+
+    async def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
+        worker has, of every model for which it has been told of one.
+
+        Args:
+            version: as returned by ``publish``.
+            worker_ids: sender only; None: every worker whose target is at least this version.
+            timeout: seconds.
+
+        Raises:
+            PartialSendError: sender; names each worker that has not, and why.
+            AckTimeout: receiver.
+            ClosedError, Fenced: it will not come.
+        """
+        await self._wait_version(version, worker_ids, timeout, None)
+
+    async def send_async(
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> int:
+        """:meth:`publish`, then :meth:`wait_version`; returns the version.
+
+        Raises:
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
+            PartialSendError: who has not applied it, and why.
+        """
+        return await self._send(weights, worker_ids, timeout)
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        """End all schemes of this bus; the other side learns of it. Idempotent.
+
+        Args:
+            timeout: seconds; whatever has not ended by then is cut off.
+        """
+        await self._shutdown(timeout)
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called: see :meth:`__enter__`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+
+class WeightSyncScheme(SchemeCore):
+    """One model's weights, kept in step by coroutines on the caller's event loop.
+
+    Args:
+        strategy: ``"tensordict"`` (default), ``"state_dict"``, or a :class:`WeightStrategy` instance.
+        endpoint: where the sender binds; None draws a private ipc path.
+        connect: where workers connect, if that differs.
+        bus: a :class:`Bus` shared with other schemes, instead of one of its own.
+        num_workers: fixed number of workers; None: elastic.
+        min_workers: how many an elastic sender needs; 0: it can start alone.
+        allow_plaintext: allow addresses beyond this host, unencrypted.
+
+    Raises:
+        ValueError: unknown strategy, or an address that is not safe or cannot work.
+    """
+
+    _bus_class: ClassVar[type[BusCore]] = Bus
+    _is_blocking: ClassVar[bool] = False
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or
+        "multiprocessing"), "zmq", "none" (or "direct").
+
+        Args:
+            backend: the name.
+            kwargs: of that scheme's constructor.
+
+        Raises:
+            ValueError: no such backend; names those that there are.
+        """
+        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync")(**kwargs)
+        return scheme
+
+    @property
+    def aio(self) -> Self:
+        """This scheme."""
+        return self
+
+    @property
+    def blocking(self) -> blocking.WeightSyncScheme:
+        """This scheme with the blocking API of :mod:`asyncsync.sync`; to be taken before connecting. The schemes of one
+        bus share the bus afterwards, too.
+
+        Raises:
+            RuntimeError: this scheme is connected.
+            TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
+        """
+        from asyncsync import sync
+
+        twin: blocking.WeightSyncScheme = self._as(sync)
+        return twin
+
+    async def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        processes: Iterable[Any] = (),
+    ) -> None:
+        """The rendezvous; either side may call first.
+
+        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are
+        ready if there are none yet; a receiver when it has applied them. Calling it again is harmless.
+
+        Args:
+            worker_idx: receiver: which worker this is, if init did not say.
+            weights: sender: the initial weights; None: the registered source, if any.
+            timeout: seconds.
+            processes: sender: the workers' processes (of multiprocessing, subprocess or asyncio); if one ends before
+                all are connected, this raises at once.
+
+        Raises:
+            NotConnected: the others were not there in time; may be called again.
+            SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
+            PartialSendError: sender: a worker cannot take the weights; no worker was changed.
+        """
+        self._check_connect(weights, worker_idx, timeout, processes)
+        if self._role == "sender":
+            await self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
+        else:
+            await self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+
+    async def _setup_connection_and_weights_on_sender_impl(
+        self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        await self._connect_sender(await self._initial(weights), timeout)
+
+    async def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        await self._connect_receiver(worker_idx, timeout)
+
+    async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+        """Snapshot the weights and announce them; returns the version without waiting for any worker.
+
+        The source must not change until this returns, and may change from then on. Latest wins: a worker that is
+        behind skips versions. Large weights (over 64 KiB by ZeroMQ, 16 MiB in shared memory) are fetched afterwards,
+        while this event loop runs: a loop that trains without an await delivers them late. Train in a thread then
+        (``asyncio.to_thread``), or await ``publish_async`` of :mod:`asyncsync.sync`'s schemes. Cancelled, this raises
+        once nothing reads the source any more; the version is published or discarded whole.
+
+        Args:
+            weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
+                weights}``.
+            worker_ids: whom it is for; None: everybody, later ones too.
+
+        Raises:
+            ValueError, TypeError: weights or workers that cannot be; nothing was published.
+            NotConnected, ClosedError, Fenced: this sender cannot publish.
+        """
+        self._check_open()
+        return await self._bus._publish({self._topic: weights}, worker_ids)
+
+    async def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """Sender: until every targeted worker has applied this version or a newer one. Receiver: until this worker has.
+
+        Raises:
+            PartialSendError: sender: who has not, and why. Not final: they still converge.
+            NotConnected: sender: no worker that is there could.
+            AckTimeout: receiver: not within the timeout (seconds).
+        """
+        self._check_open()
+        await self._bus._wait_version(version, worker_ids, timeout, [self._topic])
+
+    async def send_async(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> int:
+        """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it.
+
+        Raises:
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
+            PartialSendError: who has not applied it, and why. Not final: they still converge.
+        """
+        self._check_open()
+        return await self._bus._send({self._topic: weights}, worker_ids, timeout)
+
+    def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
+        """Not here: this is the asyncio API.
+
+        Raises:
+            TypeError: always; names the two alternatives.
+        """
+        raise TypeError(
+            "this is the asyncio scheme: use `await scheme.send_async(...)`, or the blocking classes in asyncsync.sync"
+        )
+
+    async def receive(self, timeout: float | None = None) -> TensorDict | None:
+        """The newest applied update that was not returned yet, as a TensorDict that the caller owns.
+
+        Args:
+            timeout: seconds; 0 polls; None waits without a deadline.
+
+        Returns:
+            The weights, or None when the timeout expires.
+
+        Raises:
+            ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
+            Fenced: a newer incarnation of this worker has taken over.
+        """
+        self._check_not_held(timeout)
+        return await self._receive(timeout)
+
+    async def fetch(self, timeout: float = 30.0) -> TensorDict:
+        """Pull: ask the sender for the current version, apply and return it, also if it is here already.
+
+        Raises:
+            AckTimeout: not within the timeout (seconds).
+        """
+        return await self._fetch(timeout)
+
+    def hold(self) -> Hold:
+        """A block (``with`` or ``async with``) in which no update is applied."""
+        self._check_open()
+        return self._bus.hold()
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
+        schemes."""
+        await self._shutdown(timeout)
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called: see :meth:`__enter__`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()

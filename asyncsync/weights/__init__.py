@@ -1,0 +1,1 @@
+"""Weights as bytes: nested weights and their paths, layouts, slabs, and fast copies."""

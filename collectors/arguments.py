@@ -1,0 +1,221 @@
+"""Arguments: what they may be; of workers, of which there is one for each or one for all; what a partial has."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from asyncsync.collectors.rollout.devices import Device
+from asyncsync.collectors.workers.control_page import MAX_WORKERS
+
+__all__ = [
+    "Devices",
+    "check_count",
+    "check_factories",
+    "check_policy",
+    "check_policy_factory",
+    "check_schemes",
+    "each",
+    "flattened",
+    "frames_or_none",
+    "is_list",
+    "own_arguments",
+    "spread",
+    "whole",
+    "with_partial",
+]
+
+Devices = Device | Sequence[Device | None] | None
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """It, as an int.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is less than the least.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        bound = "" if least is None else f" of at least {least}"
+        raise TypeError(f"{name} must be an int{bound}, not {value!r}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, not {number}")
+    return number
+
+
+def frames_or_none(name: str, value: Any) -> int | None:
+    """A number of frames, which may be a float such as 1e6; negative or None: no number.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
+        value = int(value)
+    return whole(name, value)
+
+
+def check_schemes(name: str, schemes: Any) -> None:
+    """Raises TypeError: schemes that are not in a dict."""
+    if schemes is not None and not isinstance(schemes, Mapping):
+        kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
+        raise TypeError(f'{name} must be a dict of schemes by model id, not {kind}: pass {{"policy": scheme}}')
+
+
+def check_policy(policy: Any) -> None:
+    """Raises TypeError: it is certainly no policy, but perhaps what makes one."""
+    if isinstance(policy, list | tuple):
+        raise TypeError(
+            f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. For one per worker of a "
+            "multi-process collector, pass policy_factory=[…], a list of callables that make them"
+        )
+    if isinstance(policy, type):
+        raise TypeError(
+            f"policy is the class {policy.__qualname__}: pass an instance of it; did you mean "
+            f"policy_factory={policy.__qualname__}?"
+        )
+    if callable(policy) and not isinstance(policy, nn.Module) and _parameters(policy) == 0:
+        name = getattr(policy, "__qualname__", type(policy).__name__)
+        raise TypeError(
+            f"policy is {name}(), which takes no observations: a policy takes them, or a TensorDict. Did you mean "
+            f"policy_factory={name}?"
+        )
+
+
+def check_policy_factory(name: str, factory: Any) -> None:
+    """Raises TypeError: it cannot be called without arguments, or is certainly a policy."""
+    if factory is None:
+        return
+    if not callable(factory):
+        raise TypeError(f"{name} must be a callable that returns a policy, not {type(factory).__name__}")
+    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and _needs_arguments(factory)):
+        raise TypeError(
+            f"{name} is a policy itself, a {type(factory).__name__}: pass it as policy=, or a callable that makes it"
+        )
+
+
+def _parameters(function: Any) -> int | None:
+    """How many parameters it has; None: it does not say."""
+    try:
+        return len(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def _needs_arguments(module: nn.Module) -> bool:
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return False  # it does not say
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
+
+
+def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
+    """One factory per worker. Raises TypeError, ValueError."""
+    if num_workers is not None:
+        num_workers = whole("num_workers", num_workers, 1)
+    if not is_list(create_env_fn):
+        _check_factory(create_env_fn)
+        if num_workers is None:
+            raise ValueError("create_env_fn is one callable: say for how many workers (num_workers=), or pass a list")
+        create_env_fn = [create_env_fn] * num_workers
+    factories = list(create_env_fn)
+    if not factories:
+        raise ValueError("create_env_fn is empty: pass one callable per worker")
+    if num_workers is not None and num_workers != len(factories):
+        raise ValueError(f"create_env_fn has {len(factories)} entries, but num_workers={num_workers}")
+    if len(factories) > MAX_WORKERS:
+        raise ValueError(f"a collector can have {MAX_WORKERS} workers, not {len(factories)}")
+    for factory in factories:
+        _check_factory(factory)
+    return factories
+
+
+def _check_factory(factory: Any) -> None:
+    if isinstance(factory, Mapping):
+        raise TypeError("create_env_fn is a dict: pass a list of its values, list(create_env_fn.values())")
+    if not callable(factory) and not isinstance(factory, str) and not is_list(factory):
+        raise TypeError(
+            f"create_env_fn must be callables that make environments, in the workers, not {type(factory).__name__}"
+        )
+
+
+def is_list(value: Any) -> bool:
+    """Whether there is one for each worker."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def check_count(name: str, values: Any, count: int) -> None:
+    """Raises ValueError: there is not one for each worker."""
+    if len(values) != count:
+        raise ValueError(
+            f"{name} has {len(values)} entries, but there are {count} workers: give one for each, or for all"
+        )
+
+
+def each(name: str, value: Any, count: int) -> list[Any]:
+    """One for each worker. Raises ValueError: a list of another length."""
+    values = list(value) if is_list(value) else [value] * count
+    check_count(name, values, count)
+    return values
+
+
+def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
+    """Each worker's. Raises ValueError: a list of another length."""
+    return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
+
+
+def flattened(devices: Mapping[str, Any]) -> Iterator[tuple[str, Device | None]]:
+    """Each device of each worker, as ``name`` or ``name[index]``."""
+    for name, value in devices.items():
+        if is_list(value):
+            yield from flattened({f"{name}[{index}]": one for index, one in enumerate(value)})
+        else:
+            yield name, value
+
+
+def own_arguments(kind: Any) -> Mapping[str, Any]:
+    """What a worker's collector is given by a ``functools.partial``."""
+    return kind.keywords if isinstance(kind, functools.partial) else {}
+
+
+def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a worker's collector is called with: those that it does not have from a partial already.
+
+    Args:
+        kind: the worker's collector_class.
+        arguments: what the collector around it would call it with.
+        defaults: what these are where nobody has given them.
+
+    Raises:
+        TypeError: the partial has one that was given here too.
+    """
+    own = own_arguments(kind)
+    for name in own:
+        if name in arguments and not _same(arguments[name], defaults.get(name)):
+            raise TypeError(
+                f"{name} is given twice: in the partial that is collector_class, and by the collector around it. "
+                "Leave out one of them"
+            )
+    return {name: value for name, value in arguments.items() if name not in own}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))

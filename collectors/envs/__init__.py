@@ -1,0 +1,1 @@
+"""Environments as a collector takes them."""

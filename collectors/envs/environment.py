@@ -1,0 +1,250 @@
+"""Environments: any object with ``reset`` and ``step_and_maybe_reset``, read here with defaults for what it may lack.
+
+    environment.reset(td=None) -> TensorDict                        # its batch size is the environment's
+    environment.step_and_maybe_reset(td) -> (td with "next", root of the next step)
+
+Optional: ``batch_size`` (default: none), ``device``, ``to(device)``, ``rand_action(td)``, ``action_spec`` or
+``full_action_spec`` (with ``rand()``), ``observation_spec``, ``action_keys``, ``done_keys``, ``close()``,
+``set_seed(seed, static_seed=False)``, ``state_dict()`` and ``load_state_dict()``. TorchRL's environments have all of
+these; Gymnasium's are wrapped in :class:`asyncsync.collectors.GymEnv`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+__all__ = [
+    "action_keys",
+    "action_spec",
+    "batch_size_of",
+    "close",
+    "device_of",
+    "done_keys",
+    "is_torchrl",
+    "make_environment",
+    "moved",
+    "observation_keys",
+    "rand_action",
+    "set_seed",
+    "truncated_keys",
+]
+
+Key = str | tuple[str, ...]
+Factory = Callable[..., Any]
+
+
+def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The environment that a collector was given: itself, a callable's result, a Gymnasium id's, or the only one of a
+    list.
+
+    Raises:
+        ValueError: a list of more or fewer than one; ``create_env_kwargs`` for an environment that cannot take them.
+        TypeError: what came is no environment.
+    """
+    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+        if len(create_env_fn) != 1:
+            raise ValueError(
+                f"a Collector steps one environment, but create_env_fn is a list of {len(create_env_fn)}: use "
+                "MultiSyncCollector or "
+                "MultiAsyncCollector (or Collector(..., num_collectors=n)), or one vector environment"
+            )
+        create_env_fn = create_env_fn[0]
+    given = dict(kwargs or {})
+    if isinstance(create_env_fn, str):
+        return _gym(create_env_fn, **given)
+    if isinstance(create_env_fn, type) or not (_is_environment(create_env_fn) or _is_gymnasium(create_env_fn)):
+        if not callable(create_env_fn):
+            raise TypeError(
+                f"create_env_fn must be an environment, a callable that returns one, or a Gymnasium id, not "
+                f"{create_env_fn!r}"
+            )
+        environment = create_env_fn(**given)
+    else:
+        environment = create_env_fn
+        if given and not hasattr(environment, "update_kwargs"):
+            raise ValueError(
+                f"create_env_kwargs are for a callable, but create_env_fn is a {type(environment).__name__} already: "
+                "pass the class or a "
+                "function instead"
+            )
+        if given:
+            environment.update_kwargs(given)
+    if not _is_environment(environment):
+        if not _is_gymnasium(environment):
+            raise TypeError(
+                f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as "
+                "TorchRL's have them, or to "
+                "be a Gymnasium environment"
+            )
+        environment = _gym(environment)
+    return environment
+
+
+def _is_environment(thing: Any) -> bool:
+    return hasattr(thing, "step_and_maybe_reset") and hasattr(thing, "reset")
+
+
+def _is_gymnasium(thing: Any) -> bool:
+    return hasattr(thing, "step") and hasattr(thing, "reset") and hasattr(thing, "action_space")
+
+
+def _gym(environment: Any, **kwargs: Any) -> Any:
+    from asyncsync.collectors.envs.gym import GymEnv
+
+    return GymEnv(environment, **kwargs)
+
+
+def is_torchrl(environment: Any) -> bool:
+    """Whether this is one of TorchRL's: there can be none before TorchRL has been imported."""
+    common = sys.modules.get("torchrl.envs.common")
+    return common is not None and isinstance(environment, common.EnvBase)
+
+
+def batch_size_of(environment: Any) -> torch.Size:
+    return torch.Size(getattr(environment, "batch_size", ()))
+
+
+def device_of(environment: Any) -> torch.device | None:
+    """Its device; None if it has none, or does not say."""
+    device = getattr(environment, "device", None)
+    return None if device is None else torch.device(device)
+
+
+def moved(environment: Any, device: torch.device) -> Any:
+    """The environment, moved.
+
+    Raises:
+        TypeError: it is elsewhere, and has no ``to``.
+    """
+    if hasattr(environment, "to"):
+        there = environment.to(device)
+        return environment if there is None else there
+    if (device_of(environment) or torch.device("cpu")) == device:
+        return environment
+    raise TypeError(
+        f"{type(environment).__name__} cannot be moved to env_device={str(device)!r}: it has no to(device); leave "
+        "env_device (or device) "
+        "unset, or give policy_device and storing_device only"
+    )
+
+
+def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:
+    """The keys of its observations: of ``observation_spec``, else everything that ``reset`` returns but done flags.
+
+    Nested ones, too.
+
+    Args:
+        environment: with or without a limit of steps.
+        root: what its ``reset`` returned.
+        counted: it has a limit of ours: ``"step_count"`` is none of the environment's own observations.
+    """
+    spec = getattr(environment, "observation_spec", None)
+    keys: list[Key]
+    if spec is None or not hasattr(spec, "keys"):
+        flags = {"done", "terminated", "truncated"}
+        found = [(key, _path(key)) for key in root.keys(True, True)]
+        keys = [key for key, path in found if path[-1] not in flags and not path[0].startswith("_")]
+    else:
+        keys = list(spec.keys(True, True) if _lists_nested(spec.keys) else spec.keys())
+    return [key for key in keys if not (counted and _path(key)[-1] == "step_count")]
+
+
+def _lists_nested(keys: Callable[..., Any]) -> bool:
+    """Whether this ``keys`` takes ``(include_nested, leaves_only)``, as TensorDict's and TorchRL's do."""
+    try:
+        return "include_nested" in inspect.signature(keys).parameters
+    except ValueError:  # a builtin's
+        return False
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def action_keys(environment: Any) -> list[Key]:
+    keys = getattr(environment, "action_keys", None)
+    if keys is not None:
+        return list(keys)
+    return [getattr(environment, "action_key", "action")]
+
+
+def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
+    """Under ``"next"``, what says that a trajectory has ended: ``"done"`` where there is one, else what stands in for
+    it."""
+    keys = getattr(environment, "done_keys", None)
+    if keys is None:
+        keys = [key for key in ("done", "terminated", "truncated") if key in root.keys()] or ["done"]  # noqa: SIM118
+    groups: dict[tuple[str, ...], list[Key]] = {}
+    for key in keys:
+        groups.setdefault(_path(key)[:-1], []).append(key if isinstance(key, str) else _path(key))
+    chosen: list[Key] = []
+    for group in groups.values():
+        whole = [key for key in group if _path(key)[-1] == "done"]
+        chosen += whole or group
+    return chosen
+
+
+def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
+    """The done keys named ``"truncated"``."""
+    keys = getattr(environment, "done_keys", None)
+    if keys is None:
+        keys = [key for key in ("truncated",) if key in root.keys()]  # noqa: SIM118
+    return [key for key in keys if _path(key)[-1] == "truncated"]
+
+
+def action_spec(environment: Any) -> Any:
+    """What ``rand()`` of gives random actions.
+
+    Raises:
+        TypeError: it has none.
+    """
+    for name in ("full_action_spec", "action_spec"):
+        spec = getattr(environment, name, None)
+        if spec is not None:
+            return spec
+    raise TypeError(
+        f"{type(environment).__name__} has no action_spec, so there are no random actions for it: pass a policy, or "
+        "give it an action_spec "
+        "with a rand() method"
+    )
+
+
+def rand_action(environment: Any, root: TensorDictBase) -> None:
+    """Write random actions into ``root``."""
+    if hasattr(environment, "rand_action"):
+        out = environment.rand_action(root)
+        if out is not None and out is not root:
+            root.update(out)
+        return
+    actions = action_spec(environment).rand()
+    if isinstance(actions, TensorDictBase):
+        root.update(actions)
+    else:
+        root.set(action_keys(environment)[0], actions)
+
+
+def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
+    """Seed it; returns the seed that comes after.
+
+    Raises:
+        TypeError: it cannot be seeded.
+    """
+    if not hasattr(environment, "set_seed"):
+        raise TypeError(f"{type(environment).__name__} cannot be seeded: it has no set_seed(seed, static_seed=False)")
+    if "static_seed" in inspect.signature(environment.set_seed).parameters:
+        after = environment.set_seed(seed, static_seed=static_seed)
+    else:
+        after = environment.set_seed(seed)
+    return seed if after is None else int(after)
+
+
+def close(environment: Any) -> None:
+    """Close it, if it can be and is not."""
+    if hasattr(environment, "close") and not getattr(environment, "is_closed", False):
+        environment.close()

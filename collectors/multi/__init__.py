@@ -1,0 +1,1 @@
+"""Collectors whose environments are stepped by several workers."""

@@ -1,0 +1,492 @@
+"""MultiCollector: environments stepped by worker processes, one per factory. What the synchronous and the asynchronous
+one have in common.
+
+    collector = MultiCollector([make_env] * 4, policy, frames_per_batch=200, total_frames=10_000, sync=True)
+    for batch in collector:                     # or: async for batch in collector
+        train(batch)
+        collector.update_policy_weights_()
+    collector.shutdown()                        # or: with MultiCollector(...) as collector
+
+A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
+thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.crew` has the processes,
+:mod:`~asyncsync.collectors.workers.main` what runs there, :mod:`~asyncsync.collectors.workers.shared_batches` the way back.
+
+Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.managers import BaseProxy
+from typing import Any
+
+import torch
+from tensordict.nn import InteractionType
+from torch import nn
+
+from asyncsync.collectors.arguments import (
+    Devices,
+    check_count,
+    check_factories,
+    check_policy,
+    check_policy_factory,
+    check_schemes,
+    each,
+    flattened,
+    frames_or_none,
+    is_list,
+    own_arguments,
+    spread,
+    whole,
+    with_partial,
+)
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
+from asyncsync.collectors.construct import Documented
+from asyncsync.collectors.finish import on_device, warn_rounding
+from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
+from asyncsync.collectors.rollout.devices import check_devices, exact_device
+from asyncsync.collectors.single import Collector
+from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
+from asyncsync.collectors.workers.channel import dumps
+from asyncsync.collectors.workers.control_page import ControlPage, MemoryPlace, SharedPool
+from asyncsync.collectors.workers.crew import Crew, check_platform, check_start_method
+from asyncsync.collectors.workers.main import Spec, run_worker
+from asyncsync.errors import AckTimeout
+from asyncsync.runtime.threads import join
+from asyncsync.sync import SharedMemWeightSyncScheme
+
+__all__ = ["MultiCollector"]
+
+
+class _Dispatch(Documented):
+    """``MultiCollector(..., sync=…)`` makes one or the other."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = super().__signature__
+        if cls is not MultiCollector:
+            return signature
+        chooses = inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool")
+        return signature.replace(parameters=[*signature.parameters.values(), chooses])
+
+    def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
+        if cls is not MultiCollector:
+            if sync is not None:
+                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
+            return super().__call__(*args, **kwargs)
+        if sync is None:
+            raise TypeError(
+                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
+            )
+        from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
+        from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+
+        return (MultiSyncCollector if sync else MultiAsyncCollector)(*args, **kwargs)
+
+
+class MultiCollector(Commanding, metaclass=_Dispatch):
+    """Worker processes that step environments. Needs Linux.
+
+    Args:
+        create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per worker; or one, with
+            ``num_workers``. They travel by cloudpickle: lambdas are welcome.
+        policy: module or callable, as :class:`asyncsync.collectors.Collector` takes it; it travels by cloudpickle.
+            With ``policy_factory`` it stays here, as the source of weights.
+        num_workers: where ``create_env_fn`` is one callable.
+        policy_factory: makes the policy, there; one, or one per worker. Exclusive with ``policy``, unless weights go by
+            schemes.
+        frames_per_batch: frames of a batch, or a list of each worker's. MultiSync: split over the workers, rounded up;
+            MultiAsync: each worker's.
+        total_frames: frames until collection ends, rounded up to whole batches; -1: it does not.
+        device, storing_device, env_device, policy_device: as of ``Collector``; one, or one per worker.
+        create_env_kwargs: for the callables; one dict, or one per worker.
+        collector_class: what each worker runs: ``Collector``, a subclass, or (nested) a class or partial of the two
+            multi-process ones, whose ``create_env_fn`` is then an item of the list here. What a partial says goes
+            before what is not given here.
+        max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids, trust_policy,
+            compile_policy, no_cuda_sync, max_lag: as of ``Collector``.
+        init_random_frames: counted over all workers, rounded up to whole rollouts.
+        postproc, split_trajs: as of ``Collector``; done here, with the batch in one piece. With a replay buffer: in the
+            workers.
+        update_at_each_batch: send the policy's weights before each batch (MultiSync), or after each to its producer
+            (MultiAsync).
+        preemptive_threshold: MultiSync: fraction of workers after whose rollouts the others' end.
+        num_threads: torch's threads in this process; None: as they are.
+        num_sub_threads: torch's threads in each worker.
+        cat_results: MultiSync: "stack" (or None): ``[workers, *batch, time]``; an int: along that dimension.
+        replay_buffer: where the workers' frames go instead; one that processes share. TorchRL's are, or are made so
+            (``share()``); a LazyTensorStorage needs ``shared_init=True``. A proxy of a ``multiprocessing`` manager is.
+            Another, which pickles as a handle on what is elsewhere, says so by a true attribute ``shared``.
+        extend_buffer: whole rollouts, or frame by frame.
+        weight_updater: an updater, or what makes one (deprecated).
+        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy that has parameters or
+            buffers. Without a replay buffer, ``"postproc"`` acts in this process and needs none: it is updated here.
+        weight_recv_schemes: by which this collector itself receives weights, to pass them on.
+        worker_idx: which worker of a larger collector this is.
+        pre_collect_hook, post_collect_hook: called in each worker.
+        init_fn: called in each worker first.
+        max_weight_update_interval: the most batches that a worker may produce before it is sent the current weights;
+            -1: any number. MultiSync: not with ``update_at_each_batch``.
+        traj_pool: where trajectory ids come from; None: one that the workers share.
+        start_method: of multiprocessing: "spawn" or "forkserver".
+        connect_timeout: seconds for all workers to be ready.
+
+    Raises:
+        TypeError, ValueError: arguments that exclude each other, or do not fit the workers.
+        Exception: what a worker raises before it is ready, with its type.
+        AckTimeout, NotConnected: the workers were not ready in time.
+        NotImplementedError: this is not Linux.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        num_workers: int | None = None,
+        policy_factory: Any = None,
+        frames_per_batch: int | Sequence[int],
+        total_frames: int | None = -1,
+        device: Devices = None,
+        storing_device: Devices = None,
+        env_device: Devices = None,
+        policy_device: Devices = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        collector_class: Callable[..., BaseCollector] | None = None,
+        max_frames_per_traj: int | None = -1,
+        init_random_frames: int | None = -1,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[Any], Any] | None = None,
+        split_trajs: bool | None = False,
+        track_traj_ids: bool = True,
+        exploration_type: InteractionType | None = InteractionType.RANDOM,
+        update_at_each_batch: bool = False,
+        preemptive_threshold: float | None = None,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        cat_results: str | int | None = None,
+        set_truncated: bool = False,
+        replay_buffer: Any = None,
+        extend_buffer: bool = True,
+        trust_policy: bool | None = None,
+        compile_policy: bool | Mapping[str, Any] | None = None,
+        no_cuda_sync: bool = False,
+        weight_updater: Any = None,
+        weight_sync_schemes: Mapping[str, Any] | None = None,
+        weight_recv_schemes: Mapping[str, Any] | None = None,
+        worker_idx: int | None = None,
+        pre_collect_hook: PreHook | None = None,
+        post_collect_hook: PostHook | None = None,
+        init_fn: Callable[[], None] | None = None,
+        max_weight_update_interval: int = -1,
+        max_lag: int | None = None,
+        traj_pool: _TrajectoryPool | None = None,
+        start_method: str = "spawn",
+        connect_timeout: float = 60.0,
+    ) -> None:
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
+        self.closed = True  # until there is something to close
+        check_platform(type(self).__name__)
+        factories = check_factories(create_env_fn, num_workers)
+        self.num_workers = count = len(factories)
+        self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
+        if split_trajs and not self.track_traj_ids:
+            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
+        if weight_updater is not None and weight_sync_schemes is not None:
+            raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
+        max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
+        max_weight_update_interval = whole("max_weight_update_interval", max_weight_update_interval)
+        if max_lag is not None:
+            max_lag = whole("max_lag", max_lag, 0)
+        check_schemes("weight_sync_schemes", weight_sync_schemes)
+        check_schemes("weight_recv_schemes", weight_recv_schemes)
+        _check_shared(replay_buffer)
+        check_start_method(start_method)
+        self._check_results(cat_results, preemptive_threshold)
+        self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
+        policies = each("policy_factory", policy_factory, count)
+        for index, factory in enumerate(policies):
+            check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
+        if policy_factory is None:  # else policy is the source of weights only
+            check_policy(policy)
+            if policy is not None and not callable(policy):
+                raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
+        updater = None if weight_updater is None else make_updater(weight_updater, policy)
+        if weight_sync_schemes is None:
+            has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
+            needs_one = has_weights or isinstance(updater, MultiProcessedWeightUpdater)
+            weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if needs_one else {}
+        brings_weights = updater is not None or "policy" in weight_sync_schemes
+        if policy is not None and policy_factory is not None and not brings_weights:
+            raise TypeError(
+                "policy and policy_factory exclude each other, unless weights go from one to the other by a scheme: "
+                "pass one of them, or weight_sync_schemes={'policy': …}"
+            )
+        if (update_at_each_batch or max_weight_update_interval > 0) and not brings_weights:
+            raise ValueError(
+                "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
+                "them to the workers: pass a policy with parameters or buffers, weight_sync_schemes={'policy': …}, or "
+                "a weight_updater"
+            )
+        devices = {
+            "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
+        }  # fmt: skip
+        own_devices = {name: value for name, value in own_arguments(collector_class).items() if name in devices}
+        check_devices(dict(flattened(devices | own_devices)))
+        placed = [dict(zip(devices, values, strict=True)) for values in spread(devices, count)]
+        kwargs = each("create_env_kwargs", create_env_kwargs, count)
+        chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
+        self.policy_device = chosen
+        self._acting_devices: dict[int, set[torch.device]] = {}
+        self.storing_device = [
+            exact_device(d["device"] if d["storing_device"] is None else d["storing_device"]) for d in placed
+        ]
+
+        self.policy = policy
+        if policy is None and worker_idx is not None and policies[0] is not None:
+            self.policy = policies[0]()  # in the middle of a tree: what is received here is passed on from it
+        self.update_at_each_batch = update_at_each_batch
+        self.max_weight_update_interval = max_weight_update_interval
+        self.replay_buffer = replay_buffer
+        self.extend_buffer = extend_buffer
+        self.split_trajs = bool(split_trajs) and replay_buffer is None
+        self.postproc = on_device(postproc, self.storing_device[0]) if replay_buffer is None else None
+        self._begin()
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+        shared = replay_buffer is not None
+        arguments = {
+            "max_frames_per_traj": max_frames_per_traj,
+            "reset_at_each_iter": reset_at_each_iter,
+            "track_traj_ids": track_traj_ids,
+            "exploration_type": exploration_type,
+            "set_truncated": set_truncated,
+            "extend_buffer": extend_buffer,
+            "trust_policy": trust_policy,
+            "compile_policy": compile_policy,
+            "no_cuda_sync": no_cuda_sync,
+            "pre_collect_hook": pre_collect_hook,
+            "max_lag": max_lag,
+            "postproc": postproc if shared else None,
+            "split_trajs": split_trajs if shared else False,
+        }
+        parameters = inspect.signature(MultiCollector.__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        each_own = [
+            with_partial(
+                collector_class,
+                arguments
+                | placed[index]
+                | {
+                    "frames_per_batch": self._requested[index],
+                    "create_env_kwargs": kwargs[index],
+                    "policy": policy if own_policy is None else None,
+                    "policy_factory": own_policy,
+                    "replay_buffer": replay_buffer,
+                    "traj_pool": traj_pool,
+                    "worker_idx": index,
+                },
+                defaults,
+            )
+            for index, own_policy in enumerate(policies)
+        ]
+        sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
+        self._set_up_senders(sent, updater, num_workers=count)
+        for scheme in self._sender_schemes.values():
+            if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
+                scheme._context = _Models(weakref.ref(self))
+        self._page = page = ControlPage()
+        self._crew = crew = Crew(start_method, type(self).__name__)
+        follows = self._tell_by_page()
+        self.closed = False
+        self._finalizers = make_finalizers(self, crew, page, self._sender_schemes)
+        deadline = time.monotonic() + connect_timeout
+        try:
+            if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
+                replay_buffer.share()
+            for index, factory in enumerate(factories):
+                given = each_own[index]
+                given.pop("replay_buffer", None)  # travels by multiprocessing's pickle
+                if given.get("traj_pool", traj_pool) is None:
+                    given["traj_pool"] = SharedPool(page)
+                spec = Spec(
+                    kind=Collector if collector_class is None else collector_class,
+                    create_env_fn=factory,
+                    arguments=given,
+                    post_collect_hook=post_collect_hook,
+                    init_fn=init_fn,
+                    threads=num_sub_threads,
+                    follows=follows,
+                    timeout=connect_timeout,
+                )
+                pickled = _pickled(spec)
+                worker = crew.start(run_worker, (page.place, replay_buffer, self._sender_schemes))
+                # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
+                # imported torch.
+                crew.post(worker, ("build", pickled))
+            self._wait_until_built(deadline)
+            self._connect_crew(deadline)
+            if weight_recv_schemes is not None:  # what comes is passed on at once
+                self.register_scheme_receiver(weight_recv_schemes)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
+        """What a synchronous collector alone can do."""
+        given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
+        for name, value in given.items():
+            if value not in (None, False):
+                raise ValueError(f"{name} is for batches of several workers: use MultiSyncCollector")
+
+    @abstractmethod
+    def _split(self, frames: int) -> list[int]:
+        """Frames of each worker's rollouts, for these frames per batch."""
+
+    def _set_up_frames(
+        self, frames_per_batch: int | Sequence[int], total_frames: int | None, init_random_frames: int | None
+    ) -> None:
+        total_frames = frames_or_none("total_frames", total_frames)
+        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
+        if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
+            check_count("frames_per_batch", frames_per_batch, self.num_workers)
+            self._requested = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
+        else:
+            frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
+            self._requested = self._split(frames_per_batch)
+        self.requested_frames_per_batch = self._frames_of_a_batch()
+        endless = total_frames is None or total_frames < 0
+        self.total_frames = math.inf if endless else int(total_frames or 0)
+        self.init_random_frames = max(0, init_random_frames or 0)
+        asked = frames_per_batch if isinstance(frames_per_batch, int) else self.requested_frames_per_batch
+        if not endless and (rest := int(self.total_frames) % asked):
+            warn_rounding(
+                f"total_frames ({total_frames}) is not exactly divisible by frames_per_batch ({asked})",
+                int(self.total_frames) + asked - rest,
+            )
+
+    @abstractmethod
+    def _frames_of_a_batch(self) -> int: ...
+
+    def frames_per_batch_worker(self, *, worker_idx: int) -> int:
+        """How many frames a rollout of this worker has."""
+        return self._requested[worker_idx]
+
+    def _tell_by_page(self) -> bool:
+        """Have the newest version on the page as soon as it is published; False if there are several counts of them."""
+        if len(self._senders.buses) != 1:
+            return False
+        page, everybody = self._page, range(self.num_workers)
+        self._senders.buses[0]._on_published = lambda version, workers: page.publish(
+            version, everybody if workers is None else workers
+        )
+        return True
+
+    def _pass_versions_on(self) -> None:
+        super()._pass_versions_on()
+        self._follow(None)
+
+    def _follow(self, place: MemoryPlace | None, index: int = 0) -> None:
+        """Have the workers look up the newest version on this page, of the tree's root, or on none."""
+        if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
+            place = None  # some updates end here
+        for worker in range(self.num_workers):
+            self._crew.post(worker, ("follow", place, index))
+
+    def _wait_until_built(self, deadline: float) -> None:
+        crew = self._crew
+
+        def built() -> bool:
+            return len(crew.built) == self.num_workers
+
+        try:
+            crew.until(built, max(0.0, deadline - time.monotonic()))
+        except AckTimeout:
+            missing = sorted(set(range(self.num_workers)) - set(crew.built))
+            raise AckTimeout(
+                f"workers {missing} of this {type(self).__name__} were not ready in time: importing libraries and "
+                "making environments takes longer than connect_timeout allows"
+            ) from None
+        for index, (frames, dims, devices) in crew.built.items():
+            self._requested[index] = frames
+            self._acting_devices[index] = devices
+            self._check_dims(dims)
+        self.requested_frames_per_batch = self._frames_of_a_batch()
+
+    def _check_dims(self, dims: int | None) -> None:
+        """Batch dimensions of a worker's environment."""
+
+    def _connect_crew(self, deadline: float) -> None:
+        """Both sides connect at the same time; whoever fails ends the other's wait."""
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def connect() -> None:
+            try:
+                self._connect_senders(max(0.0, deadline - time.monotonic()))
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+            self._crew.nudge()
+
+        def connected() -> bool:
+            return bool(errors) or (done.is_set() and len(self._crew.states) == self.num_workers)
+
+        thread = threading.Thread(target=connect, name="asyncsync-collector-connect", daemon=True)
+        thread.start()
+        try:
+            self._crew.until(connected, max(0.0, deadline - time.monotonic()) + 1.0)
+        except BaseException:
+            self._end_weights(1.0)
+            raise
+        finally:
+            join(thread, 5.0)
+        if errors:
+            raise errors.pop()
+
+    def _is_due(self, worker: int) -> bool:
+        return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
+
+
+class _Models:
+    """A collector as the context of its schemes, without keeping it alive."""
+
+    def __init__(self, collector: weakref.ref[MultiCollector]) -> None:
+        self._collector = collector
+
+    def get_model(self, model_id: str) -> Any:
+        collector = self._collector()
+        return None if collector is None else collector.get_model(model_id)
+
+
+def _check_shared(replay_buffer: Any) -> None:
+    """Raises TypeError: each worker would fill a copy of its own, which nobody sees."""
+    if replay_buffer is None or isinstance(replay_buffer, BaseProxy):
+        return
+    if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
+        raise TypeError(
+            f"replay_buffer is a {type(replay_buffer).__name__}, of which each worker would fill a copy of its own: "
+            "pass one that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a "
+            "multiprocessing manager. If it pickles as a handle on what they share, say so: replay_buffer.shared = True"
+        )
+
+
+def _pickled(spec: Spec) -> bytes:
+    try:
+        return dumps(spec)
+    except Exception as error:
+        error.add_note(
+            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot be "
+            "pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
+        )
+        raise

@@ -1,0 +1,1 @@
+"""A rollout: how a collector steps its environment, and where the steps go."""

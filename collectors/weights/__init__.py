@@ -1,0 +1,1 @@
+"""A collector's weights: where they come from, and to whom they are passed on."""

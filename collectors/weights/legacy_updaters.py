@@ -1,0 +1,324 @@
+"""Weight updaters: TorchRL's older way of telling how weights reach the policy. Deprecated, and working.
+
+An updater is given to a collector (``weight_updater=``), whose ``update_policy_weights_`` then calls
+:meth:`WeightUpdaterBase.push_weights`. New code uses ``weight_sync_schemes={"policy": scheme}``.
+
+Names and behaviour follow TorchRL's "WeightUpdaterBase" page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, ClassVar, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from asyncsync.model.strategy import WeightStrategy
+
+__all__ = [
+    "MultiProcessedWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "make_updater",
+    "mark_counted",
+    "pushing",
+]
+
+_counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
+"""Of the push under way: empty until its version has been counted: where weights were copied, or by a scheme."""
+
+WorkerIds = int | torch.device | Iterable[int | torch.device] | None
+
+
+class WeightUpdaterBase:
+    """Says how a policy's weights reach the workers of a collector. Usage::
+
+        class Push(WeightUpdaterBase):
+            def _get_server_weights(self):
+                return policy.state_dict()
+
+            def all_worker_ids(self):
+                return [0, 1]
+
+            def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
+                connections[worker_id].send(server_weights)
+
+        collector = Collector(make_env, policy, frames_per_batch=200, weight_updater=Push())
+        collector.update_policy_weights_()
+
+    A subclass overrides :meth:`_sync_weights_with_worker`, or :meth:`_push_weights` as a whole. Constructing one, of
+    whatever class, gives a DeprecationWarning that names the scheme to use instead.
+    """
+
+    _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
+    # Of the class, because the constructors of subclasses need not call ours.
+    _collector: weakref.ref[Any] | None = None
+    _post_hooks: list[Callable[[], None]] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        warnings.warn(
+            f"{cls.__name__} is deprecated: give the collector a scheme instead, "
+            f'weight_sync_schemes={{"policy": asyncsync.sync.{cls._scheme}()}}',
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return super().__new__(cls)
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
+        """An updater made for this policy; None (here): use the constructor. A collector that is given the class tries
+        this first."""
+        return None
+
+    # -- the collector ------------------------------------------------------------------------------------------------
+
+    def register_collector(self, collector: Any) -> None:
+        """Belong to a collector, which is referred to weakly. Collectors call this themselves.
+
+        Raises:
+            RuntimeError: this updater belongs to another one already.
+        """
+        registered = self.collector
+        if registered is not None and registered is not collector:
+            raise RuntimeError(
+                f"this {type(self).__name__} belongs to a {type(registered).__name__} already: give each collector an "
+                "updater of its own"
+            )
+        self._collector = weakref.ref(collector)
+
+    @property
+    def collector(self) -> Any:
+        """The collector that this updater belongs to; None when unset, or gone."""
+        return None if self._collector is None else self._collector()
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """For subclasses: called by the collector's ``init_updater`` with its arguments. Here, nothing happens."""
+
+    def increment_version(self) -> None:
+        """Count the collector's policy version up."""
+        if (collector := self.collector) is not None:
+            collector.increment_version()
+
+    def _count_push(self) -> None:
+        """A hook: count this push, unless it has been counted already."""
+        if not _counted.get([]):
+            self.increment_version()
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def register_post_hook(self, hook: Callable[[], None]) -> None:
+        """Call this after each push, in this process, in the order of registration."""
+        self.post_hooks.append(hook)
+
+    @property
+    def post_hooks(self) -> list[Callable[[], None]]:
+        """The hooks called after each push."""
+        if self._post_hooks is None:
+            self._post_hooks = []
+        return self._post_hooks
+
+    # -- pushing ------------------------------------------------------------------------------------------------------
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
+        """Push weights to the workers, then call the hooks.
+
+        Args:
+            policy_or_weights: module, TensorDict or dict; None: what :meth:`_get_server_weights` returns.
+            worker_ids: an index, a device, or several; None: all of :meth:`all_worker_ids`.
+
+        Raises:
+            ValueError: there are no weights.
+            NotImplementedError: this class does not say how to reach a worker.
+        """
+        token = _counted.set([])
+        try:
+            self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+            for hook in self.post_hooks:
+                hook()
+        finally:
+            _counted.reset(token)
+
+    def __call__(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
+        """:meth:`push_weights`."""
+        self.push_weights(policy_or_weights, worker_ids)
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
+        weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        if weights is None:
+            raise ValueError(
+                f"{type(self).__name__} was given no weights to push, and its _get_server_weights() has none: pass some"
+            )
+        weights = self._maybe_map_weights(weights)
+        workers = self.all_worker_ids() if worker_ids is None else worker_ids
+        if workers is None:
+            self._sync_weights_with_worker(worker_id=None, server_weights=weights)
+            return
+        for worker in [workers] if isinstance(workers, int | torch.device) else workers:
+            self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
+
+    def _get_server_weights(self) -> Any:
+        """The weights to push where none are given; None (here): there are none."""
+        return None
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        """For subclasses: change the weights before they are distributed. Here they stay as they are."""
+        return server_weights
+
+    def all_worker_ids(self) -> list[int] | list[torch.device] | None:
+        """All workers; None (here): there is one place only, without a name."""
+        return None
+
+    def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
+        """Bring the weights to one worker.
+
+        Raises:
+            NotImplementedError: not overridden.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how weights reach a worker: override _sync_weights_with_worker() "
+            "or _push_weights()"
+        )
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Copies weights into a policy of this process.
+
+    Args:
+        weight_getter: returns the weights to push where none are given.
+        policy_weights: where to: a module, or a TensorDict of its tensors, which are written in place.
+    """
+
+    _scheme = "NoWeightSyncScheme"
+
+    def __init__(
+        self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: TensorDictBase | nn.Module
+    ) -> None:
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
+
+    def register_collector(self, collector: Any) -> None:
+        """As of any updater.
+
+        Raises:
+            TypeError: the collector's policy acts in other processes.
+        """
+        if getattr(collector, "acts_elsewhere", False):
+            raise TypeError(
+                f"{type(self).__name__} writes into a policy of this process, but those that act for a "
+                f"{type(collector).__name__} are in its workers, which would never see it: leave weight_updater out, "
+                'or pass weight_sync_schemes={"policy": asyncsync.sync.SharedMemWeightSyncScheme()}, and the workers '
+                "receive the weights"
+            )
+        super().register_collector(collector)
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> VanillaWeightUpdater | None:
+        """One that writes into this policy, whichever tensors it has by then."""
+        return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
+
+    def _get_server_weights(self) -> Any:
+        return None if self.weight_getter is None else self.weight_getter()
+
+    def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
+        collector = self.collector
+        if collector is None:
+            self._copy(server_weights)
+            return
+
+        counted = _counted.get([])
+
+        def copy_and_count() -> None:
+            self._copy(server_weights)
+            if not counted:  # in the same hold: no frame that acts with these weights has an older version's label
+                counted.append(None)
+                self.increment_version()
+
+        collector._between_steps(copy_and_count)
+
+    def _copy(self, weights: Any) -> None:
+        WeightStrategy().apply_weights(self.policy_weights, weights)
+
+
+class MultiProcessedWeightUpdater(WeightUpdaterBase):
+    """Brings weights to the worker processes of a collector, over the bus that they receive by.
+
+    Args:
+        get_server_weights: returns the weights to push where none are given.
+        policy_weights: ``{device: TensorDict}``: this process's copy for the workers whose policies are on that device.
+            A push writes the weights into it, in place, and sends it to them. None: weights are sent as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        get_server_weights: Callable[[], Any] | None = None,
+        policy_weights: Mapping[torch.device, TensorDictBase] | None = None,
+    ) -> None:
+        self._getter = get_server_weights
+        self._policy_weights = None if policy_weights is None else dict(policy_weights)
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> MultiProcessedWeightUpdater | None:
+        """One that sends this policy's current weights where none are given."""
+        return cls(get_server_weights=lambda: policy) if isinstance(policy, nn.Module) else None
+
+    def all_worker_ids(self) -> list[torch.device] | None:
+        """The devices; None: all workers at once."""
+        return None if self._policy_weights is None else list(self._policy_weights)
+
+    def _get_server_weights(self) -> Any:
+        return None if self._getter is None else self._getter()
+
+    def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
+        collector = self.collector
+        if collector is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} belongs to no collector (any more), so it reaches no worker"
+            )
+        if isinstance(worker_id, torch.device) and self._policy_weights is not None:
+            if worker_id not in self._policy_weights:
+                raise ValueError(f"no policy_weights for {worker_id}: there are {list(self._policy_weights)}")
+            copy = self._policy_weights[worker_id]
+            WeightStrategy().apply_weights(copy, server_weights)
+            server_weights = copy
+        collector._push_policy(server_weights, worker_id)
+
+
+def mark_counted() -> None:
+    """The push under way, if there is one, has a version already: it was published."""
+    _counted.get([]).append(None)
+
+
+def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
+    """``weight_updater=`` as documented: an updater, a class of them, or a callable that returns one.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(given, type) and issubclass(given, WeightUpdaterBase):
+        updater: Any = None if policy is None else given.from_policy(policy)
+        updater = given() if updater is None else updater
+    else:
+        updater = given if isinstance(given, WeightUpdaterBase) or not callable(given) else given()
+    if not isinstance(updater, WeightUpdaterBase):
+        raise TypeError(
+            "weight_updater must be an asyncsync.collectors.WeightUpdaterBase, its class, or a callable that returns "
+            f"one, not {updater!r}"
+        )
+    return updater
+
+
+def pushing(
+    updater: WeightUpdaterBase, weights: Any, worker_ids: WorkerIds, options: Mapping[str, Any]
+) -> Callable[[], None]:
+    """A push, with those of the options that this updater's ``push_weights`` takes."""
+    parameters = inspect.signature(updater.push_weights).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = {name: value for name, value in options.items() if takes_all or name in parameters}
+    return lambda: updater.push_weights(weights, worker_ids, **taken)

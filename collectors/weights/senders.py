@@ -1,0 +1,206 @@
+"""The schemes by which a collector sends weights to those that collect for it: one bus where possible.
+
+Models on one bus are switched together, so schemes that have an address of their own merely because nobody said
+otherwise are moved onto one bus before they are used.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from asyncsync.bus.sharing import join_buses
+from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
+from asyncsync.schemes.blocking import Bus, WeightSyncScheme
+from asyncsync.schemes.context import resolve_model
+from asyncsync.schemes.none import BlockingNoSync
+
+__all__ = ["Senders", "as_blocking", "connect_all", "shut_down_all"]
+
+
+def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSyncScheme]:
+    """The schemes with their blocking API, on which collectors run them.
+
+    Raises:
+        TypeError: something that is not a scheme of asyncsync's.
+        ValueError: one scheme for two models.
+        RuntimeError: an asynchronous scheme that is connected already.
+    """
+    for model_id, scheme in schemes.items():
+        if not isinstance(scheme, WeightSyncScheme | AsyncScheme):
+            kind = scheme if isinstance(scheme, type) else type(scheme)
+            raise TypeError(
+                f"{argument}[{model_id!r}] is {'the class' if scheme is kind else 'a'} {kind.__module__}."
+                f"{kind.__qualname__}, but collectors need a scheme of asyncsync's: construct one of asyncsync.sync, "
+                "such as SharedMemWeightSyncScheme()"
+            )
+    if len({id(scheme) for scheme in schemes.values()}) < len(schemes):
+        raise ValueError(f"{argument} has one scheme for several models: give each model a scheme of its own")
+    return {model_id: scheme.blocking for model_id, scheme in schemes.items()}
+
+
+class Senders:
+    """Schemes by model id.
+
+    Args:
+        schemes: blocking ones, or asynchronous ones that are not connected yet.
+        context: knows the models: ``get_model(model_id)``.
+        num_workers: how many workers there will be; None: they come and go.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: schemes that cannot serve as senders; what to do about it. Nothing is
+            connected.
+    """
+
+    def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
+        self.schemes = as_blocking("weight_sync_schemes", schemes)
+        for model_id, scheme in self.schemes.items():
+            _check_free(model_id, scheme)
+        fresh = {m: s for m, s in self.schemes.items() if s._role is None or s._pid != os.getpid()}
+        join_buses([s for s in fresh.values() if not isinstance(s, BlockingNoSync)])
+        for model_id, scheme in self.schemes.items():
+            if model_id in fresh:
+                source = context if _has_weights(context, model_id) else None
+                scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers)
+            else:
+                scheme._check_fresh("sender") if not scheme._registered else scheme._bus._check_role("sender")
+                _check_initialised(model_id, scheme, num_workers)
+        self.buses: list[Bus] = list({id(s._bus): s._bus for s in self.schemes.values() if not _is_dummy(s)}.values())
+        self.bus = next(iter(self.buses), None)
+        _owners.update({bus: weakref.ref(self) for bus in self.buses})
+
+    def connect(self, timeout: float) -> None:
+        """The rendezvous with the workers; delivers the initial weights where there are some. Raises as the schemes'
+        ``connect``."""
+        connect_all(self.schemes.values(), timeout)
+
+    def check(self, update: Mapping[str, Any]) -> Bus | None:
+        """The bus that all these models are on; None: one that moves nothing.
+
+        Raises:
+            ValueError: they are on several, so that no worker could switch them together.
+        """
+        buses: dict[int, Bus] = {id(s._bus): s._bus for m in update if not _is_dummy(s := self.schemes[m])}
+        if len(buses) > 1:
+            raise ValueError(
+                f"{sorted(update)} cannot be switched together: their schemes were initialised on buses of their own. "
+                "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
+            )
+        return next(iter(buses.values()), None)
+
+    def send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
+        """One update; returns when the workers have applied it, or, without a timeout, when it is announced. Raises as
+        the schemes' ``send`` or ``publish``."""
+        bus = self.check(update)
+        moved = {m: weights for m, weights in update.items() if not _is_dummy(self.schemes[m])}
+        if bus is not None and timeout is None:
+            bus.publish(moved, workers)
+        elif bus is not None and timeout is not None:
+            bus.send(moved, workers, timeout)
+        for model_id in update.keys() - moved.keys():
+            self.schemes[model_id].send()
+
+    async def send_async(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
+        """:meth:`send` for a coroutine of any event loop."""
+        bus = self.check(update)
+        moved = {m: weights for m, weights in update.items() if not _is_dummy(self.schemes[m])}
+        if bus is not None and timeout is None:
+            await bus.publish_async(moved, workers)
+        elif bus is not None and timeout is not None:
+            await bus.send_async(moved, workers, timeout)
+        for model_id in update.keys() - moved.keys():
+            await self.schemes[model_id].send_async()
+
+    @property
+    def version(self) -> int:
+        """The newest version published."""
+        return max((scheme.version for scheme in self.schemes.values()), default=0)
+
+    def versions(self) -> dict[str, int]:
+        """Each model's, for a checkpoint. The schemes of one bus have one count."""
+        return {model_id: scheme.version for model_id, scheme in self.schemes.items()}
+
+    def carry_on(self, versions: Mapping[str, int]) -> None:
+        """Go on from what :meth:`versions` returned, where that is not behind."""
+        for model_id, version in versions.items():
+            scheme = self.schemes.get(model_id)
+            if scheme is not None and scheme.version < version:
+                scheme.load_state_dict({"version": version})
+
+
+def _has_weights(context: Any, model_id: str) -> bool:
+    try:
+        model = resolve_model(context, model_id)
+    except ValueError:
+        return False
+    return isinstance(model, nn.Module | TensorDictBase | Mapping)
+
+
+# A bus has one set of workers, and so one collector.
+_owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyDictionary()
+
+
+def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
+    """Raises ValueError: the scheme is somebody else's, or was."""
+    if _is_dummy(scheme) or (bus := scheme._bus) is None:
+        return
+    if bus.closed:
+        raise ValueError(
+            f"weight_sync_schemes[{model_id!r}] was shut down, with its collector perhaps: construct another scheme"
+        )
+    owner = _owners.get(bus)
+    if owner is not None and owner() is not None:
+        raise ValueError(
+            f"weight_sync_schemes[{model_id!r}] serves the workers of another collector: construct a scheme (or a Bus) "
+            "for each"
+        )
+
+
+def _is_dummy(scheme: WeightSyncScheme) -> bool:
+    return isinstance(scheme, BlockingNoSync)
+
+
+def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
+    if scheme.model_id != model_id:
+        raise ValueError(
+            f"weight_sync_schemes[{model_id!r}] was initialised with model_id={scheme.model_id!r}: "
+            "use one name, or leave init_on_sender() to the collector"
+        )
+    count = scheme._bus.num_workers
+    if num_workers is not None and count not in (None, num_workers):
+        raise ValueError(
+            f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
+            f"{num_workers}: leave num_workers (or init_on_sender()) to the collector"
+        )
+
+
+def connect_all(schemes: Any, timeout: float) -> None:
+    """Connect schemes, those of one bus together, within one timeout (seconds)."""
+    deadline = time.monotonic() + timeout
+    buses: dict[int, Bus] = {}
+    for scheme in schemes:
+        if _is_dummy(scheme):
+            scheme.connect()
+        else:
+            buses[id(scheme._bus)] = scheme._bus
+    for bus in buses.values():
+        bus.connect(max(0.0, deadline - time.monotonic()))
+
+
+def shut_down_all(schemes: Any, timeout: float) -> None:
+    """Shut schemes down within one timeout (seconds), all of them, whatever one of them raises."""
+    deadline = time.monotonic() + timeout
+    errors: list[Exception] = []
+    for scheme in schemes:
+        try:
+            scheme.shutdown(max(0.0, deadline - time.monotonic()))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else ExceptionGroup("schemes could not be shut down", errors)

@@ -1,0 +1,1 @@
+"""Worker processes: what they run, what travels between them and their trainer."""

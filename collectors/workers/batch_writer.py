@@ -1,0 +1,145 @@
+"""Window: a worker's side of batches through shared memory. Its collector stores each step where the trainer reads it.
+
+What the worker's own code keeps of a batch (a hook, say) is that code's: then the batch goes by value.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import replace
+
+import torch
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.rollout.buffer import BatchLayout
+from asyncsync.collectors.workers.control_page import MemoryPlace, open_place
+from asyncsync.collectors.workers.shared_batches import Arrangement, Grant, layout_of, mapped
+from asyncsync.weights.copying import normal_tensors
+
+__all__ = ["Window"]
+
+
+class _Mapped:
+    """A slot, mapped here."""
+
+    def __init__(self, place: MemoryPlace) -> None:
+        number = open_place(place)
+        try:
+            self._memory = mapped(number, place.size)
+        finally:
+            os.close(number)
+        self._lent: weakref.ref[memoryview] | None = None
+
+    def lend(self) -> memoryview:
+        """The memory. Tensors that are made of it keep this very object alive."""
+        memory = memoryview(self._memory)  # type: ignore[arg-type]
+        self._lent = weakref.ref(memory)
+        return memory
+
+    @property
+    def lent(self) -> memoryview | None:
+        """What was lent, if somebody has it still."""
+        return None if self._lent is None else self._lent()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in here, wherever."""
+        begin: int = self._memory.ctypes.data
+        return begin <= tensor.untyped_storage().data_ptr() < begin + self._memory.nbytes
+
+
+class Window:
+    """What a worker writes through: a collector's ``_allocate``."""
+
+    def __init__(self) -> None:
+        self._index = 0
+        self._arrangements: dict[int, Arrangement] = {}
+        self._slots: dict[tuple[int, int], _Mapped] = {}
+        self._slot: _Mapped | None = None
+        self._arrangement: Arrangement | None = None
+        self._granted: list[torch.Tensor] | None = None
+
+    def learn(self, number: int, arrangement: Arrangement, index: int) -> None:
+        """There is a new arrangement, of which this worker's is the part with this index; grants of older ones will not
+        come any more."""
+        self._index = index
+        self._arrangements = {number: arrangement}
+        self._slots.clear()
+
+    def open(self, grant: Grant | None) -> None:
+        """The next rollout may go there; not if this process has tensors of the slot yet.
+
+        Raises:
+            WeightSyncError, OSError: the slot cannot be mapped.
+        """
+        self._slot = self._arrangement = self._granted = None
+        if grant is None:
+            return
+        for key in [key for key in self._slots if key[1] not in grant.alive]:
+            del self._slots[key]
+        key = (grant.place.device, grant.place.inode)
+        if key not in self._slots:
+            self._slots[key] = _Mapped(grant.place)
+        slot = self._slots[key]
+        if slot.lent is None:
+            self._slot, self._arrangement = slot, self._arrangements[grant.arrangement]
+            self._granted = self._parts(slot.lend())
+
+    def _parts(self, memory: memoryview) -> list[torch.Tensor]:
+        assert self._arrangement is not None
+        return [self._arrangement.part(tensor, self._index) for tensor in self._arrangement.tensors(memory)]
+
+    @property
+    def _layout(self) -> BatchLayout:
+        assert self._arrangement is not None
+        return self._arrangement.parts[self._index]
+
+    def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
+        """Memory for a batch of this layout in the slot; None if it is not what was granted."""
+        if self._granted is None or layout != self._layout:
+            return None
+        return layout.build(self._granted)
+
+    def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
+        """Have the batch in the slot, if it fits: it lies there already, or is copied.
+
+        Returns:
+            Whether it is there, and its layout (None: there is none that describes it).
+        """
+        found = layout_of(batch)
+        granted, self._granted = self._granted, None
+        if granted is None or found is None or found.steps > self._layout.steps:
+            return False, found
+        if replace(found, steps=self._layout.steps) != self._layout:
+            return False, found
+        assert self._slot is not None
+        n = len(found.batch_size)
+        targets, sources = [], []
+        for view, leaf in zip(granted, found.leaves, strict=True):
+            target, source = view.narrow(n, 0, found.steps), batch.get(leaf.path)
+            if target.numel() and not _is_same(target, source):
+                targets.append(target)
+                # Another entry of this batch, or a part of one, which may be written before it is read.
+                sources.append(source.clone() if self._slot.holds(source) else source)
+        if targets:
+            with normal_tensors():
+                torch._foreach_copy_(targets, sources)
+        return True, found
+
+    def kept(self, steps: int) -> TensorDictBase | None:
+        """Once the caller has let go of the batch that was written: a copy of it, of so many steps, if somebody else
+        here keeps tensors of it. What the trainer writes there later would change them."""
+        memory = None if self._slot is None else self._slot.lent
+        if memory is None:
+            return None
+        return self._layout.build(self._parts(memory))[..., :steps].clone()
+
+
+def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the one is the other's memory, entry by entry."""
+    return (
+        target.data_ptr() == source.data_ptr()
+        and (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
+        and not source.is_conj()
+        and not source.is_neg()
+    )

@@ -1,0 +1,289 @@
+"""Messages between a collector and its workers: one packet each, so that nobody ever reads or writes half of one.
+
+    here, there = Channel.pair()                       # sockets; each process wraps its own: Channel(here)
+    packet = encode(("rollout", 1))                    # by pickle; encode_any: by cloudpickle, with tensors apart
+    here.send(packet)                                  # False: there is no room now, and nothing was sent
+    there.receive()                                    # None: there is nothing now
+
+A packet has 32 KiB at most. What is larger is written to a memory file first, whose descriptor travels in the packet;
+the receiver maps it, and the memory of its tensors is that mapping: nothing is copied on the way in.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from asyncsync.errors import AckTimeout
+from asyncsync.transports.slots import F_ADD_SEALS, open_memory
+from asyncsync.weights.copying import normal_tensors
+
+__all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "encode_any", "loads"]
+
+MAX_PACKET = 32 << 10
+_HEAD = struct.Struct("<QQ")  # parts, and bytes of all of them with their lengths
+_ALIGNED = 64
+_CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW: cut, it would kill who reads it
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+def dumps(value: Any) -> bytes:
+    """Anything that a program holds: lambdas, closures, and what it has defined in its main module."""
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves the memory of plain tensors where it is; torch's own way makes two copies of it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            with normal_tensors():
+                memory: Any = obj.reshape(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(memory), obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not tensor.__dict__
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+    )
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    with normal_tensors():
+        return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # What a spawned process calls __mp_main__ is the trainer's __main__.
+        return super().find_class("__main__" if module == "__mp_main__" else module, name)
+
+
+class Parcel:
+    """Something pickled within a message, to be unpickled by whoever wants it, when he does: ``loads(parcel)``."""
+
+    def __init__(self, pickled: Any, buffers: Sequence[Any]) -> None:
+        self.pickled = pickled
+        self.buffers = buffers
+
+    @classmethod
+    def of(cls, value: Any) -> Parcel:
+        return cls(*_pickled(value))
+
+    def __reduce__(self) -> Any:
+        return Parcel, (pickle.PickleBuffer(self.pickled), list(self.buffers))
+
+
+def loads(pickled: bytes | Parcel) -> Any:
+    """What was pickled. Tensors of a parcel are views of the memory that it came in, which is nobody else's."""
+    if isinstance(pickled, Parcel):
+        return _Unpickler(io.BytesIO(pickled.pickled), buffers=pickled.buffers).load()
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), buffers
+
+
+# -- packets -----------------------------------------------------------------------------------------------------------
+
+
+class Packet(NamedTuple):
+    """A message that is ready to be sent.
+
+    Attributes:
+        data: its bytes, or its head alone.
+        file: descriptor of the memory file with its bytes; whoever has sent the packet closes it.
+    """
+
+    data: bytes
+    file: int | None
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+
+
+def encode(message: Any) -> Packet:
+    """Of the library's own objects and parcels."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    return _packet(pickled, buffers)
+
+
+def encode_any(message: Any) -> Packet:
+    """Of whatever :func:`dumps` takes."""
+    return _packet(*_pickled(message))
+
+
+def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:
+    parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+    table = memoryview(struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts)))
+    pieces: list[Any] = []
+    for part in (table, *parts):
+        pieces += (part, bytes(-part.nbytes % _ALIGNED))
+    size = sum(len(piece) for piece in pieces)
+    head = _HEAD.pack(len(parts), size)
+    if _HEAD.size + size <= MAX_PACKET:
+        return Packet(b"".join([head, *pieces]), None)
+    file = open_memory(size)
+    try:
+        position = 0
+        for piece in pieces:
+            position = _write(file, piece, position)
+        if hasattr(os, "memfd_create"):
+            fcntl.fcntl(file, F_ADD_SEALS, _CANNOT_RESIZE)
+    except BaseException:
+        os.close(file)
+        raise
+    return Packet(head, file)
+
+
+def _write(file: int, piece: Any, position: int) -> int:
+    rest = memoryview(piece)
+    while rest:
+        written = os.pwrite(file, rest, position)
+        rest = rest[written:]
+        position += written
+    return position
+
+
+def _decode(data: bytes, file: int | None) -> Any:
+    count, size = _HEAD.unpack_from(data)
+    memory: Any
+    if file is None:
+        memory = bytearray(memoryview(data)[_HEAD.size :])  # tensors are written to
+    else:
+        with normal_tensors():  # a private mapping, which needs no descriptor as Python's own mmap objects do
+            memory = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=size, dtype=torch.uint8).numpy()
+    rest = memoryview(memory)
+    sizes = struct.unpack_from(f"<{count}Q", rest)
+    position = _after(8 * count)
+    parts = []
+    for length in sizes:
+        parts.append(rest[position : position + length])
+        position = _after(position + length)
+    return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
+
+
+def _after(position: int) -> int:
+    return position + -position % _ALIGNED
+
+
+# -- channels ----------------------------------------------------------------------------------------------------------
+
+
+class Channel:
+    """One end of a pair of sockets. Nothing here waits but :meth:`put` and :meth:`get`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, packet: Packet) -> bool:
+        """Whether there was room for it.
+
+        Raises:
+            ConnectionError: the other side is gone.
+            OSError: it cannot be sent: too many open files are on their way (ETOOMANYREFS), say.
+        """
+        try:
+            if packet.file is None:
+                self._socket.send(packet.data)
+            else:
+                socket.send_fds(self._socket, [packet.data], [packet.file])
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self) -> Any:
+        """The next message; None: there is none now.
+
+        Raises:
+            EOFError: there will be none: the other side is gone.
+            OSError: this process has too many open files.
+        """
+        try:
+            data, files, flags, _ = socket.recv_fds(self._socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "a message was lost, as this process has too many open files (ulimit -n)")
+        try:
+            return _decode(data, files[0] if files else None)
+        finally:
+            for file in files:
+                os.close(file)
+
+    def put(self, packet: Packet, timeout: float) -> None:
+        """Send it, as soon as there is room.
+
+        Raises:
+            AckTimeout: there was none within the timeout (seconds).
+            ConnectionError: the other side is gone.
+            OSError: it cannot be sent.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while not self.send(packet):
+                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
+                    raise AckTimeout(f"the other process of a collector has read no messages for {timeout:g} s")
+        finally:
+            packet.close()
+
+    def get(self) -> Any:
+        """The next message, as soon as there is one: waits until the other side is gone, or :meth:`shutdown`."""
+        while (message := self.receive()) is None:
+            self._wait(select.POLLIN, None)
+        return message
+
+    def _wait(self, event: int, seconds: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if seconds is None else max(0.0, seconds * 1e3)))
+
+    def shutdown(self) -> None:
+        """Both sides are gone, for whoever waits in another thread too."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:
+                raise
+
+    def close(self) -> None:
+        self._socket.close()

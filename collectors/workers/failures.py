@@ -1,0 +1,80 @@
+"""Failures of worker processes: their exceptions, as something that travels through a pipe and is raised again.
+
+What is raised in the trainer has the worker's type where that can be, a note that says which worker it was, and a
+:class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. What does not survive the way (an
+exception that cannot be pickled, or whose class is not importable here) is a RemoteError itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from asyncsync.collectors.workers.channel import dumps, loads
+from asyncsync.errors import PeerLost, RemoteError
+
+__all__ = ["Failure", "died"]
+
+
+@dataclass
+class Failure:
+    """An exception, ready to travel."""
+
+    type_name: str
+    message: str
+    remote_traceback: str
+    pickled: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = type(error)
+        text = "".join(traceback.format_exception(error))
+        pickled: bytes | None = None
+        if isinstance(error, Exception):
+            try:
+                pickled = dumps(error.with_traceback(None))
+                loads(pickled)
+            except Exception:
+                pickled = None
+        try:
+            message = str(error)
+        except Exception:
+            message = "(its message cannot be shown)"
+        return cls(f"{kind.__module__}.{kind.__qualname__}", message, text, pickled)
+
+    def error(self, where: str) -> Exception:
+        """The exception to be raised here; ``where`` tells which worker it is from."""
+        remote = RemoteError(self.type_name, self.message, self.remote_traceback)
+        error: Any = None
+        if self.pickled is not None:
+            try:
+                error = loads(self.pickled)
+            except Exception:
+                error = None
+        if not isinstance(error, Exception):
+            remote.add_note(f"It was raised in {where}.")
+            return remote
+        error.__cause__ = remote
+        error.add_note(f"It was raised in {where}.")
+        return error
+
+
+def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
+    """The error for a worker process that has ended without a word."""
+    how = f"ended with exit code {code}"
+    if code is not None and code < 0:
+        try:
+            how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+        except ValueError:
+            pass
+    text = f"{where} {how}; collection is over. What it wrote to stderr may tell why"
+    if code == -signal.SIGKILL:
+        text += "; the kernel kills processes so when memory runs out"
+    if starting:
+        text += (
+            ". It had not started yet: under the start method 'spawn', a program must create its collectors below "
+            "`if __name__ == '__main__':`"
+        )
+    return PeerLost(text)

@@ -1,0 +1,294 @@
+"""The receiver's end of a user's blocking transport: one thread that takes messages from the channel until the one that
+is wanted has come. See :mod:`asyncsync.transports.channels`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from asyncsync.errors import NotConnected, SchemaMismatch
+from asyncsync.runtime.threads import as_exception
+from asyncsync.transports.base import TransportCore
+from asyncsync.transports.channels import RECEIVER_SETUP, TAG, TAG_BYTES, close_channels, setup_of, supports_timeout
+from asyncsync.transports.destination import check_fit
+from asyncsync.weights.copying import copy_tensors, normal_tensors
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import dotted, flatten, nest
+
+__all__ = ["WrappedReceiver"]
+
+Message = dict[str, torch.Tensor]
+"""What came through the channel: tensors by their dotted names, the tag among them."""
+
+# Ends earlier than the bus's own deadline, which says less.
+MARGIN = 0.5
+
+
+class _Request:
+    """A slab that somebody waits for."""
+
+    def __init__(self, descriptor: bytes, slab: Slab, until: float, loop: asyncio.AbstractEventLoop) -> None:
+        self.descriptor = descriptor
+        self.slab = slab
+        self.layout = slab.layout
+        self.until = until
+        self.done: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
+
+    def settle(self, error: Exception | None) -> None:
+        """From any thread."""
+
+        def tell() -> None:
+            if not self.done.done():
+                if error is None:
+                    self.done.set_result(None)
+                else:
+                    self.done.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+
+class _Buffer:
+    """A TensorDict of a layout's entries and the tag, for the user's code to receive into."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        with normal_tensors():
+            entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
+            tensors = {e.path: t for e, t in zip(layout.entries, entries, strict=True)}
+            tensors.update({path: entries[i] for path, i in layout.aliases.items()})
+            tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
+        self.weights: TensorDict = nest({**tensors, (TAG,): tag})
+
+
+class WrappedReceiver(TransportCore):
+    """A receiver's blocking transport.
+
+    Args:
+        channel: the user's.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.supports_timeout = supports_timeout(channel)
+        self._worker: int | None = None
+        self._changed = threading.Condition()
+        # Under the condition:
+        self._wanted: _Request | None = None
+        self._stray: Message | None = None
+        self._closed = False
+        # The thread's own:
+        self._buffer: _Buffer | None = None
+        self._broken: Exception | None = None
+
+        self._thread: threading.Thread | None = None
+        self._setup: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- on the loop --------------------------------------------------------------------------------------------------
+
+    def start(self, worker: int | None) -> None:
+        if self._thread is None:
+            self._worker = worker
+            loop = self._loop = asyncio.get_running_loop()
+            self._setup = loop.create_future()
+            self._thread = threading.Thread(
+                target=self._run, args=(loop, self._setup), name="asyncsync-receive", daemon=True
+            )
+            self._thread.start()
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until the user's setup method has returned.
+
+        Raises:
+            NotConnected: not within the timeout.
+            Exception: whatever it has raised.
+        """
+        assert self._setup is not None
+        await asyncio.wait([self._setup], timeout=timeout)
+        if not self._setup.done():
+            raise NotConnected(
+                f"{type(self.channel).__name__}.{RECEIVER_SETUP} has not returned within {timeout:g} s: is the "
+                "sender connecting? connect() may be called again"
+            )
+        self._setup.result()
+
+    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+        """Receive until the weights with this tag have come, and copy them into the slab.
+
+        Raises:
+            TimeoutError: they have not come by the deadline.
+            SchemaMismatch: they are not what the sender announced.
+            Exception: whatever the user's code raises.
+        """
+        loop = asyncio.get_running_loop()
+        patience = deadline - loop.time()
+        patience -= min(MARGIN, patience / 10)
+        request = _Request(descriptor, slab, time.monotonic() + patience, loop)
+        with self._changed:
+            replaced, self._wanted = self._wanted, request
+            stray = self._stray
+            if stray is not None and _tag(stray) == descriptor:
+                self._wanted = self._stray = None
+            else:
+                stray = None
+                self._changed.notify_all()
+        if stray is not None:
+            # It was here before its instruction. The receiving thread may be waiting for something else.
+            threading.Thread(target=self._deliver, args=(request, stray), name="asyncsync-copy", daemon=True).start()
+        if replaced is not None:
+            replaced.settle(TimeoutError("a newer update has been announced meanwhile"))
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await asyncio.wait([request.done], timeout=patience)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        with self._changed:
+            taken = self._wanted is not request
+            if not taken:
+                self._wanted = None
+        while taken and not request.done.done():
+            # The thread writes into the slab, which must not be given back before it has ended with that.
+            try:
+                await asyncio.wait([request.done])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        failure = request.done.exception() if request.done.done() else TimeoutError(self._nothing(patience))
+        if cancelled is not None:
+            raise cancelled
+        if failure is not None:
+            raise failure
+
+    def _nothing(self, seconds: float) -> str:
+        return (
+            f"{type(self.channel).__name__}.receive_weights has not brought the announced weights of worker "
+            f"{self._worker} within {seconds:.3g} s: does what send_weights is given on the sender reach this worker, "
+            "whole and in order?"
+        )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    async def end(self, timeout: float) -> None:
+        if self._closed:
+            return
+        self.close()
+        await close_channels([self.channel], self._loop, timeout)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, loop: asyncio.AbstractEventLoop, setup: asyncio.Future[None]) -> None:
+        try:
+            method = setup_of(self.channel, RECEIVER_SETUP)
+            if method is not None:
+                method(worker_idx=self._worker, weights=None, model=None, strategy=None)
+        except BaseException as error:
+            self._broken = as_exception(error)
+        _tell(loop, setup, self._broken)
+        while (request := self._next()) is not None:
+            try:
+                self._receive(request)
+            except BaseException as error:
+                # A channel that fails, fails whatever is wanted now.
+                self._settle(as_exception(error))
+            del request
+
+    def _next(self) -> _Request | None:
+        with self._changed:
+            while self._wanted is None and not self._closed:
+                self._changed.wait()
+            return None if self._closed else self._wanted
+
+    def _receive(self, request: _Request) -> None:
+        if self._broken is not None:
+            raise self._broken
+        remaining = request.until - time.monotonic()
+        if remaining <= 0:
+            return  # its waiter says so
+        if self._buffer is None or self._buffer.layout.digest != request.layout.digest:
+            self._buffer = _Buffer(request.layout)
+        received = self.channel.receive_weights(
+            timeout=remaining if self.supports_timeout else None,
+            weights=self._buffer.weights,
+            model=None,
+            strategy=None,
+        )
+        if received is not None:
+            self._take(self._checked(received))
+            return
+        with self._changed:
+            current = self._wanted is request
+        if current:
+            raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
+
+    def _checked(self, received: Any) -> Message:
+        message = {dotted(path): tensor for path, tensor in flatten(received).tensors.items()}
+        tag = message.get(TAG)
+        if tag is None or tag.dtype != torch.uint8 or tag.numel() != TAG_BYTES:
+            raise SchemaMismatch(
+                f"what {type(self.channel).__name__}.receive_weights returned has no entry {TAG!r}: it must return "
+                "every entry of what send_weights was given, or fill it into weights="
+            )
+        return message
+
+    def _take(self, message: Message) -> None:
+        with self._changed:
+            request = self._wanted
+            if request is not None and request.descriptor == _tag(message):
+                self._wanted = None
+                self._stray = None  # the channel keeps the order: it is older
+            else:
+                # Older than what is wanted, or newer: then its instruction is on the way, and it must not be lost.
+                request = None
+                self._stray = message
+        if request is None:
+            self._buffer = None  # it may be the stray's memory
+        else:
+            self._deliver(request, message)
+
+    def _deliver(self, request: _Request, message: Message) -> None:
+        """Copy into the slab of a request that nobody else answers any more."""
+        failure = None
+        try:
+            tensors = {name: tensor for name, tensor in message.items() if name != TAG}
+            sent = {dotted(path): tensor for path, tensor in request.slab.tensors().items()}
+            check_fit(tensors, sent, f"what {type(self.channel).__name__}.receive_weights returned")
+            copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.layout.entries])
+        except BaseException as error:
+            failure = as_exception(error)
+        request.settle(failure)
+
+    def _settle(self, error: Exception) -> None:
+        with self._changed:
+            request, self._wanted = self._wanted, None
+        if request is not None:
+            request.settle(error)
+
+
+def _tag(message: Message) -> bytes:
+    return bytes(message[TAG].tolist())
+
+
+def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], error: Exception | None) -> None:
+    def tell() -> None:
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+            future.exception()  # connect() raises it, unless it has ended before
+
+    try:
+        loop.call_soon_threadsafe(tell)
+    except RuntimeError:
+        pass  # the loop is closed: nobody connects any more

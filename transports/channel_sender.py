@@ -1,0 +1,233 @@
+"""The sender's end of a user's blocking transports: one thread per worker, which hands over what that worker is told to
+fetch. See :mod:`asyncsync.transports.channels`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from asyncsync.errors import NotConnected
+from asyncsync.runtime.threads import WorkThread, as_exception
+from asyncsync.transports.base import Failed, TransportCore
+from asyncsync.transports.channels import (
+    SENDER_SETUP,
+    TAG,
+    TAG_BYTES,
+    close_channels,
+    setup_of,
+    supports_timeout,
+    tagged,
+)
+from asyncsync.weights.slab import Slab
+
+__all__ = ["WrappedSender"]
+
+
+def _retrieved(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()  # whoever asks still gets it; nobody may
+
+
+def _guarded(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except BaseException as error:
+        raise as_exception(error)  # noqa: B904 - it has its cause
+
+
+class _Dispatch:
+    """One slab on its way to one worker."""
+
+    def __init__(self, slab: Slab, descriptor: bytes, incarnation: bytes, failed: Failed) -> None:
+        self.slab: Slab | None = slab.retain()
+        self.descriptor = descriptor
+        self.incarnation = incarnation
+        self.failed = failed
+
+    def release(self) -> None:
+        """On the loop; idempotent."""
+        slab, self.slab = self.slab, None
+        if slab is not None:
+            slab.release()
+
+
+class _Lane:
+    """One worker's transport and thread. At most one dispatch is under way, and the newest that waits.
+
+    Attributes:
+        transport: None until the thread has created it.
+        greeted: thread only: the incarnation for which the connection is set up; b"": for whoever comes first.
+    """
+
+    def __init__(self, worker: int, transport: Any, create: Callable[[int], Any]) -> None:
+        self.worker = worker
+        self.transport = transport
+        self.greeted: bytes | None = None
+        self.greeting: asyncio.Future[None] | None = None
+        self.thread = WorkThread(f"asyncsync-send-{worker}")
+        self._create = create
+        self._current: _Dispatch | None = None
+        self._waiting: _Dispatch | None = None
+        self._closed = False
+
+    # on the loop
+
+    def greet(self) -> asyncio.Future[None]:
+        """Set up the connection with whoever comes first; a setup that failed is begun anew."""
+        failed = self.greeting is not None and self.greeting.done() and self.greeting.exception() is not None
+        if self.greeting is None or failed:
+            self.greeting = self.thread.submit(lambda: _guarded(self._greet))
+            self.greeting.add_done_callback(_retrieved)
+        return self.greeting
+
+    def put(self, dispatch: _Dispatch) -> None:
+        if self._current is None:
+            self._begin(dispatch)
+            return
+        # The instruction names one slab at a time: what still waits is not wanted any more.
+        if self._waiting is not None:
+            self._waiting.release()
+        self._waiting = dispatch
+
+    def _begin(self, dispatch: _Dispatch) -> None:
+        self._current = dispatch
+        loop = asyncio.get_running_loop()
+        self.thread.submit(lambda: _guarded(partial(self._send, dispatch, loop))).add_done_callback(self._ended)
+
+    def _ended(self, sent: asyncio.Future[None]) -> None:
+        dispatch, self._current = self._current, None
+        assert dispatch is not None
+        dispatch.release()
+        if sent.cancelled() or self._closed:
+            return
+        if (error := sent.exception()) is not None:
+            error.add_note(f"(raised while weights were handed to the transport of worker {self.worker})")
+            dispatch.failed(as_exception(error))
+        following, self._waiting = self._waiting, None
+        if following is not None:
+            self._begin(following)
+
+    def close(self) -> None:
+        """Let go of what waits; the thread ends when the user's code lets it."""
+        self._closed = True
+        if self._waiting is not None:
+            self._waiting.release()
+            self._waiting = None
+        self.thread.abandon()
+
+    # in the thread
+
+    def _ready(self) -> Any:
+        if self.transport is None:
+            self.transport = self._create(self.worker)
+        return self.transport
+
+    def _greet(self) -> None:
+        if self.greeted is None and (setup := setup_of(self._ready(), SENDER_SETUP)) is not None:
+            setup()
+            self.greeted = b""
+
+    def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
+        transport = self._ready()
+        if self.greeted == b"":
+            self.greeted = dispatch.incarnation
+        elif self.greeted != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
+            setup()
+            self.greeted = dispatch.incarnation
+        slab = dispatch.slab
+        assert slab is not None
+        weights = tagged(slab.copy(), dispatch.descriptor)
+        try:
+            loop.call_soon_threadsafe(dispatch.release)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits for this any more
+        transport.send_weights(weights)
+
+
+class WrappedSender(TransportCore):
+    """A sender's blocking transports.
+
+    Args:
+        first: worker 0's, which is there already.
+        create: makes that of another worker; may raise, and block.
+        workers: how many there are; None: they come and go, and get theirs when they are first served.
+    """
+
+    def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
+        self.channels: dict[int, Any] = {0: first}
+        self.channels.update({worker: create(worker) for worker in range(1, workers or 0)})
+        self.supports_timeout = supports_timeout(first)
+        self._create = create
+        self._fixed = workers is not None
+        self._lanes: dict[int, _Lane] = {}
+        self._offered: dict[bytes, Slab] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = False
+
+    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
+        if any(path[0] == TAG for path in slab.layout.paths if path):
+            raise ValueError(f"the key {TAG!r} is reserved; rename that entry of the weights")
+        descriptor = secrets.token_bytes(TAG_BYTES)
+        self._offered[descriptor] = slab
+        return descriptor
+
+    def retire(self, descriptor: bytes) -> None:
+        self._offered.pop(descriptor, None)
+
+    def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
+        slab = self._offered.get(descriptor)
+        if slab is not None and not self._ended:
+            self._lane(worker).put(_Dispatch(slab, descriptor, incarnation, failed))
+
+    def _lane(self, worker: int) -> _Lane:
+        lane = self._lanes.get(worker)
+        if lane is None:
+            self._loop = asyncio.get_running_loop()
+            lane = self._lanes[worker] = _Lane(worker, self.channels.get(worker), self._create_late)
+        return lane
+
+    def _create_late(self, worker: int) -> Any:
+        # In the lane's thread: a create_transport may open a connection.
+        transport = self.channels[worker] = self._create(worker)
+        return transport
+
+    def start(self, worker: int | None) -> None:
+        if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
+            for each in self.channels:
+                self._lane(each).greet()
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until the connection to every fixed worker is set up.
+
+        Raises:
+            NotConnected: not within the timeout; names the workers.
+            Exception: whatever the user's method has raised.
+        """
+        greetings = {worker: lane.greeting for worker, lane in self._lanes.items() if lane.greeting is not None}
+        if not greetings:
+            return
+        await asyncio.wait(greetings.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        for worker, greeting in greetings.items():
+            if greeting.done() and (error := greeting.exception()) is not None:
+                error.add_note(f"(raised by {SENDER_SETUP} for worker {worker})")
+                raise as_exception(error)
+        missing = [worker for worker, greeting in greetings.items() if not greeting.done()]
+        if missing:
+            raise NotConnected(
+                f"{SENDER_SETUP} has not returned within {timeout:g} s for workers {missing}: are they connecting? "
+                "connect() may be called again"
+            )
+
+    def close(self) -> None:
+        self._ended = True
+        for lane in self._lanes.values():
+            lane.close()
+
+    async def end(self, timeout: float) -> None:
+        if self._ended:
+            return
+        self.close()
+        await close_channels(list(self.channels.values()), self._loop, timeout)
