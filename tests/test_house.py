@@ -29,7 +29,8 @@ ORDER = [
     ["protocol"],
     ["model"],
     ["weights"],
-    ["runtime", "arguments", "msgpack_limits", "errors"],
+    ["runtime", "arguments", "msgpack_limits"],
+    ["errors"],
 ]
 # The same within asyncsync.collectors.
 COLLECTORS = [

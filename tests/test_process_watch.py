@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncsync.bus import link
-from asyncsync.bus.link import ProcessWatch
+from asyncsync.net import processes
+from asyncsync.net.processes import ProcessWatch
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def test_a_process_that_could_not_be_watched_at_first_is_watched_later(
         return real(pid, flags)
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    monkeypatch.setattr(link, "WATCH_AGAIN", 0.01)
+    monkeypatch.setattr(processes, "WATCH_AGAIN", 0.01)
     ended = asyncio.Event()
     with caplog.at_level(logging.WARNING, "asyncsync"):
         watch = ProcessWatch(child.pid, ended.set)
@@ -54,7 +54,7 @@ async def test_a_watch_that_is_closed_is_not_tried_again(monkeypatch: pytest.Mon
         raise OSError(errno.EMFILE, "too many")
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    monkeypatch.setattr(link, "WATCH_AGAIN", 0.01)
+    monkeypatch.setattr(processes, "WATCH_AGAIN", 0.01)
     watch = ProcessWatch(os.getppid(), lambda: None)
     watch.close()
     await asyncio.sleep(0.05)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import as_exception
-from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channels import RECEIVER_SETUP, TAG, TAG_BYTES, close_channels, setup_of, supports_timeout
 from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
@@ -70,7 +70,7 @@ class _Buffer:
         self.weights: TensorDict = nest({**tensors, (TAG,): tag})
 
 
-class WrappedReceiver(TransportCore):
+class WrappedReceiver(Carrier):
     """A receiver's blocking transport.
 
     Args:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, as_exception
-from asyncsync.transports.base import Failed, TransportCore
 from asyncsync.transports.channels import (
     SENDER_SETUP,
     TAG,
@@ -147,7 +147,7 @@ class _Lane:
         transport.send_weights(weights)
 
 
-class WrappedSender(TransportCore):
+class WrappedSender(Carrier):
     """A sender's blocking transports.
 
     Args:

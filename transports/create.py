@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channel_receiver import WrappedReceiver
 from asyncsync.transports.channel_sender import WrappedSender
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["make_receiver", "make_sender"]
 
 
-def make_sender(scheme: SchemeCore, workers: int | None) -> TransportCore:
+def make_sender(scheme: SchemeCore, workers: int | None) -> Carrier:
     """A sender's transport: one that serves all workers, or what wraps one blocking transport per worker.
 
     Args:
@@ -28,7 +29,7 @@ def make_sender(scheme: SchemeCore, workers: int | None) -> TransportCore:
     """
     first = _created(scheme, 0)
     if not is_channel(first):
-        transport: TransportCore = first
+        transport: Carrier = first
         return transport
 
     def create(worker: int) -> Any:
@@ -43,7 +44,7 @@ def make_sender(scheme: SchemeCore, workers: int | None) -> TransportCore:
     return WrappedSender(first, create, workers)
 
 
-def make_receiver(scheme: SchemeCore, worker: int, options: Mapping[str, Any]) -> TransportCore:
+def make_receiver(scheme: SchemeCore, worker: int, options: Mapping[str, Any]) -> Carrier:
     """A receiver's transport, wrapped if it is a blocking one of a user's own. Raises as :func:`make_sender`.
 
     Args:
@@ -52,7 +53,7 @@ def make_receiver(scheme: SchemeCore, worker: int, options: Mapping[str, Any]) -
         options: what ``init_on_receiver`` was given beyond its own arguments, for ``create_transport``.
     """
     made = _created(scheme, worker, **options)
-    transport: TransportCore = WrappedReceiver(made) if is_channel(made) else made
+    transport: Carrier = WrappedReceiver(made) if is_channel(made) else made
     return transport
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from asyncsync.bus.link import check_timeout
+from asyncsync.arguments import check_timeout
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.destination import Destination
@@ -49,6 +49,9 @@ class SlotTransport(base.TransportCore):
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Where the slab's slot is. Nothing is copied: it was packed there."""
+        return self.describe(slab)
+
+    def describe(self, slab: Slab) -> bytes:
         return self.pool.describe(slab)
 
     @property

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncsync.bus.link import EXIT_SECONDS, check_timeout
+from asyncsync.arguments import as_version, as_workers, check_count, check_forward, check_quorum, check_timeout
+from asyncsync.bus.link import EXIT_SECONDS
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink, Source
 from asyncsync.bus.starting import check_processes
@@ -35,7 +36,6 @@ DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = (
     "this bus was shut down at the end of the event loop that it was connected on: use it within the same asyncio.run()"
 )
-MAX_VERSION = 1 << 62  # of a checkpoint: there is room left to count on
 CONFIGURATION = (
     "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
 )  # fmt: skip
@@ -85,9 +85,9 @@ class BusCore:
             endpoint if connect is None else connect, allow_plaintext=allow_plaintext
         )
         if num_workers is not None:
-            _check_count("num_workers", num_workers)
-        _check_count("min_workers", min_workers, least=0)
-        _check_quorum(num_workers, min_workers)
+            check_count("num_workers", num_workers)
+        check_count("min_workers", min_workers, least=0)
+        check_quorum(num_workers, min_workers)
         self.num_workers = num_workers
         self.min_workers = min_workers
         self.allow_plaintext = allow_plaintext
@@ -160,24 +160,24 @@ class BusCore:
             self._gate = Gate()
 
     def _set_workers(self, num_workers: int, *, private: bool) -> None:
-        _check_count("num_workers", num_workers)
+        check_count("num_workers", num_workers)
         said = self._constructed if private and self._link is None else self.num_workers
         if said not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
             raise ValueError(
                 f"num_workers is {self.num_workers} already, not {num_workers}: the constructor, init_on_sender() and "
                 "all schemes of one bus have to agree"
             )
-        _check_quorum(num_workers, self.min_workers)
+        check_quorum(num_workers, self.min_workers)
         self.num_workers = num_workers
 
     def _set_least(self, min_workers: int, *, private: bool) -> None:
-        _check_count("min_workers", min_workers, least=0)
+        check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
             raise ValueError(
                 f"min_workers is {self.min_workers} already, not {min_workers}: the constructor, init_on_sender() and "
                 "all schemes of one bus have to agree"
             )
-        _check_quorum(self.num_workers, min_workers)
+        check_quorum(self.num_workers, min_workers)
         self.min_workers = min_workers
 
     def _for_receiver(self, worker: int | None) -> BusCore:
@@ -571,59 +571,3 @@ class BusCore:
     def _check_loop(self) -> None:
         if self._link is not None and not self._closed and not self._link.loop.is_closed():
             self._link.check_loop()
-
-
-def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
-    """``worker_ids`` as documented: None, one index, or several.
-
-    Raises:
-        TypeError: anything else.
-        ValueError: an empty list.
-    """
-    if worker_ids is None:
-        return None
-    chosen: list[Any] = list(worker_ids) if isinstance(worker_ids, Iterable) else [worker_ids]
-    if not all(isinstance(w, int) and not isinstance(w, bool) for w in chosen):
-        raise TypeError(f"worker_ids must be None, an int or a list of ints, not {worker_ids!r}")
-    if not chosen:
-        raise ValueError("worker_ids is empty; pass None for everybody")
-    return sorted(set(chosen))
-
-
-def as_version(state: Mapping[str, int]) -> int:
-    """The version in the state of a sender.
-
-    Raises:
-        ValueError: this is no such state.
-    """
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
-        raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
-    return version
-
-
-def check_forward(version: int, now: int) -> None:
-    """Refuse to count backwards.
-
-    Raises:
-        ValueError: it would.
-    """
-    if version < now:
-        raise ValueError(
-            f"this sender is at version {now} already, and versions never go back: version {version} cannot be loaded; "
-            "load a checkpoint before the first publication"
-        )
-
-
-def _check_count(name: str, value: int, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "a positive integer" if least else "an integer from 0"
-        raise ValueError(f"{name} must be {kind}, not {value!r}")
-
-
-def _check_quorum(num_workers: int | None, min_workers: int) -> None:
-    if num_workers is not None and min_workers > num_workers:
-        raise ValueError(
-            f"min_workers={min_workers} of num_workers={num_workers}: a fixed number of workers is waited for whole; "
-            "leave num_workers out where they come and go"
-        )

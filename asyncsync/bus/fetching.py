@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.wire import Part
-from asyncsync.transports.base import TransportCore
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 
@@ -28,7 +28,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
     """
 
     def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:
-        self.transports: dict[str, TransportCore] = {}
+        self.transports: dict[str, Carrier] = {}
         self._subscriber = subscriber
         subscriber.attach = self.attach
         self._changed = changed
@@ -52,7 +52,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _transport(self, part: Part) -> TransportCore:
+    def _transport(self, part: Part) -> Carrier:
         # A sender without a model_id calls its only model "".
         known = part.model_id in self.transports
         return self.transports[part.model_id if known else next(iter(self.transports))]
@@ -66,7 +66,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
         """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than this part's."""
         return self._transport(part).slot_window(descriptor, layout)
 
-    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: TransportCore) -> None:
+    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None
         try:
             async with asyncio.timeout(FETCH_DEADLINE):

@@ -17,17 +17,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
-from pathlib import Path
 from types import AsyncGeneratorType
 from typing import Any
 
 from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
 from asyncsync.net.descriptors import PER_LINK, check_descriptors
-from asyncsync.protocol.publisher import Identity
+from asyncsync.net.zmq_socket import Context
 from asyncsync.runtime.threads import WorkThread, finish
-from asyncsync.transports.zmq import Context
 
-__all__ = ["INLINE_BYTES", "Conditions", "Link", "ProcessWatch", "check_timeout", "this_process"]
+__all__ = ["INLINE_BYTES", "Conditions", "Link"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -36,36 +34,9 @@ INLINE_BYTES = 4 << 20
 LINGER_MS = 500
 FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
 EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
-WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
 MAX_TICK = 0.25
 # Waits longer than two of these share one timer, as making and cancelling one takes as long as much of an update.
 COARSE_SECONDS = 1.0
-
-
-def this_process() -> Identity:
-    """Who this process is, for a peer that may share its host and pid namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # not Linux: peers are watched by heartbeat only
-        return Identity(os.getpid(), "", 0)
-    return Identity(os.getpid(), boot, namespace)
-
-
-def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
-    """Refuse what is no time limit, before anything is begun.
-
-    Raises:
-        TypeError: not a number; None where a deadline is needed.
-        ValueError: negative, or not a number of seconds at all.
-    """
-    if (timeout is None and or_none) or (type(timeout) is float and timeout >= 0):
-        return
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
-        hint = "; only receive() waits without a limit" if timeout is None else ""
-        raise TypeError(f"timeout must be a number of seconds, not {timeout!r}{hint}")
-    if not timeout >= 0:
-        raise ValueError(f"timeout must not be negative, it is {timeout!r}")
 
 
 class Conditions:
@@ -144,50 +115,6 @@ class Conditions:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-class ProcessWatch:
-    """Tells at once when a process of this host ends (``pidfd_open``)."""
-
-    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._pid = pid
-        self._descriptor = -1
-        self._ended = ended
-        self._again: asyncio.TimerHandle | None = None
-        if pid != os.getpid() and hasattr(os, "pidfd_open"):
-            self._open()
-
-    @property
-    def is_watching(self) -> bool:
-        """False where the end of the process would not be noticed: a sandbox forbids it, say, or it is this process."""
-        return self._descriptor >= 0
-
-    def _open(self) -> None:
-        try:
-            self._descriptor = os.pidfd_open(self._pid)
-        except ProcessLookupError:
-            self._loop.call_soon(self._ended)
-            return
-        except OSError as error:  # out of descriptors, which passes, or forbidden by a sandbox: heartbeats remain
-            if self._again is None:
-                logger.warning("cannot watch process %d: %s", self._pid, error)
-            self._again = self._loop.call_later(WATCH_AGAIN, self._open)
-            return
-        self._loop.add_reader(self._descriptor, self._fire)
-
-    def _fire(self) -> None:
-        self.close()
-        self._ended()
-
-    def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-        if self._descriptor >= 0:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 class Link(ABC):

@@ -14,22 +14,23 @@ from typing import Any
 
 import zmq
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.cascade import Cascade
 from asyncsync.bus.fetching import Fetches
-from asyncsync.bus.link import LINGER_MS, Link, ProcessWatch, this_process
+from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.fastpath.worker import WorkerRoutine
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import is_trustworthy, lane_path
+from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import BY_LANE, Lane, connect, read
+from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
 from asyncsync.protocol.publisher import Settings
 from asyncsync.protocol.staging import Acting, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.wire import Again, Buffer, Bye, Done, Epoch, Instruction, Welcome, decode, encode
 from asyncsync.runtime.threads import finish
-from asyncsync.transports.base import TransportCore
-from asyncsync.transports.zmq import LoopSocket, dealer, monitor
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Mark", "ReceiverLink"]
@@ -100,7 +101,7 @@ class ReceiverLink(Link):
         self.opened()
 
     def register(
-        self, model_id: str, binding: Binding, transport: TransportCore, *, manual: bool, context: Any = None
+        self, model_id: str, binding: Binding, transport: Carrier, *, manual: bool, context: Any = None
     ) -> None:
         """Take part in the updates of this model, and pass them on to this context."""
         self._fetches.transports[model_id] = transport

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import zmq
 
-from asyncsync.bus.link import INLINE_BYTES, LINGER_MS, MAX_TICK, Link, ProcessWatch, this_process
+from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.link import INLINE_BYTES, LINGER_MS, MAX_TICK, Link
 from asyncsync.bus.starting import ended_process
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.fastpath.sender import Routine
 from asyncsync.net.descriptors import shortage
 from asyncsync.net.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
+from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import BY_LANE, Lanes, Receive, read
+from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher, Settings
 from asyncsync.protocol.wire import (
@@ -38,9 +41,6 @@ from asyncsync.protocol.wire import (
 )
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import finish
-from asyncsync.transports.base import TransportCore
-from asyncsync.transports.slots import SlotPool
-from asyncsync.transports.zmq import Bound, LoopSocket, router
 from asyncsync.weights.copying import KNOWN_BYTES, copy_bytes
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool, pack, pack_slab_values
@@ -119,7 +119,7 @@ class SenderLink(Link):
         self._known: dict[str, KnownWeights] = {}
         self._said: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # what came by lane last
         self._watches: dict[bytes, ProcessWatch] = {}
-        self._served: dict[bytes, TransportCore] = {}  # by descriptor: those that act for each worker
+        self._served: dict[bytes, Carrier] = {}  # by descriptor: those that act for each worker
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             self._claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
@@ -370,7 +370,7 @@ class SenderLink(Link):
             return False
         return self.may_repeat(timeout)
 
-    def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, TransportCore]) -> int | None:
+    def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, Carrier]) -> int | None:
         """:meth:`publish` where that is routine (:class:`asyncsync.fastpath.sender.Routine`) and :meth:`may_repeat`, for
         everybody. The announcement has still to depart, by :meth:`repeated`. None: it is not, and nothing was done."""
         if len(sources) != 1:
@@ -391,10 +391,10 @@ class SenderLink(Link):
         self._busy = self.loop.time() - begun > BUSY_SECONDS
         return routine.version
 
-    def _begin(self, model_id: str, transport: TransportCore) -> Routine | None:
+    def _begin(self, model_id: str, transport: Carrier) -> Routine | None:
         """A routine, if all is ready for one."""
         pool, publisher = transport.pool, self._publisher
-        if not isinstance(pool, SlotPool) or not transport.is_at_hand:
+        if pool is None or not transport.is_at_hand:
             return None
         model = publisher.targets.models.get(model_id)
         target = None if model is None else model.common.current
@@ -420,7 +420,7 @@ class SenderLink(Link):
         if known is None or known.layout is not layout:  # that one was only tried
             known = self._known[model_id] = KnownWeights(layout)
         slab = pool.acquire(layout)
-        self._describe(transport, slab, pool.describe(slab))
+        self._describe(transport, slab, transport.describe(slab))
         self._routine = Routine(publisher, model_id, known, (target.slab.retain(), slab), workers)
         return self._routine
 
@@ -453,7 +453,7 @@ class SenderLink(Link):
     async def publish(
         self,
         extract: Callable[[], Mapping[str, Source]],
-        transports: Mapping[str, TransportCore],
+        transports: Mapping[str, Carrier],
         workers: Iterable[int] | None,
         *,
         serve: Iterable[str] = (),
@@ -550,11 +550,11 @@ class SenderLink(Link):
             self.publisher.targets.add_model(model_id)
         return self.publisher.publish(parts, workers, self.loop.time())
 
-    def _can_overlap(self, job: _Job, transports: Mapping[str, TransportCore]) -> bool:
+    def _can_overlap(self, job: _Job, transports: Mapping[str, Carrier]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
         if job.slab.nbytes <= INLINE_BYTES or job.ready is not None:
             return False
-        return all(type(t).offer is TransportCore.offer for t in transports.values())
+        return all(type(t).offer is Carrier.offer for t in transports.values())
 
     async def _publish_packing(
         self,
@@ -685,18 +685,18 @@ class SenderLink(Link):
             "that is never left, or give the scheme more slots="
         )
 
-    async def _offer(self, transport: TransportCore, slab: Slab, workers: Iterable[int] | None) -> None:
+    async def _offer(self, transport: Carrier, slab: Slab, workers: Iterable[int] | None) -> None:
         descriptor = await transport.offer(slab, workers)
         if descriptor is not None:
             self._describe(transport, slab, descriptor)
-            if type(transport).serve is not TransportCore.serve:
+            if type(transport).serve is not Carrier.serve:
                 self._served[descriptor] = transport
 
-    def _describe(self, transport: TransportCore, slab: Slab, descriptor: bytes) -> None:
+    def _describe(self, transport: Carrier, slab: Slab, descriptor: bytes) -> None:
         slab.descriptor = descriptor
         slab.on_release = partial(self._retire, transport, descriptor)
 
-    def _retire(self, transport: TransportCore, descriptor: bytes) -> None:
+    def _retire(self, transport: Carrier, descriptor: bytes) -> None:
         self._served.pop(descriptor, None)
         transport.retire(descriptor)
 

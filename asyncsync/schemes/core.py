@@ -22,8 +22,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from asyncsync.arguments import check_timeout
+from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore, Extract
-from asyncsync.bus.link import check_timeout
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.starting import check_processes
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected
@@ -35,7 +36,6 @@ from asyncsync.protocol.wire import MAX_NAME
 from asyncsync.schemes.context import resolve_model
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.state import LOCAL, by_worker, is_plain
-from asyncsync.transports.base import TransportCore
 from asyncsync.transports.create import make_receiver, make_sender
 from asyncsync.weights.slab import Slab
 
@@ -415,7 +415,7 @@ class SchemeCore(Sources, ABC):
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus._check_open(self._role)
 
-    def _transport(self) -> TransportCore:
+    def _transport(self) -> Carrier:
         assert self._shared is not None
         return self._shared
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from asyncsync.bus.core import DEFAULT_TIMEOUT, as_version, check_forward
+from asyncsync.arguments import as_version, check_forward
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.status import WorkerStatus
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore
 from asyncsync.bus.receiver import Mark, ReceiverLink
 from asyncsync.bus.sender import SenderLink
@@ -21,7 +22,6 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.schemes.context import find_model
-from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channel_receiver import WrappedReceiver
 from asyncsync.transports.channel_sender import WrappedSender
 from asyncsync.weights.slab import Slab, copy_flat
@@ -52,7 +52,7 @@ class SchemeState:
         self._binding: Binding | None = None
         self._manual = self._hooked = self._is_mapped = self._reconnect = False
         self._transport_options: dict[str, Any] = {}
-        self._shared: TransportCore | None = None
+        self._shared: Carrier | None = None
         self._registered = False
         self._returned: Mark | None = None
         self._closed = False

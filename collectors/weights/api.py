@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from asyncsync.bus.core import DEFAULT_TIMEOUT, as_workers
-from asyncsync.bus.link import check_timeout
+from asyncsync.arguments import as_workers, check_timeout
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.weights.in_process import Holds, LocalUpdates
 from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, make_updater, mark_counted, pushing
 from asyncsync.collectors.weights.models import find_model, fitted

@@ -20,8 +20,8 @@ import torch
 import zmq
 
 from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme
+from asyncsync.net.zmq_socket import LoopSocket, router
 from asyncsync.protocol import wire
-from asyncsync.transports.zmq import LoopSocket, router
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of

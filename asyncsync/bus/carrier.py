@@ -1,0 +1,121 @@
+"""Carrier: what the bus needs of whatever moves the bytes of a slab.
+
+The bus sends the instruction and keeps the account; a carrier moves the bytes of one slab. On the sender,
+:meth:`Carrier.offer` makes a slab available and returns a descriptor that tells the worker's side where it is; on the
+receiver, :meth:`Carrier.fetch` brings the bytes in. Everything here is called on the bus's event loop, unless its
+docstring says otherwise. Transports (:mod:`asyncsync.transports`) are carriers with the methods that TorchRL documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
+
+__all__ = ["Carrier", "Failed"]
+
+Failed = Callable[[Exception], None]
+
+
+class Carrier:
+    """Moves slabs from a sender to its workers. The same class serves both ends; one object serves all workers.
+
+    Attributes:
+        supports_timeout: False refuses ``receive(timeout=…)`` with a ValueError.
+        pool: where a sender takes slabs from; None: the bus has one.
+    """
+
+    supports_timeout: bool = True
+    pool: SlabPool | None = None
+
+    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
+        """Sender: make a packed slab available to these workers (None: everybody).
+
+        Returns:
+            A descriptor of at most 64 KiB that travels with the instruction, or None: the bytes go as chunks on the
+            bus.
+        """
+        return None
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Sender: whether workers find each slab of :attr:`pool` by what :meth:`describe` returns, and :meth:`offer`,
+        :meth:`serve` and :meth:`retire` do nothing more."""
+        return False
+
+    def describe(self, slab: Slab) -> bytes:
+        """Sender: the descriptor of a slab of :attr:`pool`, where :attr:`is_at_hand`."""
+        raise NotImplementedError
+
+    def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
+        """Sender: the instruction to fetch this slab is on its way to a worker. For channels where the sender must act
+        for each worker. May come again for the same slab. Does not block.
+
+        Args:
+            descriptor: what :meth:`offer` returned.
+            worker: its worker_idx.
+            incarnation: names the worker's process, so that a restarted one can be told from the one before.
+            failed: to be called on the loop, if this worker cannot be served.
+        """
+
+    def retire(self, descriptor: bytes) -> None:
+        """Sender: no worker will ask for this slab any more."""
+
+    def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab | None:
+        """Receiver: the slab itself, if it can be had at once; None: it must be fetched. Does not block.
+
+        Args:
+            descriptor: what :meth:`offer` returned.
+            layout: of the slab.
+            pool: for a copy of it.
+        """
+        return None
+
+    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+        """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else.
+
+        They are good for this update only; the next one with this descriptor has them at the same place, as long as
+        :meth:`attach` is not called for others in between. Raises what that raises.
+        """
+        return None
+
+    @property
+    def is_adopted(self) -> bool:
+        """Receiver: whether a model's parameters lie in memory that the sender may write again."""
+        return False
+
+    def clean(self) -> None:
+        """Receiver: after an update, when nobody waits: prepare for the next one."""
+
+    def detach(self) -> bool:
+        """Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
+        a while; any thread."""
+        return True
+
+    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
+        """Receiver: bring the slab's bytes into ``into``; see :meth:`asyncsync.TransportBackend.fetch`.
+
+        Raises:
+            ValueError: the update was offered by another kind of transport.
+        """
+        raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
+
+    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+        """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""
+        await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
+
+    def close(self) -> None:
+        """Release what this end holds; idempotent."""
+
+    # -- for transports that are wrapped; see asyncsync.transports.channels -------------------------------------------
+
+    def start(self, worker: int | None) -> None:
+        """Begin with what :meth:`ready` waits for. ``worker``: which one this receiver is; None on a sender."""
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until both ends of the channel are set up."""
+
+    async def end(self, timeout: float) -> None:
+        """:meth:`close`, within bounds."""
+        self.close()

@@ -1,0 +1,71 @@
+"""Processes of this host: which one this is, and when another one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncsync.protocol.settings import Identity
+
+__all__ = ["ProcessWatch", "this_process"]
+
+logger = logging.getLogger("asyncsync")
+
+WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
+
+
+def this_process() -> Identity:
+    """Who this process is, for a peer that may share its host and pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux: peers are watched by heartbeat only
+        return Identity(os.getpid(), "", 0)
+    return Identity(os.getpid(), boot, namespace)
+
+
+class ProcessWatch:
+    """Tells at once when a process of this host ends (``pidfd_open``)."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pid = pid
+        self._descriptor = -1
+        self._ended = ended
+        self._again: asyncio.TimerHandle | None = None
+        if pid != os.getpid() and hasattr(os, "pidfd_open"):
+            self._open()
+
+    @property
+    def is_watching(self) -> bool:
+        """False where the end of the process would not be noticed: a sandbox forbids it, say, or it is this process."""
+        return self._descriptor >= 0
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = os.pidfd_open(self._pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._ended)
+            return
+        except OSError as error:  # out of descriptors, which passes, or forbidden by a sandbox: heartbeats remain
+            if self._again is None:
+                logger.warning("cannot watch process %d: %s", self._pid, error)
+            self._again = self._loop.call_later(WATCH_AGAIN, self._open)
+            return
+        self._loop.add_reader(self._descriptor, self._fire)
+
+    def _fire(self) -> None:
+        self.close()
+        self._ended()
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        if self._descriptor >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,261 @@
+"""ZeroMQ sockets on an event loop.
+
+:class:`LoopSocket` is a plain ``zmq.Socket`` whose file descriptor the loop watches: there is no ``recv`` that a
+cancellation could lose a message from, and no helper task. The descriptor is edge-triggered, so it is drained until
+nothing is left, and looked at again after each send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from zmq.backend import Socket as Backend
+
+from asyncsync.protocol.wire import MAX_FRAME
+
+__all__ = ["Bound", "Context", "LoopSocket", "dealer", "monitor", "router"]
+
+# Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
+DRAIN_SECONDS = 0.004
+HIGH_WATER_MARK = 1000
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 60_000
+# pyzmq's own layer: a small message costs a third of what it does through zmq.Socket, with its enums and options.
+_get: Callable[[Any, int], Any] = Backend.get
+_recv, _send = Backend.recv, Backend.send
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class _Socket(zmq.Socket[bytes]):
+    """See :class:`Context`."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Context(zmq.Context[_Socket]):
+    """A context that the garbage collector leaves alone: terminated there, before its sockets are closed, it would wait
+    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.bus.link.Link.cut`."""
+
+    _socket_class = _Socket
+
+    def __del__(self) -> None:
+        pass
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
+    socket.maxmsgsize = MAX_FRAME
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A trainer's socket: a send to an unknown peer is an error, not a silent drop."""
+    socket = context.socket(zmq.ROUTER)
+    _configure(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes
+    (its BYE)."""
+    socket = context.socket(zmq.DEALER)
+    _configure(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
+
+
+class Bound:
+    """Where a socket is bound. A forked child closes its descriptors of the listener, and of the connections that came
+    there: it would keep the port, and the workers from hearing of it, beyond this process's end.
+
+    They are libzmq's own, which has no name for them; but whatever has this address has it from this socket.
+
+    Args:
+        bound: to one address.
+    """
+
+    def __init__(self, bound: zmq.Socket[bytes]) -> None:
+        scheme, _, address = bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").partition("://")
+        self._path = address if scheme == "ipc" else None
+        host, _, port = address.rpartition(":")
+        self._port = int(port) if scheme == "tcp" else 0
+        self._host = _host(host.strip("[]")) if scheme == "tcp" else None
+        _bound.add(self)
+
+    def forget(self) -> None:
+        """It is closed: the address may be somebody else's."""
+        _bound.discard(self)
+
+    def _is_at(self, descriptor: int) -> bool:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        found = socket.socket(fileno=descriptor)
+        try:
+            if found.type != socket.SOCK_STREAM:
+                return False
+            name = found.getsockname()
+            if found.family == socket.AF_UNIX:
+                return self._path is not None and name == self._path
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or self._host is None or name[1] != self._port:
+                return False
+            return self._host.is_unspecified or _host(name[0]) == self._host
+        finally:
+            found.detach()
+
+    def disown(self) -> None:
+        """In a forked child."""
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists the directory
+                if self._is_at(int(name)):
+                    os.close(int(name))
+
+
+def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(text)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return found if mapped is None else mapped
+
+
+_bound: weakref.WeakSet[Bound] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    if sys.platform == "linux":  # where /proc tells which descriptors there are
+        for one in list(_bound):
+            one.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class LoopSocket:
+    """A ZeroMQ socket served by callbacks of the running loop.
+
+    Args:
+        socket: bound or connected by the caller; closed by :meth:`close`.
+        receive: called with the frames of each message.
+        crash: called with an exception that escapes from ``receive``.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], receive: Callable[[list[Any]], None], crash: Callable[[BaseException], None]
+    ) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._crash = crash
+        self._loop = asyncio.get_running_loop()
+        self._descriptor: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._scheduled: asyncio.Handle | None = None
+        self._draining = False
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._scheduled is None and not self._closed and not self._loop.is_closed():
+            self._scheduled = self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        socket = self._socket
+        stop = 0.0
+        self._draining = True
+        try:
+            # Asked for its events, a socket does not let go of the GIL, as it does for each receiving and sending.
+            while not self._closed and _get(socket, _EVENTS) & _POLLIN:
+                now = time.perf_counter()
+                if not stop:
+                    stop = now + DRAIN_SECONDS
+                elif now > stop:
+                    self._schedule()
+                    return
+                frame = _recv(socket, _NOBLOCK, False)
+                frames = [frame]
+                while frame.more:
+                    frame = _recv(socket, _NOBLOCK, False)
+                    frames.append(frame)
+                self._receive(frames)
+                del frame, frames
+        except zmq.Again:
+            pass  # the events spoke of a message that is not whole yet
+        except Exception as error:
+            self._crash(error)
+        finally:
+            self._draining = False
+
+    def send(self, frames: Sequence[Any]) -> int:
+        """Send without waiting, to be followed by :meth:`flushed`; views of large memory are not copied.
+
+        Returns:
+            0, or ``zmq.EAGAIN`` (the queue is full, or nobody is connected), or ``zmq.EHOSTUNREACH`` (no such peer).
+        """
+        socket = self._socket
+        last = len(frames) - 1
+        try:
+            for i, frame in enumerate(frames):
+                _send(socket, frame, _NOBLOCK if i == last else _MORE, type(frame) is bytes)
+        except zmq.Again:
+            return zmq.EAGAIN
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return zmq.EHOSTUNREACH
+        return 0
+
+    def flushed(self) -> None:
+        """Sending consumes the edge that would have told of an incoming message: look for one."""
+        if not self._draining and not self._closed and _get(self._socket, _EVENTS) & _POLLIN:
+            self._schedule()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Stop watching and close; what is queued may still leave for ``linger_ms``. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=linger_ms)
+
+
+def monitor(
+    socket: zmq.Socket[bytes],
+    connected: Callable[[], None],
+    disconnected: Callable[[], None],
+    crash: Callable[[BaseException], None],
+) -> LoopSocket:
+    """Watch a dealer's connection; must be called before ``socket.connect``."""
+    from zmq.utils.monitor import parse_monitor_message
+
+    def receive(frames: list[Any]) -> None:
+        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            disconnected()
+
+    watcher = socket.get_monitor_socket(_MONITORED)
+    watcher.linger = 0
+    return LoopSocket(watcher, receive, crash)
