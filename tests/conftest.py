@@ -70,6 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         other_loop = given.get("_asyncio_loop_factory") is uvloop.new_event_loop
         if other_loop or ("api" in given and given["api"].name not in QUICK):
             item.add_marker(pytest.mark.thorough)
+    # The long ones first, or one process is left alone with them in the end.
+    items.sort(key=_time_limit, reverse=True)
+
+
+def _time_limit(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return 60.0 if mark is None else float(mark.args[0])
 
 
 @pytest.fixture
