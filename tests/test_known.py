@@ -1,4 +1,4 @@
-"""Weights that are sent again (asyncsync/weights/source_cache.py): recognised only if nothing but their values can be new."""
+"""Weights that are sent again (asyncsync/weights/source_cache.py): recognised only if nothing but values can be new."""
 
 from __future__ import annotations
 

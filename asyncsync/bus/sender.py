@@ -371,8 +371,8 @@ class SenderLink(Link):
         return self.may_repeat(timeout)
 
     def repeat(self, sources: Mapping[str, Source], transports: Mapping[str, Carrier]) -> int | None:
-        """:meth:`publish` where that is routine (:class:`asyncsync.fastpath.sender.Routine`) and :meth:`may_repeat`, for
-        everybody. The announcement has still to depart, by :meth:`repeated`. None: it is not, and nothing was done."""
+        """:meth:`publish` where that is routine (asyncsync.fastpath.sender) and :meth:`may_repeat`, for everybody.
+        The announcement has still to depart, by :meth:`repeated`. None: it is not, and nothing was done."""
         if len(sources) != 1:
             return None
         ((model_id, flat),) = sources.items()

@@ -6,11 +6,11 @@ Routine has two slots for itself: the newest version, and one to write the next 
 one packet (AGAIN), by lane, and counts the answers, which are all the same packet too (DONE). It listens to one worker
 at a time, first to the one that was told last: to be woken by each would take the core from those that are not done.
 
-Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anybody looks at it, be it because anything
-else has come from a worker, because a worker has gone, because time has passed or somebody asks for the status, it is
-told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the last. That is
-all there is to know, for a routine goes on to the next version only when everybody has answered. From there on it goes
-on by itself, and finds out what was lost as it always does.
+Meanwhile the :class:`~asyncsync.protocol.publisher.Publisher` stands still. Before anybody looks at it, be it because
+anything else has come from a worker, because a worker has gone, because time has passed or somebody asks for the
+status, it is told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the
+last. That is all there is to know, for a routine goes on to the next version only when everybody has answered. From
+there on it goes on by itself, and finds out what was lost as it always does.
 """
 
 from __future__ import annotations

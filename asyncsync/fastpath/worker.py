@@ -1,4 +1,4 @@
-"""Worker's routine: the other end of :mod:`asyncsync.fastpath.sender`, a worker's steady state in as few steps as can be.
+"""Worker's routine: the other end of :mod:`asyncsync.fastpath.sender`, a worker's steady state in few steps.
 
 While a training loop does the same thing again and again, a worker does, too: an AGAIN comes by lane that follows the
 last one, its bytes lie in one of the sender's two slots, nobody reads the model, whose tensors are where they were, and
@@ -8,8 +8,8 @@ one that holds the newest version and one to copy the next into. What it changes
 
 It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot) is
 left to the long way, with nothing changed; and whatever else the subscriber hears or does ends the routine
-(:meth:`asyncsync.protocol.subscriber.Subscriber.end_routine`). The next AGAIN that goes the long way without a stop begins
-another.
+(:meth:`asyncsync.protocol.subscriber.Subscriber.end_routine`). The next AGAIN that goes the long way without a stop
+begins another.
 """
 
 from __future__ import annotations

@@ -594,7 +594,7 @@ class Subscriber:
         self._owes = True
 
     def _report(self) -> tuple[int, wire.Kept]:
-        """Which lent slabs are in use here, of those that the trainer has told of; see :mod:`asyncsync.protocol.leases`."""
+        """Which lent slabs the trainer has told of are in use here; see :mod:`asyncsync.protocol.leases`."""
         self._owes = False
         if self._kept:
             self._kept = {key: slab for key, slab in self._kept.items() if slab.is_used}

@@ -1,4 +1,4 @@
-"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.core.SchemeCore`, on the caller's event loop."""
+"""The asyncio API of every scheme: coroutines over SchemeCore, on the caller's event loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one event
-loop of the process (:mod:`asyncsync.runtime.loop_thread`).
+"""The blocking API of every scheme: ordinary methods over SchemeCore, run on the one event loop of the process
+(:mod:`asyncsync.runtime.loop_thread`).
 
 What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
 ``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and

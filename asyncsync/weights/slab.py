@@ -94,7 +94,7 @@ class Slab:
     Attributes:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
-        lent: workers read this very memory, and it is theirs until they say otherwise; see :mod:`asyncsync.protocol.leases`.
+        lent: workers read this very memory until they say otherwise; see :mod:`asyncsync.protocol.leases`.
         in_place: such a slab that workers do not copy out: they ask for it before they read it.
         borrowed: such a slab, in a worker that applies it where it is, and copies it out when it has said so.
         adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.

@@ -9,7 +9,7 @@ one have in common.
 
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
 thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.crew` has the processes,
-:mod:`~asyncsync.collectors.workers.main` what runs there, :mod:`~asyncsync.collectors.workers.shared_batches` the way back.
+:mod:`~asyncsync.collectors.workers.main` what runs there, and shared_batches beside it the way back.
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
 """

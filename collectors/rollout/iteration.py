@@ -1,7 +1,7 @@
 """Running: a collector's rollouts, one after another, for whoever asks: a loop, a coroutine, or a thread of its own.
 
 A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
-(:meth:`~asyncsync.collectors.running_free.RunsFree.start`), but never two at a time: see :mod:`asyncsync.collectors.rollout.lock`.
+(:meth:`~asyncsync.collectors.running_free.RunsFree.start`), but never two at a time: see lock.py.
 """
 
 from __future__ import annotations

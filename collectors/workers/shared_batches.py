@@ -1,7 +1,8 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
 The trainer owns the memory (:class:`Slots`) and lends it: a worker that is asked for a rollout is told of a slot, and
-its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.Window`. So when the last step is done,
+its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.Window`.
+So when the last step is done,
 one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the parts of several
 workers lie in one slot: stacked, or one after another along a dimension.
 
