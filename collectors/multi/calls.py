@@ -13,7 +13,7 @@ from torch import nn
 
 from asyncsync.collectors.arguments import check_count
 from asyncsync.collectors.base import PostHook, PreHook
-from asyncsync.collectors.weights.of_workers import WorkersWeights
+from asyncsync.collectors.multi.weights import WorkersWeights
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import AckTimeout
@@ -41,12 +41,12 @@ class Calling(WorkersWeights):
         message = dumps((name, *arguments)) if arguments else (name,)
         chosen = range(self.num_workers) if workers is None else workers
         deadline = time.monotonic() + (CALL_SECONDS if timeout is None else timeout)
-        replies = [self._crew.call(worker, message) for worker in chosen]
+        replies = [self._group.call(worker, message) for worker in chosen]
         results = []
         try:
             for worker, reply in zip(chosen, replies, strict=True):
                 try:
-                    failure, result = self._crew.until(reply, max(0.0, deadline - time.monotonic()))
+                    failure, result = self._group.until(reply, max(0.0, deadline - time.monotonic()))
                 except AckTimeout:
                     raise AckTimeout(
                         f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
@@ -125,11 +125,11 @@ class Calling(WorkersWeights):
         if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
         # First, as each worker begins new trajectories when it loads.
-        self._page.advance_trajectories(0, max(_trajectories(state_dict), default=0))
+        self._group.trajectory_pool()._advance(0, max(_trajectories(state_dict), default=0))
         for worker, name in enumerate(names):
             self._call("load", state_dict[name], workers=[worker], timeout=timeout)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-        self._page.frames = self._frames
+        self._group.frames = self._frames
         policies = [policy for name in names for policy in _policies(state_dict[name])]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = bool(policies) and own.keys() == policies[0].keys() and all(_equal(policies[0], p) for p in policies)

@@ -8,8 +8,9 @@ one have in common.
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
-thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.crew` has the processes,
-:mod:`~asyncsync.collectors.workers.main` what runs there, :mod:`~asyncsync.collectors.workers.shared_batches` the way back.
+thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.group` is what this
+needs of them, :mod:`~asyncsync.collectors.workers.process_group` has the processes,
+:mod:`~asyncsync.collectors.workers.main` what runs there.
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
 """
@@ -55,9 +56,9 @@ from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
 from asyncsync.collectors.workers.channel import dumps
-from asyncsync.collectors.workers.control_page import ControlPage, MemoryPlace, SharedPool
-from asyncsync.collectors.workers.crew import Crew, check_platform, check_start_method
-from asyncsync.collectors.workers.main import Spec, run_worker
+from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.collectors.workers.main import Spec
+from asyncsync.collectors.workers.process_group import ProcessGroup, check_platform, check_start_method
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime.threads import join
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -258,7 +259,6 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self.extend_buffer = extend_buffer
         self.split_trajs = bool(split_trajs) and replay_buffer is None
         self.postproc = on_device(postproc, self.storing_device[0]) if replay_buffer is None else None
-        self._begin()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
@@ -303,20 +303,21 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
                 scheme._context = _Models(weakref.ref(self))
-        self._page = page = ControlPage()
-        self._crew = crew = Crew(start_method, type(self).__name__)
-        follows = self._tell_by_page()
+        self._group = group = self._make_group(start_method)
+        self._begin()
+        follows = self._announces()
         self.closed = False
-        self._finalizers = make_finalizers(self, crew, page, self._sender_schemes)
+        self._finalizers = make_finalizers(self, group, self._sender_schemes)
         deadline = time.monotonic() + connect_timeout
         try:
             if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
                 replay_buffer.share()
+            specifications = []
             for index, factory in enumerate(factories):
                 given = each_own[index]
-                given.pop("replay_buffer", None)  # travels by multiprocessing's pickle
+                given.pop("replay_buffer", None)  # travels by itself
                 if given.get("traj_pool", traj_pool) is None:
-                    given["traj_pool"] = SharedPool(page)
+                    given["traj_pool"] = group.trajectory_pool()
                 spec = Spec(
                     kind=Collector if collector_class is None else collector_class,
                     create_env_fn=factory,
@@ -327,13 +328,10 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
                     follows=follows,
                     timeout=connect_timeout,
                 )
-                pickled = _pickled(spec)
-                worker = crew.start(run_worker, (page.place, replay_buffer, self._sender_schemes))
-                # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
-                # imported torch.
-                crew.post(worker, ("build", pickled))
+                specifications.append(_pickled(spec))
+            group.start(specifications, self._sender_schemes, replay_buffer)
             self._wait_until_built(deadline)
-            self._connect_crew(deadline)
+            self._connect_group(deadline)
             if weight_recv_schemes is not None:  # what comes is passed on at once
                 self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:
@@ -382,51 +380,51 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         """How many frames a rollout of this worker has."""
         return self._requested[worker_idx]
 
-    def _tell_by_page(self) -> bool:
-        """Have the newest version on the page as soon as it is published; False if there are several counts of them."""
+    def _make_group(self, start_method: str) -> WorkerGroup:
+        return ProcessGroup(start_method, type(self).__name__)
+
+    def _announces(self) -> bool:
+        """Have the newest version announced as soon as it is published; False if there are several counts of them."""
         if len(self._senders.buses) != 1:
             return False
-        page, everybody = self._page, range(self.num_workers)
-        self._senders.buses[0]._on_published = lambda version, workers: page.publish(
-            version, everybody if workers is None else workers
-        )
+        group = self._group  # not the collector: the open bus would keep it alive
+        self._senders.buses[0]._on_published = lambda version, workers: group.announce(version, workers)
         return True
 
     def _pass_versions_on(self) -> None:
         super()._pass_versions_on()
         self._follow(None)
 
-    def _follow(self, place: MemoryPlace | None, index: int = 0) -> None:
-        """Have the workers look up the newest version on this page, of the tree's root, or on none."""
+    def _follow(self, root: Any, index: int = 0) -> None:
+        """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
         if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
-            place = None  # some updates end here
-        for worker in range(self.num_workers):
-            self._crew.post(worker, ("follow", place, index))
+            root = None  # some updates end here
+        self._group.follow(root, index)
 
     def _wait_until_built(self, deadline: float) -> None:
-        crew = self._crew
+        group = self._group
 
         def built() -> bool:
-            return len(crew.built) == self.num_workers
+            return len(group.infos) == self.num_workers
 
         try:
-            crew.until(built, max(0.0, deadline - time.monotonic()))
+            group.until(built, max(0.0, deadline - time.monotonic()))
         except AckTimeout:
-            missing = sorted(set(range(self.num_workers)) - set(crew.built))
+            missing = sorted(set(range(self.num_workers)) - set(group.infos))
             raise AckTimeout(
                 f"workers {missing} of this {type(self).__name__} were not ready in time: importing libraries and "
                 "making environments takes longer than connect_timeout allows"
             ) from None
-        for index, (frames, dims, devices) in crew.built.items():
-            self._requested[index] = frames
-            self._acting_devices[index] = devices
-            self._check_dims(dims)
+        for index, info in group.infos.items():
+            self._requested[index] = info.frames
+            self._acting_devices[index] = info.devices
+            self._check_dims(info.dims)
         self.requested_frames_per_batch = self._frames_of_a_batch()
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""
 
-    def _connect_crew(self, deadline: float) -> None:
+    def _connect_group(self, deadline: float) -> None:
         """Both sides connect at the same time; whoever fails ends the other's wait."""
         errors: list[BaseException] = []
         done = threading.Event()
@@ -437,15 +435,15 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             except BaseException as error:
                 errors.append(error)
             done.set()
-            self._crew.nudge()
+            self._group.nudge()
 
         def connected() -> bool:
-            return bool(errors) or (done.is_set() and len(self._crew.states) == self.num_workers)
+            return bool(errors) or (done.is_set() and self._group.connected)
 
         thread = threading.Thread(target=connect, name="asyncsync-collector-connect", daemon=True)
         thread.start()
         try:
-            self._crew.until(connected, max(0.0, deadline - time.monotonic()) + 1.0)
+            self._group.until(connected, max(0.0, deadline - time.monotonic()) + 1.0)
         except BaseException:
             self._end_weights(1.0)
             raise

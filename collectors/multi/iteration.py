@@ -9,10 +9,9 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -26,9 +25,7 @@ from asyncsync.collectors.multi.turnstile import Turnstile
 from asyncsync.collectors.pausing import Pause, is_caller
 from asyncsync.collectors.running_free import RunsFree
 from asyncsync.collectors.weights.senders import shut_down_all
-from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.crew import Crew
-from asyncsync.collectors.workers.shared_batches import Arrangement, Grant, Slots
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import join
 
@@ -44,19 +41,14 @@ class Rollout:
     """One that a worker is to do.
 
     Attributes:
-        serial: of this request; a worker that has it already ignores it.
+        request: what the worker is told.
         frames: how many are expected.
-        random: whether the policy is left out.
-        slot, grant: where to write it.
-        is_posted: whether the worker certainly knows.
+        is_sent: whether the worker certainly knows.
     """
 
-    serial: int
+    request: RolloutRequest
     frames: int
-    random: bool
-    slot: Any = None
-    grant: Grant | None = None
-    is_posted: bool = False
+    is_sent: bool = False
 
 
 class Commanding(Calling, RunsFree):
@@ -68,8 +60,7 @@ class Commanding(Calling, RunsFree):
     split_trajs: bool
     postproc: Callable[[Any], Any] | None
     replay_buffer: Any
-    _crew: Crew
-    _page: ControlPage
+    _group: WorkerGroup
     _finalizers: tuple[Callable[[], object], ...]
     _requested: list[int]
 
@@ -78,10 +69,9 @@ class Commanding(Calling, RunsFree):
         self._frames = 0
         self._iter = -1
         self._serial = 0
-        self._arrangements = 0
         self._random = False  # for a worker: whether its trainer wants it so
         self._busy: dict[int, Rollout] = {}
-        self._messages: dict[int, tuple[Any, ...]] = {}
+        self._results: dict[int, RolloutResult] = {}
         self._made: tuple[int, TensorDictBase | None] | None = None
         self._since = [0] * self.num_workers
         self._turnstile = Turnstile(type(self).__name__)
@@ -159,7 +149,7 @@ class Commanding(Calling, RunsFree):
             return  # also after shutdown()
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
-        self._crew.check()
+        self._group.check()
         self._count_free()
         if self._free is not None:
             raise RuntimeError("this collector runs free: its frames are in the replay buffer")
@@ -187,26 +177,26 @@ class Commanding(Calling, RunsFree):
         self._producing = self._result = None
         return result
 
-    def _rollout(self, worker: int, slot: Any, grant: Grant | None) -> Rollout:
+    def _rollout(self, worker: int, place: Any) -> Rollout:
         """The next request, with the current serial number."""
         random = self._random or self._asked < self.init_random_frames
-        return Rollout(self._serial, self._requested[worker], random, slot, grant)
+        return Rollout(RolloutRequest(self._serial, random, place), self._requested[worker])
 
-    def _post_rollouts(self) -> None:
+    def _request_rollouts(self) -> None:
         """Tell workers what they are to do; once more those of whom an interruption has left it unknown."""
         for worker, rollout in self._busy.items():
-            if not rollout.is_posted:
-                self._crew.post(worker, ("rollout", rollout.serial, rollout.random, rollout.grant))
-                rollout.is_posted = True
+            if not rollout.is_sent:
+                self._group.request(worker, rollout.request)
+                rollout.is_sent = True
 
-    def _first_message(self) -> tuple[int, tuple[Any, ...]] | None:
-        """The first of the inbox that is still awaited. It stays there until it has been dealt with."""
-        inbox = self._crew.inbox
-        while inbox:
-            worker, message = inbox[0]
-            if worker in self._busy and worker not in self._messages and self._busy[worker].serial == message[1]:
-                return worker, message
-            inbox.popleft()
+    def _first_result(self) -> RolloutResult | None:
+        """The first that is still awaited. It stays among the group's results until it has been dealt with."""
+        results = self._group.results
+        while results:
+            worker, serial = results[0].worker, results[0].serial
+            if worker in self._busy and worker not in self._results and self._busy[worker].request.serial == serial:
+                return results[0]
+            results.popleft()
         return None
 
     def _hand_out(self) -> Producing:
@@ -227,30 +217,20 @@ class Commanding(Calling, RunsFree):
             return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     @abstractmethod
-    def _let_go(self) -> None:
-        """Forget all slots."""
-
-    def _taught(self, arrangement: Arrangement, spare: int, workers: Sequence[int]) -> Slots:
-        """New slots, of which these workers know. They have forgotten the ones before."""
-        self._arrangements += 1
-        slots = Slots(self._arrangements, arrangement, spare)
-        for index, worker in enumerate(workers):
-            self._crew.post(worker, ("learn", slots.number, slots.arrangement, index))
-        return slots
+    def _close_places(self) -> None:
+        """Forget all places."""
 
     # -- running free -------------------------------------------------------------------------------------------------
 
     def _set_free(self) -> None:
-        crew = self._crew
-        crew.check()
+        group = self._group
+        group.check()
         self._count_free()
         if self._free is not None:
             return
-        for worker in range(self.num_workers):
-            crew.states[worker] = "running"
-            crew.post(worker, ("run", (self.total_frames, self.init_random_frames)))
+        group.run_free(self.total_frames, self.init_random_frames)
         self._free = threading.Thread(
-            target=_watch, args=(weakref.ref(self), crew), name="asyncsync-collector-watch", daemon=True
+            target=_watch, args=(weakref.ref(self), group), name="asyncsync-collector-watch", daemon=True
         )
         self._free.start()
 
@@ -258,12 +238,12 @@ class Commanding(Calling, RunsFree):
         """The frames of workers that run free, or have until they had enough: then all is as before."""
         if self._free is None:
             return
-        ended = not self._free.is_alive() and self._crew.failure is None
-        self._frames = self._page.frames
+        ended = not self._free.is_alive() and self._group.failure is None
+        self._frames = self._group.frames
         if ended:
-            self._crew.inbox.clear()  # rollouts under way when they were set free: the page has counted them
+            self._group.results.clear()  # rollouts under way when they were set free: the page has counted them
             self._busy.clear()
-            self._messages.clear()
+            self._results.clear()
             self._producing = self._need = self._free = None
 
     def pause(self) -> Pause:
@@ -282,38 +262,34 @@ class Commanding(Calling, RunsFree):
     @contextmanager
     def _paused(self, owner: object) -> Iterator[None]:
         self._raise_free_error()
-        self._crew.check()
-        crew, page = self._crew, self._page
+        self._group.check()
+        group = self._group
 
         def standing() -> bool:
-            arrived = {(worker, message[1]) for worker, message in list(crew.inbox)}
+            arrived = {(result.worker, result.serial) for result in list(group.results)}
             running = (
-                set(range(self.num_workers))
+                list(range(self.num_workers))
                 if self._free is not None
-                else {
+                else [
                     worker
                     for worker, rollout in list(self._busy.items())
-                    if worker not in self._messages and (worker, rollout.serial) not in arrived
-                }
+                    if worker not in self._results and (worker, rollout.request.serial) not in arrived
+                ]
             )
-            return all(crew.states[worker] in ("paused", "finished") for worker in running)
+            return group.stand_still(running)
 
         mine = threading.get_ident() if owner is None else owner
         with self._pausing:
             self._pauses.append(mine)
-            crew.pausing = page.paused = True
+            group.pause()
         try:
-            crew.until(standing, CALL_SECONDS)
+            group.until(standing, CALL_SECONDS)
             yield
         finally:
             with self._pausing:
                 self._pauses.remove(mine)
                 if not self._pauses:
-                    crew.pausing = page.paused = False
-                    for worker, state in list(crew.states.items()):
-                        if state == "paused":
-                            crew.states[worker] = "running"
-                            crew.post(worker, ("resume",))
+                    group.resume()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -332,33 +308,33 @@ class Commanding(Calling, RunsFree):
         if self.closed:
             return
         self.closed = True
-        if not self._crew.is_ours:
+        if not self._group.is_ours:
             return
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
         try:
-            self._crew.end(max(0.1, deadline - time.monotonic()), partial(self._page.stop, close_env), ("stop",))
+            self._group.end(max(0.1, deadline - time.monotonic()), close_env)
             if self._free is not None and self._free is not threading.current_thread():
                 join(self._free, 1.0)
         finally:
-            if self._crew.is_over:
+            if self._group.is_over:
                 for finalizer in self._finalizers:
                     finalizer()
             self._end_weights(max(0.5, deadline - time.monotonic()))
             self._producing = self._need = self._made = None
-            self._let_go()
-            self._page.close()
+            self._close_places()
+            self._group.close()
         self._raise_free_error()
 
 
 def make_finalizers(
-    collector: Commanding, crew: Crew, page: ControlPage, schemes: Mapping[str, Any]
+    collector: Commanding, group: WorkerGroup, schemes: Mapping[str, Any]
 ) -> tuple[Callable[[], object], ...]:
     """For a collector that is forgotten, and for a program that ends without shutdown(). Returns what cancels them."""
 
     def end() -> None:
-        if not crew.is_ours:
+        if not group.is_ours:
             return
-        crew.end(SHUTDOWN_SECONDS, page.stop, ("stop",))
+        group.end(SHUTDOWN_SECONDS)
         shut_down_all(schemes.values(), 1.0)
         at_exit.cancel()
 
@@ -367,8 +343,8 @@ def make_finalizers(
 
     def forgotten() -> None:
         # Garbage is collected in any thread, between any two lines: no place to wait.
-        if crew.is_ours:
-            page.stop()  # before the slots go, which a worker may be about to open
+        if group.is_ours:
+            group.stop()  # before the places go, which a worker may be about to open
             threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
 
     forget = weakref.finalize(collector, forgotten)
@@ -376,10 +352,10 @@ def make_finalizers(
     return forget.detach, at_exit.cancel
 
 
-def _watch(collector: weakref.ref[Commanding], crew: Crew) -> None:
+def _watch(collector: weakref.ref[Commanding], group: WorkerGroup) -> None:
     """Wait for the workers that run free, so that a failure is told at once."""
     try:
-        crew.until(lambda: all(state == "finished" for state in crew.states.values()), None)
+        group.until(lambda: group.finished, None)
     except ClosedError:
         return
     except BaseException as error:

@@ -33,12 +33,12 @@ class _Messages(Need):
     """A worker's batch."""
 
     def wait(self, collector: Commanding) -> None:
-        crew = collector._crew
-        crew.until(lambda: bool(crew.inbox), None)
+        group = collector._group
+        group.until(lambda: bool(group.results), None)
 
     async def wait_async(self, collector: Commanding) -> None:
-        crew = collector._crew
-        await crew.until_async(lambda: bool(crew.inbox))
+        group = collector._group
+        await group.until_async(lambda: bool(group.results))
 
 
 MESSAGES = _Messages()

@@ -6,7 +6,7 @@ collector, which an idle or stepping leaf sees by itself, or of the trainer's pr
 longer than the trainer has allowed.
 
 Messages come through a channel: first ``("build", spec)``. Others are answered between two rollouts: ``("rollout",
-serial, random, grant)``, ``("learn", number, arrangement, index)``, ``("follow", place, index)``,
+serial, random, lease)``, ``("learn", number, arrangement, index)``, ``("follow", place, index)``,
 ``("call", number, (name, *arguments))``, ``("run",)``, ``("stop",)``. Whatever the user's code raises is
 sent back, and ends the process.
 """
@@ -35,7 +35,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.finish import processed
-from asyncsync.collectors.workers.batch_writer import Window
+from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import Channel, Packet, Parcel, encode, encode_any, loads
 from asyncsync.collectors.workers.control_page import MemoryPlace, page_at
 from asyncsync.collectors.workers.failures import Failure
@@ -150,7 +150,7 @@ class _Worker:
         self._pipe = pipe
         self._index = index
         self._schemes = schemes
-        self._window = Window()
+        self._writer = BatchWriter()
         self._collector: Any = None
         self._nested = self._writes = self._connecting = False
         self._hook: Callable[[TensorDictBase], None] | None = None
@@ -177,7 +177,7 @@ class _Worker:
         given = spec.arguments if replay_buffer is None else spec.arguments | {"replay_buffer": replay_buffer}
         self._collector = collector = spec.kind(spec.create_env_fn, **given)
         self._writes = replay_buffer is not None
-        self._nested = hasattr(collector, "_crew")
+        self._nested = hasattr(collector, "_group")
         if not self._nested:
             collector._allocate = self._allocate
             collector._above = self
@@ -282,7 +282,7 @@ class _Worker:
         if kind == "rollout":
             self._roll(*message[1:])
         elif kind == "learn":
-            self._window.learn(*message[1:])
+            self._writer.learn(*message[1:])
         elif kind == "call":
             self._answer(message[1], message[2])
         elif kind == "follow":
@@ -338,7 +338,7 @@ class _Worker:
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def _roll(self, serial: int, random: bool | None, grant: Any) -> None:
+    def _roll(self, serial: int, random: bool | None, lease: Any) -> None:
         if serial <= self._done:
             return  # its trainer was interrupted, and is not sure to have asked
         self._serial = self._done = serial
@@ -346,25 +346,25 @@ class _Worker:
             self._stand_still()
         self._collector._random = random
         self._pass_count_on()
-        self._window.open(grant)
+        self._writer.open(lease)
         if self._writes:
             frames = self._write()
-            self._send("batch", serial, False, 0, frames, None, None)
+            self._send("result", serial, False, 0, frames, None, None)
             return
         batch, frames, is_plain = self._next()
         if self._hook is not None:
             self._hook(batch)
         steps = batch.batch_size[-1]
-        written, layout = self._window.close(batch)
+        written, layout = self._writer.close(batch)
         if layout is not None and is_plain:  # of a whole rollout, if this one was cut
             layout = replace(layout, steps=self._collector.frames_per_batch)
         if written:
             del batch
-            batch = self._window.kept(steps)
+            batch = self._writer.kept(steps)
         if batch is None:
-            self._send("batch", serial, True, steps, frames, None, None)
+            self._send("result", serial, True, steps, frames, None, None)
         else:
-            self._send("batch", serial, False, steps, frames, Parcel.of(batch), layout)
+            self._send("result", serial, False, steps, frames, Parcel.of(batch), layout)
 
     def _next(self) -> tuple[TensorDictBase, int, bool]:
         """A batch, how many frames it has, and whether it is a rollout as it was collected."""
@@ -387,7 +387,7 @@ class _Worker:
     def _pass_count_on(self) -> None:
         """What updaters above have counted, to this collector's own workers."""
         if self._nested:
-            self._collector._page.counted = self.page.counted
+            self._collector._group.counted = self.page.counted
 
     def _write(self) -> int:
         """One rollout into the replay buffer; returns how many frames it had."""
@@ -404,7 +404,7 @@ class _Worker:
         return frames
 
     def _allocate(self, layout: Any) -> TensorDictBase:
-        batch = self._window.allocate(layout)
+        batch = self._writer.allocate(layout)
         return type(self._collector)._allocate(self._collector, layout) if batch is None else batch
 
     @property

@@ -1,4 +1,4 @@
-"""Member: one worker process of a crew, as the trainer sees it."""
+"""WorkerProcess: one worker process, as the trainer sees it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncsync.collectors.workers.channel import Channel, Packet
 
-__all__ = ["Member"]
+__all__ = ["WorkerProcess"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -21,7 +21,7 @@ KILLED_SECONDS = 1.0
 MAX_WAITING = 1000
 
 
-class Member:
+class WorkerProcess:
     """One worker."""
 
     def __init__(self, index: int, process: Any, channel: Channel, bell: Connection) -> None:

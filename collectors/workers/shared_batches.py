@@ -1,9 +1,9 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the memory (:class:`Slots`) and lends it: a worker that is asked for a rollout is told of a slot, and
-its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.Window`. So when the last step is done,
-one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the parts of several
-workers lie in one slot: stacked, or one after another along a dimension.
+The trainer owns the memory (:class:`Slots`) and leases it: a worker that is asked for a rollout is told of a slot, and
+its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So when the
+last step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the
+parts of several workers lie in one slot: stacked, or one after another along a dimension.
 
 A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. What a worker's own
 code keeps of it (a hook, say) is that code's: then the batch goes by value.
@@ -21,23 +21,25 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.rollout.buffer import BatchLayout, Leaf, Node
+from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import MemoryPlace
+from asyncsync.collectors.workers.group import BatchPlaces, RolloutResult
 from asyncsync.transports.slots import F_ADD_SEALS, no_memory, open_memory
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["Arrangement", "Grant", "Slots", "layout_of", "mapped"]
+__all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "layout_of", "mapped"]
 
 ALIGNMENT = 64
-MAX_LENT = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
+MAX_HELD = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
 _CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
 
 
@@ -143,6 +145,10 @@ class Arrangement:
         start = sum(self._extent(before) for before in self.parts[:index])
         return tensor.narrow(self.dim, start, self._extent(self.parts[index]))
 
+    def part_of(self, batch: TensorDictBase, index: int) -> TensorDictBase:
+        """One worker's part of the whole batch: a view."""
+        return self.parts[index].build([self.part(batch.get(leaf.path), index) for leaf in self.layout.leaves])
+
     def _extent(self, part: BatchLayout) -> int:
         assert self.dim is not None
         return part.steps if self.dim == len(part.batch_size) else part.batch_size[self.dim]
@@ -169,13 +175,13 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Grant:
+class Lease:
     """A slot that a worker may write its part into.
 
     Attributes:
         place: of the slot.
         arrangement: number of the arrangement.
-        alive: inodes of all slots that will be granted again: what is not among them can be let go of.
+        alive: inodes of all slots that will be leased again: what is not among them can be unmapped.
     """
 
     place: MemoryPlace
@@ -241,31 +247,31 @@ class Slots:
     Args:
         number: of the arrangement.
         arrangement: what lies in a slot.
-        spare: how many are kept for later use.
+        spare: how many free slots are left open for later use: the one that is written, and the one that is read.
     """
 
-    def __init__(self, number: int, arrangement: Arrangement, spare: int) -> None:
+    def __init__(self, number: int, arrangement: Arrangement, spare: int = 2) -> None:
         self.number = number
         self.arrangement = arrangement
         self._spare = spare
         self._free: deque[_Slot] = deque()
-        self._lent: set[_Slot] = set()
+        self._held: set[_Slot] = set()
 
-    def grant(self) -> tuple[_Slot, Grant]:
+    def lease(self) -> tuple[_Slot, Lease]:
         """A slot to be written. Raises MemoryError."""
         slot = None
         while slot is None and self._free:
             slot = self._free.popleft()
         if slot is None:
             slot = _Slot(self.arrangement.offsets[-1])
-        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_lent())
-        return slot, Grant(slot.place, self.number, alive)
+        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_held())
+        return slot, Lease(slot.place, self.number, alive)
 
-    def _inodes_lent(self) -> list[int]:
-        return [slot.place.inode for slot in list(self._lent)]
+    def _inodes_held(self) -> list[int]:
+        return [slot.place.inode for slot in list(self._held)]
 
-    def give_back(self, slot: _Slot) -> None:
-        """It was granted, but nothing came of it. Idempotent."""
+    def release(self, slot: _Slot) -> None:
+        """The slot was leased, but nothing came of it. Idempotent."""
         if slot not in self._free:
             self._free.append(slot)
 
@@ -273,13 +279,13 @@ class Slots:
         """The whole batch in this slot. The slot is used again when its last tensor has gone."""
         slot.close_file()
         batch = self.arrangement.layout.build(self.tensors(slot))
-        return batch.clone() if len(self._lent) > MAX_LENT else batch
+        return batch.clone() if len(self._held) > MAX_HELD else batch
 
     def tensors(self, slot: _Slot) -> list[torch.Tensor]:
         memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
         slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]
-        self._lent.add(slot)
+        self._held.add(slot)
         with contextlib.suppress(ValueError):  # a second time, as the first was interrupted
             self._free.remove(slot)
         # The tensors hold this very object; the slots are not kept alive by what users keep.
@@ -290,7 +296,7 @@ class Slots:
         # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
         if slot.is_read:
             return
-        self._lent.discard(slot)
+        self._held.discard(slot)
         if slot.forked == _forked and len(self._free) < self._spare:
             self._free.append(slot)
 
@@ -299,3 +305,82 @@ def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
     found = slots()
     if found is not None:
         found._returned(slot)
+
+
+class SharedPlace(NamedTuple):
+    """A slot for one batch.
+
+    Attributes:
+        slots: those that it is one of.
+        slot: it.
+        lease: what the workers are told of it.
+    """
+
+    slots: Slots
+    slot: _Slot
+    lease: Lease
+
+
+class SharedPlaces(BatchPlaces):
+    """Slots for the batches of some workers: none for the first batch, as nobody knows before what it looks like.
+
+    Args:
+        dim: of :class:`Arrangement`.
+        teach: makes slots for an arrangement, of which it tells the workers. They forget the ones before.
+    """
+
+    def __init__(self, dim: int | None, teach: Callable[[Arrangement], Slots]) -> None:
+        self._dim = dim
+        self._teach = teach
+        self._slots: Slots | None = None
+        self._unlike: Arrangement | None = None  # of the latest batch that did not fit
+
+    def next(self) -> SharedPlace | None:
+        return None if self._slots is None else SharedPlace(self._slots, *self._slots.lease())
+
+    def is_complete(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> bool:
+        if place is None or not all(result.in_place for result in results):
+            return False
+        parts = place.slots.arrangement.parts
+        return self._dim is None or all(result.steps == part.steps for result, part in zip(results, parts, strict=True))
+
+    def whole(self, place: SharedPlace) -> TensorDictBase:
+        return place.slots.batch(place.slot)
+
+    def parts(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
+        whole = None
+        if place is not None:
+            if any(result.in_place for result in results):
+                whole = place.slots.batch(place.slot)
+            else:
+                place.slots.release(place.slot)
+        found = []
+        for index, result in enumerate(results):
+            if result.in_place:
+                assert place is not None
+                assert whole is not None
+                found.append(place.slots.arrangement.part_of(whole, index)[..., : result.steps])
+            else:
+                found.append(loads(result.payload))
+        return found
+
+    def missing(self, place: SharedPlace, results: Sequence[RolloutResult]) -> list[int]:
+        return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
+
+    def learn(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> None:
+        unlike, self._unlike = self._unlike, None
+        if all(result.in_place for result in results):
+            return
+        known = () if place is None else place.slots.arrangement.parts
+        layouts = [known[index] if result.in_place else result.layout for index, result in enumerate(results)]
+        arrangement = Arrangement.of(layouts, self._dim)
+        if arrangement is None:
+            self._slots = None
+        elif self._slots is None or (self._slots.arrangement != arrangement and unlike == arrangement):
+            self._slots = None  # the workers forget these first
+            self._slots = self._teach(arrangement)
+        elif self._slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
+            self._unlike = arrangement
+
+    def close(self) -> None:
+        self._slots = None

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import AckTimeout, ClosedError
 from helpers.collecting_multi import Counting, make, options, policy
 
@@ -23,7 +24,7 @@ FACTORIES = [make(length=5), make(length=3)]
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[Any]:
+def collectors() -> Iterator[Any]:
     """A synchronous and an asynchronous collector for tests that only iterate."""
     with (
         MultiSyncCollector(FACTORIES, policy(), **options()) as waiting,
@@ -43,15 +44,15 @@ def settle(collector: Any) -> None:
 
 
 @pytest.fixture
-def waiting(crews: Any) -> Iterator[Any]:
-    yield crews[0]
-    settle(crews[0])
+def waiting(collectors: Any) -> Iterator[Any]:
+    yield collectors[0]
+    settle(collectors[0])
 
 
 @pytest.fixture
-def running(crews: Any) -> Iterator[Any]:
-    yield crews[1]
-    settle(crews[1])
+def running(collectors: Any) -> Iterator[Any]:
+    yield collectors[1]
+    settle(collectors[1])
 
 
 def steps(batch: Any) -> list[float]:
@@ -178,7 +179,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     collector = waiting if is_sync else running
     collector.set_seed(0)
     batches = [collector.next() for _ in range(6)][0 if is_sync else 2 :]
-    post, left = collector._crew.post, 0
+    post, left = collector._group.post, 0
 
     def interrupted(worker: int, message: Any) -> None:
         nonlocal left
@@ -198,11 +199,11 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     for number in [1, 2, 1, 3, 2] if is_sync else [1, 1, 1]:
         left = number
         with monkeypatch.context() as patch:
-            patch.setattr(collector._crew, "post", interrupted)
+            patch.setattr(collector._group, "post", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(collector, "_in_slot" if is_sync else "_batch", at_once)
+        patch.setattr(SharedPlaces, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
     before = collector._frames
@@ -250,7 +251,7 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)
         collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)
-        assert not collector._crew._replies
+        assert not collector._group._replies
 
 
 def test_the_next_rollout_is_under_way_when_a_batch_is_handed_out() -> None:

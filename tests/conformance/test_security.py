@@ -257,7 +257,7 @@ def test_r202_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can
         bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
         assert named == {bus, f"{bus}.lane"}, "the bus's, on which nothing is unpickled"
         open_in, with_names = holders(), names()
-        for member in collector._crew._members:
+        for member in collector._group._workers:
             own = os.stat(member.channel.fileno()).st_ino
             assert member.channel._socket.getsockname() == ""
             assert own not in with_names

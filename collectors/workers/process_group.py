@@ -1,14 +1,15 @@
-"""Crew: the worker processes of a collector, as the trainer sees them. Messages, failures, and one end for all.
+"""ProcessGroup: a collector's workers as processes of this host. Messages, failures, and one end for all.
 
-    crew = Crew("spawn", MultiSyncCollector.__name__)
-    crew.start(target, arguments)                      # once per worker
-    crew.post(0, message)
-    crew.until(lambda: bool(crew.inbox), timeout)      # or: await crew.until_async(…)
-    crew.end(5.0)
+    group = ProcessGroup("spawn", MultiSyncCollector.__name__)
+    group.start(specifications, schemes, replay_buffer)
+    group.request(0, RolloutRequest(1, False, None))
+    group.until(lambda: bool(group.results), timeout)  # or: await group.until_async(…)
+    group.end(5.0)
 
 Whoever waits, in whatever thread or event loop, reads what all workers send; there is no thread of its own, and no
 polling: processes that end, and channels with messages, are file descriptors to wait for. Nobody waits to send: what
 there is no room for is sent by whoever waits. Only the process that has started the workers talks to them or ends them.
+What workers look up between two steps is on a control page; batches come through shared memory.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import Channel, encode
+from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure, died
-from asyncsync.collectors.workers.process import Member
+from asyncsync.collectors.workers.group import Reply, RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
+from asyncsync.collectors.workers.main import run_worker
+from asyncsync.collectors.workers.process import WorkerProcess
+from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces, Slots
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime.signals import sigint_blocked
 from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly
 
-__all__ = ["Crew", "check_platform", "check_start_method"]
+__all__ = ["ProcessGroup", "check_platform", "check_start_method"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -43,22 +49,7 @@ BY_ITSELF, TERMINATED = 0.7, 0.9
 GRACE_SECONDS = 2.0
 
 
-class Reply:
-    """An answer that is awaited: called, it is that, or None if there is none yet."""
-
-    def __init__(self, replies: dict[int, Any], number: int) -> None:
-        self._replies = replies
-        self._number = number
-
-    def __call__(self) -> Any:
-        return self._replies.get(self._number)
-
-    def forget(self) -> None:
-        """It is not awaited any more, whether it has come or not."""
-        self._replies.pop(self._number, None)
-
-
-class Crew:
+class ProcessGroup(WorkerGroup):
     """Worker processes.
 
     Args:
@@ -66,18 +57,14 @@ class Crew:
         owner: whose they are, for messages.
 
     Attributes:
-        inbox: batches as they come, with the worker's index: ``(index, message)``.
-        built: what each worker has said of itself when it was.
-        states: what it does: "connected", "paused", "running", "finished".
-        pausing: whether workers that say that they have paused are wanted so.
-        failure: what has ended collection.
+        states: what each worker does: "connected", "paused", "running", "finished".
         ending: whether the end has begun.
     """
 
     def __init__(self, start_method: str, owner: str) -> None:
         self._context = multiprocessing.get_context(start_method)
         self._owner = owner
-        self._members: list[Member] = []
+        self._workers: list[WorkerProcess] = []
         self._changed = threading.Condition(threading.RLock())
         self._leading = False
         self._replies: dict[int, Any] = {}
@@ -87,29 +74,32 @@ class Crew:
         self._pid = os.getpid()
         self._nudged = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._over = threading.Event()
-        self.inbox: deque[tuple[int, tuple[Any, ...]]] = deque()
-        self.built: dict[int, tuple[Any, ...]] = {}
+        self._page = ControlPage()
+        self._arrangements = 0
+        self._pausing = False
+        self.results: deque[RolloutResult] = deque()
+        self.infos: dict[int, WorkerInfo] = {}
         self.states: dict[int, str] = {}
-        self.pausing = False
         self.failure: BaseException | None = None
         self.ending = False
 
     @property
     def pids(self) -> list[int]:
-        return [member.pid for member in self._members]
+        return [worker.pid for worker in self._workers]
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that has started the workers: a forked child has a copy of everything here."""
         return self._pid == os.getpid()
 
     @property
     def is_over(self) -> bool:
-        """Whether all workers have ended, and everything is closed."""
         return self._over.is_set()
 
+    @property
+    def connected(self) -> bool:
+        return len(self.states) == len(self._workers)
+
     def check(self) -> None:
-        """Raises ClosedError: ended, or a copy in a forked process."""
         if not self.is_ours:
             raise ClosedError(
                 f"this {self._owner} belongs to process {self._pid}, and this one was forked from it: use it there, or "
@@ -118,15 +108,21 @@ class Crew:
         if self.ending:
             raise ClosedError(f"this {self._owner} has been shut down")
 
-    def start(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> int:
-        """Start ``target(end, bell, index, *arguments)``; returns the index."""
-        index = len(self._members)
+    def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
+        for pickled in specifications:
+            index = self._start((self._page.place, replay_buffer, schemes))
+            # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
+            # imported torch.
+            self.post(index, ("build", pickled))
+
+    def _start(self, arguments: tuple[Any, ...]) -> int:
+        index = len(self._workers)
         here, there = Channel.pair()
         listening, bell = self._context.Pipe(duplex=False)
         try:
             # No daemon: environments and nested collectors have processes of their own.
             process = self._context.Process(  # type: ignore[attr-defined]
-                target=target,
+                target=run_worker,
                 args=(there, listening, index, *arguments),
                 name=f"asyncsync-{self._owner}-{index}",
                 daemon=False,
@@ -140,8 +136,79 @@ class Crew:
         finally:
             there.close()
             listening.close()
-        self._members.append(Member(index, process, Channel(here), bell))
+        self._workers.append(WorkerProcess(index, process, Channel(here), bell))
         return index
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def request(self, worker: int, request: RolloutRequest) -> None:
+        serial, random, place = request
+        self.post(worker, ("rollout", serial, random, None if place is None else place.lease))
+
+    def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
+        def teach(arrangement: Arrangement) -> Slots:
+            self._arrangements += 1
+            for index, worker in enumerate(workers):
+                self.post(worker, ("learn", self._arrangements, arrangement, index))
+            return Slots(self._arrangements, arrangement)
+
+        return SharedPlaces(dim, teach)
+
+    def cut(self, serial: int) -> None:
+        self._page.cut(serial)
+
+    def run_free(self, total: float, random: int) -> None:
+        for worker in self._workers:
+            self.states[worker.index] = "running"
+            self.post(worker.index, ("run", (total, random)))
+
+    @property
+    def finished(self) -> bool:
+        return all(state == "finished" for state in self.states.values())
+
+    def pause(self) -> None:
+        self._pausing = self._page.paused = True
+
+    def resume(self) -> None:
+        self._pausing = self._page.paused = False
+        for index, state in list(self.states.items()):
+            if state == "paused":
+                self.states[index] = "running"
+                self.post(index, ("resume",))
+
+    def stand_still(self, workers: Iterable[int]) -> bool:
+        return all(self.states[worker] in ("paused", "finished") for worker in workers)
+
+    # -- numbers on the control page ----------------------------------------------------------------------------------
+
+    @property
+    def frames(self) -> int:  # type: ignore[override]
+        return self._page.frames
+
+    @frames.setter
+    def frames(self, frames: int) -> None:
+        self._page.frames = frames
+
+    @property
+    def counted(self) -> int:  # type: ignore[override]
+        return self._page.counted
+
+    @counted.setter
+    def counted(self, counted: int) -> None:
+        self._page.counted = counted
+
+    def count_version(self) -> None:
+        self._page.count()
+
+    def announce(self, version: int, workers: Iterable[int] | None) -> None:
+        self._page.publish(version, range(len(self._workers)) if workers is None else workers)
+
+    def follow(self, root: Any, index: int) -> None:
+        for worker in self._workers:
+            self.post(worker.index, ("follow", root, index))
+
+    def trajectory_pool(self) -> _TrajectoryPool:
+        return SharedPool(self._page)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -154,11 +221,10 @@ class Crew:
         """
         if not self.is_ours:
             self.check()
-        if not self._members[index].send(encode(message)):
+        if not self._workers[index].send(encode(message)):
             self.nudge()
 
     def call(self, index: int, message: bytes | tuple[Any, ...]) -> Reply:
-        """Post a call; returns what tells the answer."""
         self.check()
         with self._changed:
             self._calls += 1
@@ -168,13 +234,6 @@ class Crew:
         return Reply(self._replies, number)
 
     def until(self, met: Callable[[], Any], timeout: float | None) -> Any:
-        """Wait until ``met()`` is true; returns what it returned.
-
-        Raises:
-            AckTimeout: not within the timeout (seconds).
-            ClosedError: the crew was ended meanwhile.
-            BaseException: what a worker raised, or PeerLost if it has died.
-        """
         if not self.is_ours:
             self.check()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -199,7 +258,6 @@ class Crew:
                 self._dispatch(ready)
 
     async def until_async(self, met: Callable[[], Any]) -> Any:
-        """The same on the running event loop. Cancelled, it has changed nothing."""
         if not self.is_ours:
             self.check()
         loop = asyncio.get_running_loop()
@@ -260,10 +318,9 @@ class Crew:
         return met() or None
 
     def _interests(self) -> list[tuple[int, int]]:
-        return [(self._nudged, select.POLLIN), *(i for member in self._members for i in member.interests)]
+        return [(self._nudged, select.POLLIN), *(i for worker in self._workers for i in worker.interests)]
 
     def nudge(self) -> None:
-        """Have whoever waits look again."""
         with self._changed:
             if self._nudged >= 0:
                 os.eventfd_write(self._nudged, 1)
@@ -274,36 +331,36 @@ class Crew:
             if self._nudged in ready and self._nudged >= 0:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._nudged)
-            for member in self._members:
-                if member.is_alive and not {member.sentinel, member.channel.fileno()}.isdisjoint(ready):
+            for worker in self._workers:
+                if worker.is_alive and not {worker.sentinel, worker.channel.fileno()}.isdisjoint(ready):
                     try:
-                        member.flush()
+                        worker.flush()
                     except OSError as error:
-                        error.add_note(f"What {member.name} is to be told cannot be sent.")
+                        error.add_note(f"What {worker.name} is to be told cannot be sent.")
                         self.failure = self.failure or error
-                    self._read(member)
-                    if member.sentinel in ready:
-                        self._ended(member)
+                    self._read(worker)
+                    if worker.sentinel in ready:
+                        self._ended(worker)
             self._changed.notify_all()
         for watch in list(self._watchers):
             watch()
 
-    def _read(self, member: Member) -> None:
-        while member.is_open:
+    def _read(self, worker: WorkerProcess) -> None:
+        while worker.is_open:
             try:
-                message = member.channel.receive()
+                message = worker.channel.receive()
             except EOFError:
-                member.is_open = False  # it is ending: the sentinel says how
+                worker.is_open = False  # it is ending: the sentinel says how
                 return
             except Exception as error:
-                error.add_note(f"What {member.name} has sent cannot be read here.")
+                error.add_note(f"What {worker.name} has sent cannot be read here.")
                 self.failure = self.failure or error
                 return
             if message is None:
                 return
-            self._take(member, message)
+            self._take(worker, message)
 
-    def _take(self, member: Member, message: tuple[Any, ...]) -> None:
+    def _take(self, worker: WorkerProcess, message: tuple[Any, ...]) -> None:
         kind = message[0]
         if self.ending and kind != "failed":
             return
@@ -313,37 +370,34 @@ class Crew:
         elif kind == "failed":
             failure: Failure = message[1]
             if self.failure is None:
-                self.failure = failure.error(member.name)
+                self.failure = failure.error(worker.name)
                 if self.ending:
-                    logger.error("%s failed while it was ending: %s", member.name, failure.remote_traceback)
+                    logger.error("%s failed while it was ending: %s", worker.name, failure.remote_traceback)
             else:  # most often the same mistake, which the first one's error shows in full
-                logger.warning("%s has failed as well: %s: %.200s", member.name, failure.type_name, failure.message)
+                logger.warning("%s has failed as well: %s: %.200s", worker.name, failure.type_name, failure.message)
                 logger.info("its traceback: %s", failure.remote_traceback)
         elif kind == "built":
-            self.built[member.index] = message[1:]
-        elif kind == "batch":
-            self.inbox.append((member.index, message))
-        elif kind == "paused" and not self.pausing:  # it has seen the page just before it was changed
-            self.post(member.index, ("resume",))
+            self.infos[worker.index] = WorkerInfo(*message[1:])
+        elif kind == "result":
+            self.results.append(RolloutResult(worker.index, *message[1:]))
+        elif kind == "paused" and not self._pausing:  # it has seen the page just before it was changed
+            self.post(worker.index, ("resume",))
         else:
-            self.states[member.index] = kind
+            self.states[worker.index] = kind
 
-    def _ended(self, member: Member) -> None:
-        member.is_alive = False
-        member.process.join(1.0)
+    def _ended(self, worker: WorkerProcess) -> None:
+        worker.is_alive = False
+        worker.process.join(1.0)
         if self.failure is None and not self.ending:
-            self.failure = died(member.name, member.process.exitcode, starting=member.index not in self.built)
+            self.failure = died(worker.name, worker.process.exitcode, starting=worker.index not in self.infos)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def end(self, timeout: float, stop: Callable[[], None], farewell: tuple[Any, ...]) -> None:
-        """Have all workers end; returns within the timeout (seconds), and leaves no process. Idempotent.
+    def stop(self, close_env: bool = True) -> None:
+        self._page.stop(close_env)
 
-        Args:
-            timeout: what has not ended by itself after most of it is terminated, then killed.
-            stop: tells the workers to stop between two steps.
-            farewell: a message for those that are idle.
-        """
+    def end(self, timeout: float, close_env: bool = True) -> None:
+        """What has not ended by itself after most of the timeout is terminated, then killed."""
         if not self.is_ours:
             return
         with self._changed:
@@ -353,46 +407,49 @@ class Crew:
             return
         try:
             if is_first:
-                self._end(timeout, stop, farewell)
+                self._end(timeout, close_env)
         finally:  # interrupted, too: nobody else would
-            for member in self._members:
-                member.kill()
-            self._close()
+            for worker in self._workers:
+                worker.kill()
+            self._release()
 
-    def _end(self, timeout: float, stop: Callable[[], None], farewell: tuple[Any, ...]) -> None:
+    def _end(self, timeout: float, close_env: bool) -> None:
         self.nudge()
         for watch in list(self._watchers):
             watch()
         began = time.monotonic()
-        stop()
-        for member in self._members:
-            if member.is_alive:
+        self.stop(close_env)
+        for worker in self._workers:
+            if worker.is_alive:
                 # A thousand messages wait for it, or it cannot be told: the bell comes first.
                 with contextlib.suppress(RuntimeError, OSError):
-                    self.post(member.index, farewell)
-                member.ring(timeout + GRACE_SECONDS)
+                    self.post(worker.index, ("stop",))
+                worker.ring(timeout + GRACE_SECONDS)
         self._wait_for_ends(began + BY_ITSELF * timeout)
-        for member in self._members:
-            if member.is_alive:
-                logger.warning("%s has not ended within %.1f s and is terminated", member.name, BY_ITSELF * timeout)
-                member.process.terminate()
+        for worker in self._workers:
+            if worker.is_alive:
+                logger.warning("%s has not ended within %.1f s and is terminated", worker.name, BY_ITSELF * timeout)
+                worker.process.terminate()
         self._wait_for_ends(began + TERMINATED * timeout)
 
-    def _close(self) -> None:
+    def _release(self) -> None:
         with self._changed:
             # Its descriptors go now.
             interruptibly(lambda seconds: self._changed.wait_for(lambda: not self._leading, seconds), 1.0)
-            for member in self._members:
-                member.close()
+            for worker in self._workers:
+                worker.close()
             if self._nudged >= 0:
                 number, self._nudged = self._nudged, -1
                 os.close(number)
             self._over.set()
             self._changed.notify_all()
 
+    def close(self) -> None:
+        self._page.close()
+
     def _wait_for_ends(self, deadline: float) -> None:
         # Reading all the while: a worker says why it fails, and waits for room to say so.
-        while alive := [interest for member in self._members for interest in member.interests]:
+        while alive := [interest for worker in self._workers for interest in worker.interests]:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
@@ -412,7 +469,7 @@ def _ready(interests: list[tuple[int, int]], seconds: float) -> list[int]:
 
 
 def check_platform(owner: str) -> None:
-    """Raises NotImplementedError: there can be no crew here."""
+    """Raises NotImplementedError: there can be no worker processes here."""
     if sys.platform != "linux":
         raise NotImplementedError(
             f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use Collector, "
