@@ -18,6 +18,7 @@ from asyncsync.collectors.workers.channel import Channel, encode
 from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.process_group import ProcessGroup
+from asyncsync.collectors.workers.rollout_worker import Stopped
 from asyncsync.errors import AckTimeout
 
 
@@ -104,15 +105,15 @@ def test_a_worker_whose_trainer_does_not_read_says_so(
 ) -> None:
     monkeypatch.setattr(workers, "SEND_SECONDS", 0.05)
     page = ControlPage()
-    worker = workers._Worker(ends[0], 0, page.place, {})
+    loop = workers.WorkerLoop(ends[0], 0, page.place, {})
 
     def talk() -> None:
         for _ in range(10_000):
-            worker._send(bytes(20_000))
+            loop._send(bytes(20_000))
 
     with pytest.raises(AckTimeout, match="read no messages"):
         talk()
     ends[1].close()
-    with pytest.raises(workers._Stop):
-        worker._send("anybody there?")
+    with pytest.raises(Stopped):
+        loop._send("anybody there?")
     page.close()

@@ -10,7 +10,7 @@ one have in common.
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
 thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.group` is what this
 needs of them, :mod:`~asyncsync.collectors.workers.process_group` has the processes,
-:mod:`~asyncsync.collectors.workers.main` what runs there.
+:mod:`~asyncsync.collectors.workers.rollout_worker` what runs there.
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
 """
@@ -57,8 +57,8 @@ from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.collectors.workers.main import Spec
 from asyncsync.collectors.workers.process_group import ProcessGroup, check_platform, check_start_method
+from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime.threads import join
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -318,7 +318,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
                 given.pop("replay_buffer", None)  # travels by itself
                 if given.get("traj_pool", traj_pool) is None:
                     given["traj_pool"] = group.trajectory_pool()
-                spec = Spec(
+                specification = Specification(
                     kind=Collector if collector_class is None else collector_class,
                     create_env_fn=factory,
                     arguments=given,
@@ -328,7 +328,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
                     follows=follows,
                     timeout=connect_timeout,
                 )
-                specifications.append(_pickled(spec))
+                specifications.append(_pickled(specification))
             group.start(specifications, self._sender_schemes, replay_buffer)
             self._wait_until_built(deadline)
             self._connect_group(deadline)
@@ -479,9 +479,9 @@ def _check_shared(replay_buffer: Any) -> None:
         )
 
 
-def _pickled(spec: Spec) -> bytes:
+def _pickled(specification: Specification) -> bytes:
     try:
-        return dumps(spec)
+        return dumps(specification)
     except Exception as error:
         error.add_note(
             "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot be "

@@ -160,7 +160,7 @@ class ProcessGroup(WorkerGroup):
     def run_free(self, total: float, random: int) -> None:
         for worker in self._workers:
             self.states[worker.index] = "running"
-            self.post(worker.index, ("run", (total, random)))
+            self.post(worker.index, ("run", total, random))
 
     @property
     def finished(self) -> bool:
