@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import multiprocessing
-import os
 import socket
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.process_group import ProcessGroup
 from asyncsync.collectors.workers.rollout_worker import Stopped
 from asyncsync.errors import AckTimeout
+from asyncsync.runtime import loop_thread
 
 
 @pytest.fixture
@@ -30,36 +31,33 @@ def group() -> Iterator[ProcessGroup]:
     made.close()
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: ProcessGroup) -> None:
     loop = asyncio.new_event_loop()
-    waiting = group.until_async(lambda: None)
-    loop.run_until_complete(asyncio.sleep(0))
+    waiting = loop_thread.awaitable(lambda: group.until(lambda: None))
     task = loop.create_task(waiting)
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
     group.nudge()
     with pytest.raises(AckTimeout):
-        group.until(lambda: None, 0.05)
+        group.wait(lambda: None, 0.05)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     waiting.close()
     del task, waiting
 
 
-async def test_a_wait_that_finds_no_descriptor_leaves_none_open(
-    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = os.pipe()
-    monkeypatch.setattr(group, "_interests", lambda: [(here, 1), (here, 1), (987654, 1)])  # the last cannot be had
-    before = open_files()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        await group.until_async(lambda: None)
-    assert open_files() == before
-    os.close(here)
-    os.close(there)
+def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: ProcessGroup) -> None:
+    group.start([], {}, None)
+    found: list[int] = []
+    timer = threading.Timer(0.1, lambda: (found.append(1), group.nudge()))
+    timer.start()
+    assert group.wait(lambda: found, 20) == [1]
+    timer.join()
+
+
+def test_a_workers_timeout_is_no_timeout_of_the_wait(group: ProcessGroup) -> None:
+    group.failure = TimeoutError("of an environment")
+    with pytest.raises(TimeoutError, match="of an environment"):
+        group.wait(lambda: None, 20)
 
 
 @pytest.fixture

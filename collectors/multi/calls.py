@@ -46,7 +46,7 @@ class Calling(WorkersWeights):
         try:
             for worker, reply in zip(chosen, replies, strict=True):
                 try:
-                    failure, result = self._group.until(reply, max(0.0, deadline - time.monotonic()))
+                    failure, result = self._group.wait(reply, max(0.0, deadline - time.monotonic()))
                 except AckTimeout:
                     raise AckTimeout(
                         f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "

@@ -8,8 +8,8 @@ one have in common.
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
-thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.group` is what this
-needs of them, :mod:`~asyncsync.collectors.workers.process_group` has the processes,
+thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.group` is what this needs of them,
+:mod:`~asyncsync.collectors.workers.process_group` has the processes, and
 :mod:`~asyncsync.collectors.workers.rollout_worker` what runs there.
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.managers import BaseProxy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict.nn import InteractionType
@@ -50,17 +48,15 @@ from asyncsync.collectors.arguments import (
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.construct import Documented
 from asyncsync.collectors.finish import on_device, warn_rounding
-from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
+from asyncsync.collectors.multi.iteration import Driver
+from asyncsync.collectors.multi.running import make_finalizers
+from asyncsync.collectors.multi.starting import Models, check_shared, connect, described, wait_until_built
 from asyncsync.collectors.rollout.devices import check_devices, exact_device
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
-from asyncsync.collectors.workers.channel import dumps
-from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.collectors.workers.process_group import ProcessGroup, check_platform, check_start_method
-from asyncsync.collectors.workers.rollout_worker import Specification
-from asyncsync.errors import AckTimeout
-from asyncsync.runtime.threads import join
+from asyncsync.collectors.workers.process import check_platform, check_start_method
+from asyncsync.collectors.workers.process_group import ProcessGroup
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["MultiCollector"]
@@ -86,13 +82,10 @@ class _Dispatch(Documented):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
-        from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
-
-        return (MultiSyncCollector if sync else MultiAsyncCollector)(*args, **kwargs)
+        return MultiCollector.kinds[sync](*args, **kwargs)
 
 
-class MultiCollector(Commanding, metaclass=_Dispatch):
+class MultiCollector(Driver, metaclass=_Dispatch):
     """Worker processes that step environments. Needs Linux.
 
     Args:
@@ -145,6 +138,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         AckTimeout, NotConnected: the workers were not ready in time.
         NotImplementedError: this is not Linux.
     """
+
+    kinds: ClassVar[dict[bool, type[MultiCollector]]] = {}
 
     def __init__(
         self,
@@ -208,7 +203,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             max_lag = whole("max_lag", max_lag, 0)
         check_schemes("weight_sync_schemes", weight_sync_schemes)
         check_schemes("weight_recv_schemes", weight_recv_schemes)
-        _check_shared(replay_buffer)
+        check_shared(replay_buffer)
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
         self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
@@ -278,8 +273,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             "postproc": postproc if shared else None,
             "split_trajs": split_trajs if shared else False,
         }
-        parameters = inspect.signature(MultiCollector.__init__).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
         each_own = [
             with_partial(
                 collector_class,
@@ -302,36 +296,29 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self._set_up_senders(sent, updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
-                scheme._context = _Models(weakref.ref(self))
-        self._group = group = self._make_group(start_method)
+                scheme._context = Models(weakref.ref(self))
+        self._group = group = ProcessGroup(start_method, type(self).__name__)
         self._begin()
-        follows = self._announces()
         self.closed = False
         self._finalizers = make_finalizers(self, group, self._sender_schemes)
         deadline = time.monotonic() + connect_timeout
         try:
             if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
                 replay_buffer.share()
-            specifications = []
-            for index, factory in enumerate(factories):
-                given = each_own[index]
-                given.pop("replay_buffer", None)  # travels by itself
-                if given.get("traj_pool", traj_pool) is None:
-                    given["traj_pool"] = group.trajectory_pool()
-                specification = Specification(
-                    kind=Collector if collector_class is None else collector_class,
-                    create_env_fn=factory,
-                    arguments=given,
-                    post_collect_hook=post_collect_hook,
-                    init_fn=init_fn,
-                    threads=num_sub_threads,
-                    follows=follows,
-                    timeout=connect_timeout,
-                )
-                specifications.append(_pickled(specification))
+            specifications = described(
+                factories,
+                each_own,
+                group.trajectory_pool,
+                kind=Collector if collector_class is None else collector_class,
+                post_collect_hook=post_collect_hook,
+                init_fn=init_fn,
+                threads=num_sub_threads,
+                follows=self._announces(),
+                timeout=connect_timeout,
+            )
             group.start(specifications, self._sender_schemes, replay_buffer)
             self._wait_until_built(deadline)
-            self._connect_group(deadline)
+            connect(group, self._connect_senders, self._end_weights, deadline)
             if weight_recv_schemes is not None:  # what comes is passed on at once
                 self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:
@@ -380,9 +367,6 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         """How many frames a rollout of this worker has."""
         return self._requested[worker_idx]
 
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return ProcessGroup(start_method, type(self).__name__)
-
     def _announces(self) -> bool:
         """Have the newest version announced as soon as it is published; False if there are several counts of them."""
         if len(self._senders.buses) != 1:
@@ -402,20 +386,8 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self._group.follow(root, index)
 
     def _wait_until_built(self, deadline: float) -> None:
-        group = self._group
-
-        def built() -> bool:
-            return len(group.infos) == self.num_workers
-
-        try:
-            group.until(built, max(0.0, deadline - time.monotonic()))
-        except AckTimeout:
-            missing = sorted(set(range(self.num_workers)) - set(group.infos))
-            raise AckTimeout(
-                f"workers {missing} of this {type(self).__name__} were not ready in time: importing libraries and "
-                "making environments takes longer than connect_timeout allows"
-            ) from None
-        for index, info in group.infos.items():
+        wait_until_built(self._group, self.num_workers, type(self).__name__, deadline)
+        for index, info in self._group.infos.items():
             self._requested[index] = info.frames
             self._acting_devices[index] = info.devices
             self._check_dims(info.dims)
@@ -424,67 +396,5 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""
 
-    def _connect_group(self, deadline: float) -> None:
-        """Both sides connect at the same time; whoever fails ends the other's wait."""
-        errors: list[BaseException] = []
-        done = threading.Event()
-
-        def connect() -> None:
-            try:
-                self._connect_senders(max(0.0, deadline - time.monotonic()))
-            except BaseException as error:
-                errors.append(error)
-            done.set()
-            self._group.nudge()
-
-        def connected() -> bool:
-            return bool(errors) or (done.is_set() and self._group.connected)
-
-        thread = threading.Thread(target=connect, name="asyncsync-collector-connect", daemon=True)
-        thread.start()
-        try:
-            self._group.until(connected, max(0.0, deadline - time.monotonic()) + 1.0)
-        except BaseException:
-            self._end_weights(1.0)
-            raise
-        finally:
-            join(thread, 5.0)
-        if errors:
-            raise errors.pop()
-
     def _is_due(self, worker: int) -> bool:
         return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
-
-
-class _Models:
-    """A collector as the context of its schemes, without keeping it alive."""
-
-    def __init__(self, collector: weakref.ref[MultiCollector]) -> None:
-        self._collector = collector
-
-    def get_model(self, model_id: str) -> Any:
-        collector = self._collector()
-        return None if collector is None else collector.get_model(model_id)
-
-
-def _check_shared(replay_buffer: Any) -> None:
-    """Raises TypeError: each worker would fill a copy of its own, which nobody sees."""
-    if replay_buffer is None or isinstance(replay_buffer, BaseProxy):
-        return
-    if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
-        raise TypeError(
-            f"replay_buffer is a {type(replay_buffer).__name__}, of which each worker would fill a copy of its own: "
-            "pass one that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a "
-            "multiprocessing manager. If it pickles as a handle on what they share, say so: replay_buffer.shared = True"
-        )
-
-
-def _pickled(specification: Specification) -> bytes:
-    try:
-        return dumps(specification)
-    except Exception as error:
-        error.add_note(
-            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot be "
-            "pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
-        )
-        raise

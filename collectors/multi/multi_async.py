@@ -5,9 +5,7 @@ from __future__ import annotations
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.iteration import Producing, Rollout
-from asyncsync.collectors.multi.needs import MESSAGES, Update
-from asyncsync.collectors.workers.group import RolloutResult
+from asyncsync.collectors.multi.iteration import Made
 
 __all__ = ["MultiAsyncCollector"]
 
@@ -30,28 +28,27 @@ class MultiAsyncCollector(MultiCollector):
     def _frames_of_a_batch(self) -> int:
         return max(self._requested)
 
-    def _produce(self) -> Producing:
+    async def _produce(self) -> Made:
         if self._made is None:
             for worker in range(self.num_workers):
                 self._ask_if_wanted(worker)
             self._request_rollouts()
-            while (result := self._first_result()) is None:
-                yield MESSAGES
+            result = await self._group.until(self._next_result)
             worker = result.worker
-            batch = None if self.replay_buffer is not None else self._batch(self._busy[worker], result)
-            since, frames = self._since, result.frames
-            self._made = (worker, batch)
-            self._frames += frames
+            places, place = self._places[worker], self._busy.pop(worker).request.place
+            self._made = Made(places, place, [result])
+            self._frames += result.frames
             self._iter += 1
-            since[worker] += 1
-            del self._busy[worker]
-        self._first_result()  # the one that was dealt with leaves the group's results
-        worker, _ = self._made
+            self._since[worker] += 1
+            if self.replay_buffer is None:
+                places.learn(place, [result])
+        worker = self._made.results[0].worker
         if self._is_due(worker):
-            yield Update([worker])
+            await self._update([worker])
         self._ask_if_wanted(worker)
         self._request_rollouts()
-        return (yield from self._hand_out())
+        made, self._made = self._made, None
+        return made
 
     def _ask_if_wanted(self, worker: int) -> None:
         if worker in self._busy or self._asked >= self.total_frames:
@@ -59,14 +56,16 @@ class MultiAsyncCollector(MultiCollector):
         self._serial += 1
         self._busy[worker] = self._rollout(worker, self._places[worker].next())
 
-    def _batch(self, rollout: Rollout, result: RolloutResult) -> TensorDictBase:
-        places, place = self._places[result.worker], rollout.request.place
-        whole = places.is_complete(place, [result])
-        batch = places.whole(place) if whole else places.parts(place, [result])[0]
-        places.learn(place, [result])
+    def _is_in_place(self, made: Made) -> bool:
+        return True  # one part, wherever it lies, is the batch
+
+    def _assembled(self, made: Made) -> TensorDictBase:
+        if made.places.is_complete(made.place, made.results):
+            return made.places.whole(made.place)
+        [batch] = made.places.parts(made.place, made.results)
         return batch
 
-    def _close_places(self) -> None:
+    def _close_batches(self) -> None:
+        super()._close_batches()
         for places in self._places:
             places.close()
-        self._busy.clear()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.finish import warn_rounding
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.iteration import Producing
-from asyncsync.collectors.multi.needs import MESSAGES, Update, Work
+from asyncsync.collectors.multi.iteration import Made
 from asyncsync.collectors.workers.group import RolloutResult
 
 __all__ = ["MultiSyncCollector"]
@@ -73,55 +71,44 @@ class MultiSyncCollector(MultiCollector):
     def _frames_of_a_batch(self) -> int:
         return sum(self._requested)
 
-    def _produce(self) -> Producing:
+    async def _produce(self) -> Made:
         count = self.num_workers
-        if self._made is None:
-            if not self._busy:
-                if self.update_at_each_batch or any(self._is_due(worker) for worker in range(count)):
-                    yield Update(None)
-                self._begin_round()
-            self._request_rollouts()
-            serial, _, place = self._busy[0].request
-            enough = int(count * self.preemptive_threshold)
-            while len(self._results) < count:
-                if self.preemptive_threshold < 1 and len(self._results) >= enough:
-                    self._group.cut(serial)
-                while (result := self._first_result()) is None:
-                    yield MESSAGES
-                self._results[result.worker] = result
-            results = [self._results[worker] for worker in range(count)]
-            if self.replay_buffer is not None or self._places.is_complete(place, results):
-                batch = self._assembled(place, results)
-            else:
-                yield (work := Work(partial(self._assembled, place, results)))
-                batch = work.result
-            frames = sum(result.frames for result in results)
-            since = [before + 1 for before in self._since]
-            self._made = (0, batch)
-            self._frames += frames
-            self._iter += 1
-            self._busy, self._results, self._since = {}, {}, since
-        self._first_result()  # those that were dealt with leave the group's results
-        return (yield from self._hand_out())
+        if not self._busy:
+            if self.update_at_each_batch or any(self._is_due(worker) for worker in range(count)):
+                await self._update(None)
+            place = self._places.next()
+            self._serial += 1
+            self._busy = {worker: self._rollout(worker, place) for worker in range(count)}
+        self._request_rollouts()
+        serial, _, place = self._busy[0].request
+        await self._group.until(partial(self._are_done, serial))
+        results = [self._results[worker] for worker in range(count)]
+        self._frames += sum(result.frames for result in results)
+        self._iter += 1
+        self._since = [before + 1 for before in self._since]
+        self._busy, self._results = {}, {}
+        if self.replay_buffer is None:
+            self._places.learn(place, results)
+        return Made(self._places, place, results)
 
-    def _begin_round(self) -> None:
-        place = self._places.next()
-        self._serial += 1
-        self._busy = {worker: self._rollout(worker, place) for worker in range(self.num_workers)}
+    def _are_done(self, serial: int) -> bool:
+        """Whether all rollouts are. When enough of them are, the others are cut."""
+        while (result := self._next_result()) is not None:
+            self._results[result.worker] = result
+        threshold, done = self.preemptive_threshold, len(self._results)
+        if threshold < 1 and done >= int(self.num_workers * threshold):
+            self._group.cut(serial)
+        return done == self.num_workers
 
-    def _assembled(self, place: Any, results: list[RolloutResult]) -> TensorDictBase | None:
-        if self.replay_buffer is not None:
-            return None
-        places = self._places
-        if places.is_complete(place, results):
-            batch = places.whole(place)
-            if self._dim is None:
-                for part, missing in zip(batch, places.missing(place, results), strict=True):
-                    self._blank(part, missing)
-                batch = self._masked(batch, results)
-        else:
-            batch = self._joined(places.parts(place, results), results)
-        places.learn(place, results)
+    def _assembled(self, made: Made) -> TensorDictBase:
+        places, place, results = made.places, made.place, made.results
+        if not places.is_complete(place, results):
+            return self._joined(places.parts(place, results), results)
+        batch = places.whole(place)
+        if self._dim is None:
+            for part, missing in zip(batch, places.missing(place, results), strict=True):
+                self._blank(part, missing)
+            batch = self._masked(batch, results)
         return batch
 
     def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
@@ -134,9 +121,9 @@ class MultiSyncCollector(MultiCollector):
             parts = [_padded(part, longest) for part in parts]
         return self._masked(TensorDict.maybe_dense_stack(parts, 0), results)
 
-    def _close_places(self) -> None:
+    def _close_batches(self) -> None:
+        super()._close_batches()
         self._places.close()
-        self._busy, self._results = {}, {}
 
     def _blank(self, part: TensorDictBase, missing: int) -> None:
         """Frames that a rollout was cut before: an earlier batch's lie there."""

@@ -97,7 +97,7 @@ class WorkersWeights(BaseCollector):
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return None
         try:
-            self._group.until(lambda: None, LAST_WORDS_SECONDS)
+            self._group.wait(lambda: None, LAST_WORDS_SECONDS)
         except AckTimeout:
             return None
         except BaseException as failure:

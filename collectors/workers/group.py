@@ -2,12 +2,14 @@
 
     group.start(specifications, schemes, replay_buffer)
     group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
-    group.until(lambda: group.results, None)
-    batch = places.whole(place)
+    result = await group.until(lambda: group.results and group.results.popleft())
+    batch = places.whole(place)                        # in the thread of whoever wants it
     group.end(5.0)
 
-Nothing here knows of processes, sockets or shared memory: a group says how its workers are reached, and where the parts
-of a batch come to lie. What is to be rolled out when, and what becomes of the batches, is the driver's.
+A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there.
+:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes, sockets or shared memory: a group says
+how its workers are reached, and where the parts of a batch come to lie. What is to be rolled out when, and what becomes
+of the batches, is the driver's.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.runtime import loop_thread
 
 __all__ = ["BatchPlaces", "Reply", "RolloutRequest", "RolloutResult", "WorkerGroup", "WorkerInfo"]
+
+T = TypeVar("T")
 
 
 class RolloutRequest(NamedTuple):
@@ -114,6 +119,11 @@ class BatchPlaces(ABC):
         """How many steps each part in this place lacks, since its rollout was cut."""
 
     @abstractmethod
+    def release(self, place: Any) -> None:
+        """The batch has been handed out, or nobody wants it: the place may be used again when no tensor of it is left.
+        From any thread. Idempotent."""
+
+    @abstractmethod
     def learn(self, place: Any, results: Sequence[RolloutResult]) -> None:
         """What batches look like. To be called once for each batch."""
 
@@ -129,11 +139,13 @@ class WorkerGroup(ABC):
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has said of itself.
         failure: what has ended collection.
+        is_over: whether all workers have ended, and everything is closed.
     """
 
     results: deque[RolloutResult]
     infos: dict[int, WorkerInfo]
     failure: BaseException | None
+    is_over: bool
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -154,11 +166,6 @@ class WorkerGroup(ABC):
     @abstractmethod
     def is_ours(self) -> bool:
         """Whether this is the process that has started the workers: a forked child has a copy of everything here."""
-
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether all workers have ended, and everything is closed."""
 
     @abstractmethod
     def stop(self, close_env: bool = True) -> None:
@@ -216,8 +223,8 @@ class WorkerGroup(ABC):
         """Have a worker do something between two rollouts; returns what tells the answer, ``(failure, result)``."""
 
     @abstractmethod
-    def until(self, met: Callable[[], Any], timeout: float | None) -> Any:
-        """Wait until ``met()`` is true; returns what it returned.
+    async def until(self, met: Callable[[], T], timeout: float | None = None) -> T:
+        """On the loop thread, until ``met()`` is true: what it returned. It is asked whenever something has come.
 
         Raises:
             AckTimeout: not within the timeout (seconds).
@@ -225,13 +232,18 @@ class WorkerGroup(ABC):
             BaseException: what a worker raised, or PeerLost if it has died.
         """
 
+    def wait(self, met: Callable[[], T], timeout: float | None = None) -> T:
+        """:meth:`until` for any other thread. Ctrl-C ends it."""
+        self.check()
+        return loop_thread.run(lambda: self.until(met, timeout))
+
     @abstractmethod
-    async def until_async(self, met: Callable[[], Any]) -> Any:
-        """The same on the running event loop. Cancelled, it has changed nothing."""
+    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call it on the loop thread, from any thread; not after the end."""
 
     @abstractmethod
     def nudge(self) -> None:
-        """Have whoever waits look again."""
+        """Have ``met`` of those who wait asked again. From any thread."""
 
     # -- numbers that the workers share -------------------------------------------------------------------------------
 

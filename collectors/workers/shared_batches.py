@@ -256,6 +256,7 @@ class Slots:
         self._spare = spare
         self._free: deque[_Slot] = deque()
         self._held: set[_Slot] = set()
+        self._pinned: set[_Slot] = set()
 
     def lease(self) -> tuple[_Slot, Lease]:
         """A slot to be written. Raises MemoryError."""
@@ -264,16 +265,20 @@ class Slots:
             slot = self._free.popleft()
         if slot is None:
             slot = _Slot(self.arrangement.offsets[-1])
-        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_held())
+        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_in_use())
         return slot, Lease(slot.place, self.number, alive)
 
-    def _inodes_held(self) -> list[int]:
-        return [slot.place.inode for slot in list(self._held)]
+    def _inodes_in_use(self) -> list[int]:
+        return [slot.place.inode for slot in list(self._held | self._pinned)]
+
+    def pin(self, slot: _Slot) -> None:
+        """Whatever becomes of its tensors, the slot is not leased again before :meth:`release`."""
+        self._pinned.add(slot)
 
     def release(self, slot: _Slot) -> None:
-        """The slot was leased, but nothing came of it. Idempotent."""
-        if slot not in self._free:
-            self._free.append(slot)
+        """The slot may be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
+        self._pinned.discard(slot)
+        self._returned(slot)
 
     def batch(self, slot: _Slot) -> TensorDictBase:
         """The whole batch in this slot. The slot is used again when its last tensor has gone."""
@@ -294,10 +299,10 @@ class Slots:
 
     def _returned(self, slot: _Slot) -> None:
         # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
-        if slot.is_read:
+        if slot in self._pinned or slot.is_read:
             return
         self._held.discard(slot)
-        if slot.forked == _forked and len(self._free) < self._spare:
+        if slot.forked == _forked and len(self._free) < self._spare and slot not in self._free:
             self._free.append(slot)
 
 
@@ -336,7 +341,12 @@ class SharedPlaces(BatchPlaces):
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
     def next(self) -> SharedPlace | None:
-        return None if self._slots is None else SharedPlace(self._slots, *self._slots.lease())
+        slots = self._slots
+        if slots is None:
+            return None
+        slot, lease = slots.lease()
+        slots.pin(slot)
+        return SharedPlace(slots, slot, lease)
 
     def is_complete(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> bool:
         if place is None or not all(result.in_place for result in results):
@@ -349,11 +359,8 @@ class SharedPlaces(BatchPlaces):
 
     def parts(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
         whole = None
-        if place is not None:
-            if any(result.in_place for result in results):
-                whole = place.slots.batch(place.slot)
-            else:
-                place.slots.release(place.slot)
+        if place is not None and any(result.in_place for result in results):
+            whole = place.slots.batch(place.slot)
         found = []
         for index, result in enumerate(results):
             if result.in_place:
@@ -366,6 +373,10 @@ class SharedPlaces(BatchPlaces):
 
     def missing(self, place: SharedPlace, results: Sequence[RolloutResult]) -> list[int]:
         return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
+
+    def release(self, place: SharedPlace | None) -> None:
+        if place is not None:
+            place.slots.release(place.slot)
 
     def learn(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> None:
         unlike, self._unlike = self._unlike, None

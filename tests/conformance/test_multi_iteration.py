@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +19,7 @@ from tensordict import TensorDictBase
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import AckTimeout, ClosedError
+from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import Counting, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -169,12 +172,11 @@ def test_threads_take_turns(waiting: Any) -> None:
     assert sorted(steps(batch)[0][0] for batch in batches) == sorted(3.0 * i % 5 for i in range(8))
 
 
-@pytest.mark.parametrize("sent", [True, False])
 @BOTH
 def test_an_interrupt_loses_no_rollout_and_mixes_none(
-    kind: Any, sent: bool, waiting: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+    kind: Any, waiting: Any, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while workers are asked, before or after the message was sent; and while a batch is assembled."""
+    """Ctrl-C while workers are asked, and while a batch is assembled."""
     is_sync = kind is MultiSyncCollector
     collector = waiting if is_sync else running
     collector.set_seed(0)
@@ -184,10 +186,9 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     def interrupted(worker: int, message: Any) -> None:
         nonlocal left
         left -= 1
-        if sent or left:
-            post(worker, message)
+        post(worker, message)
         if not left:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
     def at_once(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -198,7 +199,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
 
     for number in [1, 2, 1, 3, 2] if is_sync else [1, 1, 1]:
         left = number
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, sigint_raises():
             patch.setattr(collector._group, "post", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()

@@ -22,7 +22,17 @@ import pytest
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
 from helpers.blocking_interrupts import sigint_raises
-from helpers.collecting_multi import Counting, alive, gone_within, make, note_random_state, options, policy, trainer
+from helpers.collecting_multi import (
+    Counting,
+    alive,
+    ask,
+    gone_within,
+    make,
+    note_random_state,
+    options,
+    policy,
+    trainer,
+)
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -123,7 +133,7 @@ def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
 def test_r208_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None:
     collector = kind([make(delay=60.0)], policy(), **options())
     pids = collector._group.pids
-    collector._wanted()  # asked for a rollout, whose first step takes a minute
+    ask(collector)  # asked for a rollout, whose first step takes a minute
     time.sleep(0.2)
     began = time.monotonic()
     collector.shutdown(timeout=1.0)
@@ -135,7 +145,7 @@ def test_r208_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) ->
 def test_shutdown_stops_between_two_steps_and_closes_the_environment(kind: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=2000))
-    collector._wanted()
+    ask(collector)
     time.sleep(0.2)
     began = time.monotonic()
     collector.shutdown()
@@ -158,7 +168,7 @@ async def test_r208_shutdown_is_idempotent_and_comes_with_the_block() -> None:
 def test_ctrl_c_during_shutdown_kills_the_workers() -> None:
     collector: Any = MultiAsyncCollector([make(delay=60.0)], policy(), **options())
     pids = collector._group.pids
-    collector._wanted()
+    ask(collector)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with sigint_raises(), pytest.raises(KeyboardInterrupt):
@@ -293,7 +303,7 @@ def test_close_env_false_holds_in_the_middle_of_a_rollout(kind: Any, tmp_path: P
     for close_env in (False, True):
         log = tmp_path / f"log-{close_env}"
         collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=1000))
-        collector._wanted()  # a rollout is under way
+        ask(collector)  # a rollout is under way
         while len(log.read_text().split()) < 1:
             time.sleep(0.01)
         time.sleep(0.2)
