@@ -20,9 +20,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 
 from asyncsync.collectors.base import BaseCollector
+from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import Key
-from asyncsync.collectors.rollout.buffer import BatchLayout, Store, empty_batch
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import DeviceSetup
 from asyncsync.collectors.rollout.lock import Turns
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
@@ -245,7 +246,7 @@ class Rollouts(DeviceSetup, BaseCollector):
         return empty_batch(layout)
 
     def _make_store(self) -> None:
-        self._store = Store(
+        self._store = RolloutBuffer(
             self.frames_per_batch, self._batch_size, self.storing_device, lambda layout: self._allocate(layout)
         )
 
