@@ -5,33 +5,42 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from asyncsync.collectors.rollout.devices import Device
-from asyncsync.collectors.workers.control_page import MAX_WORKERS
-
 __all__ = [
+    "MAX_WORKERS",
+    "Device",
     "Devices",
     "check_count",
+    "check_devices",
     "check_factories",
     "check_policy",
     "check_policy_factory",
     "check_schemes",
     "each",
+    "exact_device",
     "flattened",
     "frames_or_none",
     "is_list",
     "own_arguments",
     "spread",
+    "warn_rounding",
     "whole",
     "with_partial",
 ]
 
+Device = int | str | torch.device
 Devices = Device | Sequence[Device | None] | None
+
+MAX_WORKERS = 480
+"""Of one collector: a page of shared memory has room for the versions of so many."""
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
@@ -66,6 +75,14 @@ def frames_or_none(name: str, value: Any) -> int | None:
             raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
         value = int(value)
     return whole(name, value)
+
+
+def warn_rounding(problem: str, frames: int, stacklevel: int = 5) -> None:
+    """Warn that a number of frames is rounded up, unless RL_WARNINGS is off."""
+    if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
+        warnings.warn(
+            f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", UserWarning, stacklevel
+        )
 
 
 def check_schemes(name: str, schemes: Any) -> None:
@@ -180,6 +197,47 @@ def each(name: str, value: Any, count: int) -> list[Any]:
 def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
     """Each worker's. Raises ValueError: a list of another length."""
     return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
+
+
+def check_devices(devices: Mapping[str, Device | None]) -> None:
+    """That these are there, by the names of their arguments. Initialises nothing.
+
+    Raises:
+        TypeError: something that is no device.
+        ValueError: a device that this machine does not have.
+    """
+    for name, given in devices.items():
+        if given is None:
+            continue
+        try:
+            device = torch.device(given)
+        except (RuntimeError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name}={given!r} is no device here: {error}") from error
+        if device.type == "cuda":
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        elif device.type == "mps":
+            count = int(torch.backends.mps.is_available())
+        else:
+            continue
+        if (device.index or 0) >= count:
+            there = ["'cpu'", *(f"'{device.type}:{index}'" for index in range(count))]
+            raise ValueError(
+                f"{name}={str(given)!r}, but torch finds {count} {device.type} device{'s' * (count != 1)} here: leave "
+                f"{name} out, or pass {' or '.join(there)}"
+            )
+
+
+def exact_device(device: Device | None) -> torch.device | None:
+    """A device with its index, as tensors name it: ``"cuda"`` is the current CUDA device."""
+    if device is None:
+        return None
+    device = torch.device(device)
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    module = getattr(torch, device.type, None)
+    current = module.current_device() if module is not None and hasattr(module, "current_device") else 0
+    return torch.device(device.type, current)
 
 
 def flattened(devices: Mapping[str, Any]) -> Iterator[tuple[str, Device | None]]:

@@ -24,17 +24,24 @@ from typing import Any
 import torch
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors.arguments import check_policy, check_policy_factory, check_schemes, frames_or_none, whole
+from asyncsync.collectors.arguments import (
+    Device,
+    check_devices,
+    check_policy,
+    check_policy_factory,
+    check_schemes,
+    frames_or_none,
+    warn_rounding,
+    whole,
+)
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
 from asyncsync.collectors.construct import Dispatch
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
-from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.rollout.checkpoint import Saving
-from asyncsync.collectors.rollout.devices import Device, check_devices
 from asyncsync.collectors.rollout.iteration import Running
 from asyncsync.collectors.rollout.policies import RandomPolicy, as_module, placed, wrapped
-from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.models import find_model
 from asyncsync.runtime.threads import join
 

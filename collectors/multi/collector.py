@@ -9,7 +9,8 @@ one have in common.
 
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
 thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.crew` has the processes,
-:mod:`~asyncsync.collectors.workers.main` what runs there, :mod:`~asyncsync.collectors.workers.shared_batches` the way back.
+:mod:`~asyncsync.collectors.workers.main` what runs there, :mod:`~asyncsync.collectors.workers.shared_batches` the way
+back.
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
 """
@@ -33,26 +34,27 @@ from torch import nn
 from asyncsync.collectors.arguments import (
     Devices,
     check_count,
+    check_devices,
     check_factories,
     check_policy,
     check_policy_factory,
     check_schemes,
     each,
+    exact_device,
     flattened,
     frames_or_none,
     is_list,
     own_arguments,
     spread,
+    warn_rounding,
     whole,
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.construct import Documented
-from asyncsync.collectors.finish import on_device, warn_rounding
 from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
-from asyncsync.collectors.rollout.devices import check_devices, exact_device
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.control_page import ControlPage, MemoryPlace, SharedPool

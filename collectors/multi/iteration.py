@@ -18,13 +18,11 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.base import SHUTDOWN_SECONDS
-from asyncsync.collectors.finish import processed
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, Pause, is_caller
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calling
 from asyncsync.collectors.multi.needs import Need, Work
 from asyncsync.collectors.multi.turnstile import Turnstile
-from asyncsync.collectors.pausing import Pause, is_caller
-from asyncsync.collectors.running_free import RunsFree
+from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.senders import shut_down_all
 from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.crew import Crew
@@ -59,7 +57,7 @@ class Rollout:
     is_posted: bool = False
 
 
-class Commanding(Calling, RunsFree):
+class Commanding(Calling):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     num_workers: int
@@ -90,7 +88,6 @@ class Commanding(Calling, RunsFree):
         self._result: TensorDictBase | None = None
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
-        self._begin_captive()
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-from asyncsync.collectors.finish import warn_rounding
+from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.iteration import Producing
 from asyncsync.collectors.multi.needs import MESSAGES, Update, Work

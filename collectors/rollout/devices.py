@@ -13,58 +13,16 @@ casting flags):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.arguments import Device, exact_device
 from asyncsync.collectors.envs.environment import device_of, moved
 
-__all__ = ["Device", "DeviceSetup", "check_devices", "exact_device"]
-
-Device = int | str | torch.device
-
-
-def check_devices(devices: Mapping[str, Device | None]) -> None:
-    """That these are there, by the names of their arguments. Initialises nothing.
-
-    Raises:
-        TypeError: something that is no device.
-        ValueError: a device that this machine does not have.
-    """
-    for name, given in devices.items():
-        if given is None:
-            continue
-        try:
-            device = torch.device(given)
-        except (RuntimeError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{name}={given!r} is no device here: {error}") from error
-        if device.type == "cuda":
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        elif device.type == "mps":
-            count = int(torch.backends.mps.is_available())
-        else:
-            continue
-        if (device.index or 0) >= count:
-            there = ["'cpu'", *(f"'{device.type}:{index}'" for index in range(count))]
-            raise ValueError(
-                f"{name}={str(given)!r}, but torch finds {count} {device.type} device{'s' * (count != 1)} here: leave "
-                f"{name} out, or pass {' or '.join(there)}"
-            )
-
-
-def exact_device(device: Device | None) -> torch.device | None:
-    """A device with its index, as tensors name it: ``"cuda"`` is the current CUDA device."""
-    if device is None:
-        return None
-    device = torch.device(device)
-    if device.index is not None or device.type in ("cpu", "meta"):
-        return device
-    module = getattr(torch, device.type, None)
-    current = module.current_device() if module is not None and hasattr(module, "current_device") else 0
-    return torch.device(device.type, current)
+__all__ = ["DeviceSetup"]
 
 
 def _nothing() -> None:

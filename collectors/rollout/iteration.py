@@ -1,7 +1,8 @@
 """Running: a collector's rollouts, one after another, for whoever asks: a loop, a coroutine, or a thread of its own.
 
 A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
-(:meth:`~asyncsync.collectors.running_free.RunsFree.start`), but never two at a time: see :mod:`asyncsync.collectors.rollout.lock`.
+(:meth:`~asyncsync.collectors.base.BaseCollector.start`), but never two at a time: see
+:mod:`asyncsync.collectors.rollout.lock`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.base import Pause
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.finish import processed
-from asyncsync.collectors.pausing import Pause
 from asyncsync.collectors.rollout.lock import Turns
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.running_free import RunsFree
+from asyncsync.collectors.trajectories import processed
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, until_done
 
@@ -42,7 +42,7 @@ def check_open(collector: Rollouts) -> None:
         raise ClosedError(f"this {type(collector).__name__} has been shut down")
 
 
-class Running(Rollouts, RunsFree):
+class Running(Rollouts):
     """The part of a collector that says when a rollout happens, and what becomes of its batch."""
 
     split_trajs: bool
@@ -54,7 +54,6 @@ class Running(Rollouts, RunsFree):
         self._worker = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._worker.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
-        self._begin_captive()
         self._env_closed = False
         self._close_error: Exception | None = None
         self._frames = 0

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from asyncsync.collectors.pausing import is_caller
+from asyncsync.collectors.base import is_caller
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime.threads import interruptibly
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
+from asyncsync.collectors.arguments import exact_device
 from asyncsync.collectors.base import BaseCollector
-from asyncsync.collectors.rollout.devices import exact_device
 from asyncsync.collectors.weights.api import Planned
 from asyncsync.collectors.weights.models import belongs_to, fitted
 from asyncsync.collectors.workers.control_page import ControlPage

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.finish import processed
+from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.batch_writer import Window
 from asyncsync.collectors.workers.channel import Channel, Packet, Parcel, encode, encode_any, loads
 from asyncsync.collectors.workers.control_page import MemoryPlace, page_at

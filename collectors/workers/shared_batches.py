@@ -2,8 +2,8 @@
 
 The trainer owns the memory (:class:`Slots`) and lends it: a worker that is asked for a rollout is told of a slot, and
 its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.Window`. So when the last
-step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the parts of several
-workers lie in one slot: stacked, or one after another along a dimension.
+step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the parts
+of several workers lie in one slot: stacked, or one after another along a dimension.
 
 A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. What a worker's own
 code keeps of it (a hook, say) is that code's: then the batch goes by value.
