@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from asyncsync.collectors.arguments import (
     check_policy_factory,
     check_schemes,
     frames_or_none,
+    is_list,
     warn_rounding,
     whole,
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
-from asyncsync.collectors.construct import Dispatch
+from asyncsync.collectors.construct import FAMILIES, Chooses
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.rollout.checkpoint import Saving
@@ -53,7 +55,7 @@ CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
 
 
-class Collector(Running, Saving, metaclass=Dispatch):
+class Collector(Running, Saving, metaclass=Chooses):
     """Steps an environment with a policy, in this process.
 
     Args:
@@ -101,6 +103,30 @@ class Collector(Running, Saving, metaclass=Dispatch):
         TypeError, ValueError, RuntimeError: arguments that exclude each other, or that environment or policy cannot
         serve.
     """
+
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """``num_collectors=n`` makes a multi-process collector; a subclass is what it is."""
+        count, sync = kwargs.pop("num_collectors", None), kwargs.pop("sync", None)
+        if count is None and sync is None:
+            return None
+        if cls is not Collector:
+            raise TypeError(
+                f"num_collectors= and sync= make Collector a multi-process collector, but {cls.__name__} is a "
+                "subclass: construct MultiSyncCollector or MultiAsyncCollector instead"
+            )
+        if count is None:
+            raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise TypeError(f"num_collectors must be a positive int, not {count!r}")
+        if not args and "create_env_fn" not in kwargs:
+            raise TypeError("Collector(num_collectors=n) is missing create_env_fn: pass what makes an environment")
+        factories, *others = args if args else (kwargs.pop("create_env_fn"),)
+        if not is_list(factories):
+            factories = [factories] * count
+        elif len(factories) != count:
+            raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
+        return partial(FAMILIES["sync" if sync else "async"](), list(factories), *others, **kwargs)
 
     def __init__(
         self,

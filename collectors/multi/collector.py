@@ -24,6 +24,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.managers import BaseProxy
 from typing import Any
 
@@ -51,7 +52,7 @@ from asyncsync.collectors.arguments import (
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import Documented
+from asyncsync.collectors.construct import FAMILIES, Chooses
 from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
@@ -67,33 +68,7 @@ from asyncsync.sync import SharedMemWeightSyncScheme
 __all__ = ["MultiCollector"]
 
 
-class _Dispatch(Documented):
-    """``MultiCollector(..., sync=…)`` makes one or the other."""
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        signature = super().__signature__
-        if cls is not MultiCollector:
-            return signature
-        chooses = inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool")
-        return signature.replace(parameters=[*signature.parameters.values(), chooses])
-
-    def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
-        if cls is not MultiCollector:
-            if sync is not None:
-                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
-            return super().__call__(*args, **kwargs)
-        if sync is None:
-            raise TypeError(
-                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
-            )
-        from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
-        from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
-
-        return (MultiSyncCollector if sync else MultiAsyncCollector)(*args, **kwargs)
-
-
-class MultiCollector(Commanding, metaclass=_Dispatch):
+class MultiCollector(Commanding, metaclass=Chooses):
     """Worker processes that step environments. Needs Linux.
 
     Args:
@@ -146,6 +121,22 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         AckTimeout, NotConnected: the workers were not ready in time.
         NotImplementedError: this is not Linux.
     """
+
+    _selectors = (inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool"),)
+
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """``MultiCollector(..., sync=…)`` makes one or the other."""
+        sync = kwargs.pop("sync", None)
+        if cls is not MultiCollector:
+            if sync is not None:
+                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
+            return None
+        if sync is None:
+            raise TypeError(
+                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
+            )
+        return partial(FAMILIES["sync" if sync else "async"](), *args, **kwargs)
 
     def __init__(
         self,
