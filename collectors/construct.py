@@ -11,10 +11,21 @@ from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FAMILIES", "Chooses"]
+__all__ = ["FAMILIES", "Chooses", "family"]
 
 FAMILIES: dict[str, Callable[[], Any]] = {}
-"""What imports the class of a family: "sync", "async"."""
+"""By name: what imports the class of a family."""
+
+
+def family(name: str) -> Any:
+    """The class of this family: "sync" and "async" step environments in processes of this host.
+
+    Raises:
+        LookupError: no such family is known.
+    """
+    if name not in FAMILIES:
+        raise LookupError(f"there is no family {name!r} of collectors: choose one of {sorted(FAMILIES)}")
+    return FAMILIES[name]()
 
 
 class Chooses(ABCMeta):

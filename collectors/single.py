@@ -37,7 +37,7 @@ from asyncsync.collectors.arguments import (
     whole,
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
-from asyncsync.collectors.construct import FAMILIES, Chooses
+from asyncsync.collectors.construct import Chooses, family
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.rollout.checkpoint import Saving
@@ -126,7 +126,7 @@ class Collector(Running, Saving, metaclass=Chooses):
             factories = [factories] * count
         elif len(factories) != count:
             raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
-        return partial(FAMILIES["sync" if sync else "async"](), list(factories), *others, **kwargs)
+        return partial(family("sync" if sync else "async"), list(factories), *others, **kwargs)
 
     def __init__(
         self,

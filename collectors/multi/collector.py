@@ -52,7 +52,7 @@ from asyncsync.collectors.arguments import (
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import FAMILIES, Chooses
+from asyncsync.collectors.construct import Chooses, family
 from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
@@ -136,7 +136,7 @@ class MultiCollector(Commanding, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return partial(FAMILIES["sync" if sync else "async"](), *args, **kwargs)
+        return partial(family("sync" if sync else "async"), *args, **kwargs)
 
     def __init__(
         self,
