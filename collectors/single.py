@@ -44,7 +44,7 @@ from asyncsync.collectors.rollout.checkpoint import Saving
 from asyncsync.collectors.rollout.iteration import Running
 from asyncsync.collectors.rollout.policies import RandomPolicy, as_module, placed, wrapped
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.models import find_model
+from asyncsync.collectors.weights.plan import find_model
 from asyncsync.runtime.threads import join
 
 __all__ = ["Collector"]

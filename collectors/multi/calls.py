@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.collectors.arguments import check_count
-from asyncsync.collectors.base import PostHook, PreHook
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.weights.of_workers import WorkersWeights
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.failures import Failure
@@ -24,7 +24,7 @@ CALL_SECONDS = 60.0
 """How long a call waits for its answer, which a worker gives between two rollouts."""
 
 
-class Calling(WorkersWeights):
+class Calling(WorkersWeights, BaseCollector):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     _frames: int

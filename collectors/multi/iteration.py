@@ -220,7 +220,7 @@ class Commanding(Calling):
         (_, batch), self._made = self._made, None
         if batch is None:
             return None
-        with self._holds():  # its model may be updated here
+        with self._weights.holds():  # its model may be updated here
             return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     @abstractmethod

@@ -35,7 +35,7 @@ class Saving(Rollouts):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
         with self._open_and_standing():
-            with self._holds(), torch.no_grad():
+            with self._weights.holds(), torch.no_grad():
                 following = environments.set_seed(self.env, seed, static_seed)
             self._reset_all()
             return following
@@ -52,7 +52,7 @@ class Saving(Rollouts):
         All of it is a copy, which later updates do not change. Trajectories that are under way are not part of it. It
         may also be asked for after ``shutdown()``.
         """
-        with self._turns.standing(PAUSE_SECONDS), self._holds():
+        with self._turns.standing(PAUSE_SECONDS), self._weights.holds():
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
                 "env_state_dict": _copied(_state_of(self.env)),

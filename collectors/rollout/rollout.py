@@ -115,7 +115,7 @@ class Rollouts(DeviceSetup, BaseCollector):
     @torch.no_grad()
     def _reset(self) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
-        with self._holds():
+        with self._weights.holds():
             root: TensorDictBase = self.env.reset()
         return root
 
@@ -214,7 +214,7 @@ class Rollouts(DeviceSetup, BaseCollector):
         If it raises, the carrier is as good as before.
         """
         carrier = self._carrier
-        version = self._version_now()
+        version = self._weights.version()
         if version != self._acting_version:
             self._metadata.set(
                 "policy_version", torch.full(self._batch_size, version, dtype=torch.int64, device=self._metadata.device)
@@ -257,7 +257,7 @@ class Rollouts(DeviceSetup, BaseCollector):
     @torch.no_grad()
     def _roll(self) -> TensorDictBase | None:
         """One rollout, by the thread whose turn it is."""
-        self._receivers.check()
+        self._weights.check()
         if self.reset_at_each_iter:
             self._reset_all()
         turns, above, store = self._turns, self._above, self._store
@@ -272,9 +272,9 @@ class Rollouts(DeviceSetup, BaseCollector):
                 if left < self.frames_per_batch and above is not None and above.interrupts():
                     break
                 if self.max_lag is not None:
-                    self._keep_up(self.max_lag, LAG_SECONDS)
+                    self._weights.keep_up(self.max_lag, LAG_SECONDS)
                 # Steps share a hold until somebody waits for its end: to enter one takes as long as a small policy.
-                with self._holds() as holds:
+                with self._weights.holds() as holds:
                     while True:
                         left -= 1
                         frame = self._frame(random, adds, non_blocking)

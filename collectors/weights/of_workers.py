@@ -5,35 +5,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import exact_device
-from asyncsync.collectors.base import BaseCollector
-from asyncsync.collectors.weights.api import Planned
-from asyncsync.collectors.weights.models import belongs_to, fitted
-from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.crew import Crew
+from asyncsync.collectors.weights.api import WeightsAPI
+from asyncsync.collectors.weights.in_process import fitted
+from asyncsync.collectors.weights.plan import Planned, belongs_to
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime.threads import WorkThread, finish
 
 __all__ = ["WorkersWeights"]
 
-LAST_WORDS_SECONDS = 1.0
-"""How long a worker's own words are waited for when the bus says that it is lost."""
+FAILURE_SECONDS = 1.0
+"""How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
 
-class WorkersWeights(BaseCollector):
+class Workers(Protocol):
+    """The processes, or what else steps environments."""
+
+    failure: BaseException | None
+
+    def until(self, met: Callable[[], Any], timeout: float | None) -> Any: ...
+
+
+class VersionCount(Protocol):
+    """Versions that reach the workers by other ways than schemes, where the workers look them up."""
+
+    counted: int
+
+    def count(self) -> None: ...
+
+
+class WorkersWeights(WeightsAPI):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     acts_elsewhere = True
     num_workers: int
     postproc: Callable[[Any], Any] | None
-    _crew: Crew
-    _page: ControlPage
+    _crew: Workers
+    _page: VersionCount
     _acting_devices: dict[int, set[torch.device]]
     _since: list[int]
 
@@ -99,7 +113,7 @@ class WorkersWeights(BaseCollector):
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return None
         try:
-            self._crew.until(lambda: None, LAST_WORDS_SECONDS)
+            self._crew.until(lambda: None, FAILURE_SECONDS)
         except AckTimeout:
             return None
         except BaseException as failure:

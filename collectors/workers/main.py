@@ -186,7 +186,7 @@ class _Worker:
         elif self._writes:
             collector.post_collect_hook = self._hook
         if not self._nested:
-            collector._counted = lambda: self.page.counted
+            collector._weights.counted_above = lambda: self.page.counted
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
         if spec.follows:
             self._follow(self.page.place, self._index)
@@ -195,7 +195,7 @@ class _Worker:
             raise _Stop
         self._send("built", collector.requested_frames_per_batch, _dims(collector), collector._policy_devices())
         if self._schemes:
-            collector._receivers.connect(self._schemes, spec.timeout)
+            collector._connect_receivers(self._schemes, spec.timeout)
         self._connecting = False
         self._send("connected")
 
@@ -297,10 +297,10 @@ class _Worker:
         if self._nested:
             self._collector._follow(place, index)
         elif place is None:
-            self._collector._newest = None
+            self._collector._weights.newest_above = None
         else:
             page = page_at(place)
-            self._collector._newest = lambda: page.newest(index)
+            self._collector._weights.newest_above = lambda: page.newest(index)
 
     def _answer(self, number: int, call: bytes | tuple[Any, ...]) -> None:
         name, *arguments = loads(call) if isinstance(call, bytes) else call

@@ -492,14 +492,14 @@ def test_max_lag_waits_outside_the_hold_for_a_newer_version() -> None:
     with collector(max_lag=1) as c:
         newest = itertools.chain([1], itertools.repeat(2))
         waited = []
-        c._newest = lambda: next(newest)
+        c._weights.newest_above = lambda: next(newest)
 
         def wait(version: int, timeout: float) -> None:
             waited.append((version, c._local.gate.held_by_caller))
             if len(waited) == 3:
                 c.increment_version()
 
-        c._await_version = wait
+        c._weights.wait = wait
         batch = c.rollout()
         assert waited == [(1, False)] * 3
         assert batch["collector", "policy_version"].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
