@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
 __all__ = [
     "MAX_WORKERS",
     "Device",
     "Devices",
+    "RolloutArguments",
     "check_count",
     "check_devices",
     "check_factories",
@@ -142,6 +145,80 @@ def _needs_arguments(module: nn.Module) -> bool:
     except TypeError:
         return True
     return False
+
+
+@dataclass
+class RolloutArguments:
+    """What a collector's rollouts are like: its arguments of these names, checked.
+
+    Attributes:
+        steps: of the environment, in a rollout; known after :meth:`fit`.
+        requested_frames_per_batch: frames of a rollout: steps times environments; known after :meth:`fit`.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be, or that exclude each other.
+    """
+
+    frames_per_batch: int
+    total_frames: Any  # checked, it is a number; math.inf: there is no end
+    init_random_frames: Any
+    max_frames_per_traj: Any
+    reset_at_each_iter: bool
+    postproc: Callable[[Any], Any] | None
+    split_trajs: bool | None
+    track_traj_ids: bool
+    exploration_type: InteractionType | None
+    set_truncated: bool
+    replay_buffer: Any
+    extend_buffer: bool
+    max_lag: int | None
+    steps: int = field(init=False)
+    requested_frames_per_batch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.split_trajs and not self.track_traj_ids:
+            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
+        if self.adds and (self.postproc is not None or self.split_trajs):
+            raise TypeError(
+                "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
+                "extend_buffer out"
+            )
+        self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
+        total = frames_or_none("total_frames", self.total_frames)
+        self.total_frames = math.inf if total is None or total < 0 else total
+        self.init_random_frames = max(0, frames_or_none("init_random_frames", self.init_random_frames) or 0)
+        self.max_frames_per_traj = max(0, frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0)
+        if self.max_lag is not None:
+            self.max_lag = whole("max_lag", self.max_lag, 0)
+        self.split_trajs = bool(self.split_trajs)
+        if self.exploration_type is None:
+            self.exploration_type = InteractionType.RANDOM
+
+    @property
+    def adds(self) -> bool:
+        """Whether frames go to the replay buffer one by one."""
+        return self.replay_buffer is not None and not self.extend_buffer
+
+    def fit(self, environments: int) -> None:
+        """Round frames up to whole steps of so many environments, with a warning where that changes something."""
+        frames_per_batch = self.frames_per_batch
+        self.steps = math.ceil(frames_per_batch / environments)
+        self.requested_frames_per_batch = self.steps * environments
+        if frames_per_batch % environments:
+            warn_rounding(
+                f"frames_per_batch ({frames_per_batch}) is not divisible by the number of environments "
+                f"({environments})",
+                self.requested_frames_per_batch,
+            )
+        rounded = {"total_frames": self.total_frames, "init_random_frames": self.init_random_frames}
+        if self.adds:
+            del rounded["total_frames"]  # the last rollout ends there
+        for name, frames in rounded.items():
+            if 0 < frames < math.inf and frames % frames_per_batch:
+                warn_rounding(
+                    f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
+                    math.ceil(frames / frames_per_batch) * frames_per_batch,
+                )
 
 
 def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:

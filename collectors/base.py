@@ -19,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.weights.api import WeightsAPI
@@ -28,7 +29,7 @@ from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.schemes.context import follow
 
-__all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "is_caller"]
+__all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller"]
 
 SHUTDOWN_SECONDS = 5.0
 
@@ -88,6 +89,20 @@ def is_caller(owners: Iterable[object]) -> bool:
     except RuntimeError:  # no event loop runs here
         return False
     return task is not None and task in found
+
+
+class Signals(Protocol):
+    """Of whoever runs a collector as its worker: what the collector looks up between two steps."""
+
+    @property
+    def calls(self) -> bool:
+        """Whether :meth:`interrupts` is to be asked. Read after each step, inside its hold: it never waits."""
+
+    def interrupts(self) -> bool:
+        """Whether the rollout ends early. Asked before a step, outside any hold; it may wait."""
+
+    def counted(self) -> int:
+        """How many versions updaters above have counted."""
 
 
 class BaseCollector(WeightsAPI, ABC):
@@ -175,6 +190,11 @@ class BaseCollector(WeightsAPI, ABC):
             close_env: whether the environments are closed.
         """
 
+    def _check_open(self) -> None:
+        """Raises ClosedError: after :meth:`shutdown`."""
+        if self.closed:
+            raise ClosedError(f"this {type(self).__name__} has been shut down")
+
     async def _shutdown_elsewhere(self) -> None:
         """:meth:`shutdown` without blocking the running loop."""
         thread = WorkThread("asyncsync-collector-end")
@@ -216,8 +236,7 @@ class BaseCollector(WeightsAPI, ABC):
             raise NotImplementedError(
                 f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
             )
-        if self.closed:
-            raise ClosedError(f"this {type(self).__name__} has been shut down")
+        self._check_open()
         self._set_free()
 
     @abstractmethod
@@ -282,6 +301,50 @@ class BaseCollector(WeightsAPI, ABC):
     @worker_idx.setter
     def worker_idx(self, worker_idx: int | None) -> None:
         self._worker_idx = worker_idx
+
+    @abstractmethod
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        """Be a worker.
+
+        Args:
+            signals: looked up between two steps.
+            sink: gives memory for a batch, by its :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where
+                the collector is to use its own.
+        """
+
+    def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
+        """Have ``max_lag`` look at the newest version that was published for this collector.
+
+        Args:
+            place: where that is written, for workers of its own; None: nowhere.
+            index: which of the versions there.
+            newest: reads it; None: there is none to read.
+        """
+        self._weights.newest_above = newest
+
+    @abstractmethod
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        """One rollout for whoever runs this collector as a worker, and how many frames it has.
+
+        Args:
+            random: whether the policy is left out.
+            writes: the frames go to the replay buffer, and there is no batch.
+
+        Returns:
+            The batch as it was collected, before ``split_trajs`` and ``postproc``; None: there is none.
+        """
+
+    @abstractmethod
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        """End, from another thread, what this collector waits for beside its own steps."""
+
+    @abstractmethod
+    def _policy_devices(self) -> set[torch.device]:
+        """The devices on which its policies act."""
+
+    def _batch_dims(self) -> int | None:
+        """How many batch dimensions its environment has; None: it has none of its own."""
+        return None
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what an attribute path leads to: ``_receiver_schemes['policy']._set_dist_connection_info``, say.

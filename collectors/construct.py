@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-__all__ = ["FAMILIES", "Chooses", "family"]
+__all__ = ["FAMILIES", "Chooses", "family", "several"]
 
 FAMILIES: dict[str, Callable[[], Any]] = {}
 """By name: what imports the class of a family."""
@@ -45,3 +46,37 @@ class Chooses(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs) if chosen is None else chosen()
+
+
+def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
+    """What makes a collector of several workers, for ``Collector(..., num_collectors=n, sync=…)``; None: that is not
+    what is called.
+
+    Args:
+        cls: the class that is called.
+        args, kwargs: with what.
+        subclass: whether the class is a subclass of ``Collector``, which is what it is.
+
+    Raises:
+        TypeError, ValueError: arguments that do not go together.
+    """
+    count, sync = kwargs.pop("num_collectors", None), kwargs.pop("sync", None)
+    if count is None and sync is None:
+        return None
+    if subclass:
+        raise TypeError(
+            f"num_collectors= and sync= make Collector a multi-process collector, but {cls.__name__} is a subclass: "
+            "construct MultiSyncCollector or MultiAsyncCollector instead"
+        )
+    if count is None:
+        raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise TypeError(f"num_collectors must be a positive int, not {count!r}")
+    if not args and "create_env_fn" not in kwargs:
+        raise TypeError("Collector(num_collectors=n) is missing create_env_fn: pass what makes an environment")
+    factories, *others = args if args else (kwargs.pop("create_env_fn"),)
+    if not isinstance(factories, Sequence) or isinstance(factories, str):
+        factories = [factories] * count
+    elif len(factories) != count:
+        raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
+    return partial(family("sync" if sync else "async"), list(factories), *others, **kwargs)

@@ -16,7 +16,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
-__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "wrapped"]
+from asyncsync.collectors.envs import environment as environments
+
+__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "with_spec", "wrapped"]
 
 Key = str | tuple[str, ...]
 
@@ -90,6 +92,15 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
                 )
             tensordict.set(key, value)
         return tensordict
+
+
+def with_spec(policy: Any, env: Any) -> Any:
+    """The policy; without one, random actions of this environment, from which a RandomPolicy may have its spec."""
+    if policy is None:
+        return RandomPolicy(environments.action_spec(env), environments.action_keys(env)[0])
+    if isinstance(policy, RandomPolicy) and policy.action_spec is None:
+        policy.action_spec = environments.action_spec(env)
+    return policy
 
 
 def as_module(policy: Any) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from asyncsync.collectors.weights.senders import Senders
 from asyncsync.schemes.context import follow
 from asyncsync.schemes.state import by_worker
 
-__all__ = ["Planned", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
+__all__ = ["Planned", "Registered", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
 
 _ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
 
@@ -102,6 +103,23 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
         f"{kind} has no model {model_id!r}: a model id is 'policy', an attribute path from the policy ('actor' for "
         "policy.actor), or one from the collector ('env.transform[0].module', 'postproc')"
     )
+
+
+class Registered:
+    """A collector's models as they were registered, which need not be those that act: the context of sender schemes."""
+
+    def __init__(self, collector: Collecting) -> None:
+        self._collector = weakref.ref(collector)  # an open bus keeps its schemes, and they this
+
+    def get_model(self, model_id: str) -> Any:
+        """Raises LookupError: there is none of this name."""
+        collector = self._collector()
+        if collector is None:
+            raise LookupError(f"the collector of model {model_id!r} is gone")
+        try:
+            return collector._registered(model_id)
+        except ValueError as error:
+            raise LookupError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
