@@ -389,7 +389,7 @@ class MultiCollector(Commanding, metaclass=Chooses):
         super()._pass_versions_on()
         self._follow(None)
 
-    def _follow(self, place: MemoryPlace | None, index: int = 0) -> None:
+    def _follow(self, place: MemoryPlace | None, index: int = 0, newest: Callable[[], int] | None = None) -> None:
         """Have the workers look up the newest version on this page, of the tree's root, or on none."""
         if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
             place = None  # some updates end here

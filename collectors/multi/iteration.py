@@ -77,7 +77,7 @@ class Commanding(Calling):
         self._iter = -1
         self._serial = 0
         self._arrangements = 0
-        self._random = False  # for a worker: whether its trainer wants it so
+        self._random = False
         self._busy: dict[int, Rollout] = {}
         self._messages: dict[int, tuple[Any, ...]] = {}
         self._made: tuple[int, TensorDictBase | None] | None = None
@@ -186,7 +186,7 @@ class Commanding(Calling):
 
     def _rollout(self, worker: int, slot: Any, grant: Grant | None) -> Rollout:
         """The next request, with the current serial number."""
-        random = self._random or self._asked < self.init_random_frames
+        random = bool(self._random) or self._asked < self.init_random_frames
         return Rollout(self._serial, self._requested[worker], random, slot, grant)
 
     def _post_rollouts(self) -> None:

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -177,23 +178,19 @@ class _Worker:
         given = spec.arguments if replay_buffer is None else spec.arguments | {"replay_buffer": replay_buffer}
         self._collector = collector = spec.kind(spec.create_env_fn, **given)
         self._writes = replay_buffer is not None
-        self._nested = hasattr(collector, "_crew")
-        if not self._nested:
-            collector._allocate = self._allocate
-            collector._above = self
+        self._nested = collector.acts_elsewhere
+        collector._attach(self, self._window.allocate)
         if self._hook is None:
             self._hook = None if self._nested else collector.post_collect_hook  # of a partial
         elif self._writes:
             collector.post_collect_hook = self._hook
-        if not self._nested:
-            collector._weights.counted_above = lambda: self.page.counted
         collector.register_scheme_receiver(self._schemes, synchronize_weights=False)
         if spec.follows:
             self._follow(self.page.place, self._index)
         self._connecting = True
         if self.page.stopped:  # before there was anything to interrupt
             raise _Stop
-        self._send("built", collector.requested_frames_per_batch, _dims(collector), collector._policy_devices())
+        self._send("built", collector.requested_frames_per_batch, collector._batch_dims(), collector._policy_devices())
         if self._schemes:
             collector._connect_receivers(self._schemes, spec.timeout)
         self._connecting = False
@@ -222,10 +219,8 @@ class _Worker:
     def _interrupt(self) -> None:
         """A leaf sees for itself, between two steps, that it is over; a collector of collectors waits for its own, and
         one that is not connected yet for the trainer."""
-        if self._nested:
-            self._collector.shutdown(ORPHAN_SECONDS, self.page.closes_env)
-        elif self._connecting:
-            self._collector._end_weights(ORPHAN_SECONDS)
+        if self._nested or self._connecting:
+            self._collector._interrupt(ORPHAN_SECONDS, self.page.closes_env)
 
     def sweep(self, patience: float = 0.0) -> None:
         """Remove what a trainer that was killed has left.
@@ -294,13 +289,8 @@ class _Worker:
 
     def _follow(self, place: MemoryPlace | None, index: int) -> None:
         """The newest version is on this page; None: what has been heard of here is."""
-        if self._nested:
-            self._collector._follow(place, index)
-        elif place is None:
-            self._collector._weights.newest_above = None
-        else:
-            page = page_at(place)
-            self._collector._weights.newest_above = lambda: page.newest(index)
+        read = not self._nested and place is not None
+        self._collector._follow(place, index, partial(page_at(place).newest, index) if read else None)
 
     def _answer(self, number: int, call: bytes | tuple[Any, ...]) -> None:
         name, *arguments = loads(call) if isinstance(call, bytes) else call
@@ -344,14 +334,12 @@ class _Worker:
         self._serial = self._done = serial
         if self.page.paused:
             self._stand_still()
-        self._collector._random = random
-        self._pass_count_on()
         self._window.open(grant)
         if self._writes:
-            frames = self._write()
+            frames = self._write(random)
             self._send("batch", serial, False, 0, frames, None, None)
             return
-        batch, frames, is_plain = self._next()
+        batch, frames, is_plain = self._next(random)
         if self._hook is not None:
             self._hook(batch)
         steps = batch.batch_size[-1]
@@ -366,46 +354,31 @@ class _Worker:
         else:
             self._send("batch", serial, False, steps, frames, Parcel.of(batch), layout)
 
-    def _next(self) -> tuple[TensorDictBase, int, bool]:
+    def _next(self, random: bool | None) -> tuple[TensorDictBase, int, bool]:
         """A batch, how many frames it has, and whether it is a rollout as it was collected."""
         collector = self._collector
-        if self._nested:
-            batch = collector.next()
-            if self.is_over:
-                raise _Stop
-            return batch, batch.numel(), False
-        batch = collector.rollout()
+        batch, frames = collector._rollout_for_parent(random, writes=False)
         if self.is_over:
             raise _Stop
-        frames = batch.numel()
-        collector._frames += frames
+        if self._nested:
+            return batch, frames, False
         # The trainer does its own with the whole batch. This is what a partial has asked of each worker's collector.
         if collector.postproc is None and not collector.split_trajs:
             return batch, frames, True
         return processed(batch, collector.postproc, split_trajs=collector.split_trajs), frames, False
 
-    def _pass_count_on(self) -> None:
-        """What updaters above have counted, to this collector's own workers."""
-        if self._nested:
-            self._collector._page.counted = self.page.counted
-
-    def _write(self) -> int:
+    def _write(self, random: bool | None) -> int:
         """One rollout into the replay buffer; returns how many frames it had."""
-        collector = self._collector
-        before = collector._frames
-        if self._nested:
-            collector.next()
-        else:
-            collector._next_batch()
+        frames: int
+        _, frames = self._collector._rollout_for_parent(random, writes=True)
         if self.is_over:
             raise _Stop
-        frames: int = collector._frames - before
         self.page.add_frames(frames)
         return frames
 
-    def _allocate(self, layout: Any) -> TensorDictBase:
-        batch = self._window.allocate(layout)
-        return type(self._collector)._allocate(self._collector, layout) if batch is None else batch
+    def counted(self) -> int:
+        """How many versions updaters above have counted."""
+        return self.page.counted
 
     @property
     def calls(self) -> bool:
@@ -431,9 +404,7 @@ class _Worker:
                 self._stand_still()
             while (message := self._receive(wait=False)) is not None:
                 self._handle(message)
-            self._collector._random = self.page.frames < random
-            self._pass_count_on()
-            self._write()
+            self._write(self.page.frames < random)
         self._free = False
         self._send("finished")
 
@@ -454,9 +425,3 @@ class _Worker:
                 self._send("reply", message[1], Failure.of(error), None)
             else:
                 self._handle(message)
-
-
-def _dims(collector: Any) -> int | None:
-    """How many batch dimensions its environment has; None: it is no environment of its own."""
-    size = getattr(collector, "_batch_size", None)
-    return None if size is None else len(size)
