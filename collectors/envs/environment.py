@@ -73,8 +73,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
         if given and not hasattr(environment, "update_kwargs"):
             raise ValueError(
                 f"create_env_kwargs are for a callable, but create_env_fn is a {type(environment).__name__} already: "
-                "pass the class or a "
-                "function instead"
+                "pass the class or a function instead"
             )
         if given:
             environment.update_kwargs(given)
@@ -82,8 +81,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
         if not _is_gymnasium(environment):
             raise TypeError(
                 f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as "
-                "TorchRL's have them, or to "
-                "be a Gymnasium environment"
+                "TorchRL's have them, or to be a Gymnasium environment"
             )
         environment = _gym(environment)
     return environment
@@ -132,8 +130,7 @@ def moved(environment: Any, device: torch.device) -> Any:
         return environment
     raise TypeError(
         f"{type(environment).__name__} cannot be moved to env_device={str(device)!r}: it has no to(device); leave "
-        "env_device (or device) "
-        "unset, or give policy_device and storing_device only"
+        "env_device (or device) unset, or give policy_device and storing_device only"
     )
 
 
@@ -228,8 +225,7 @@ def action_spec(environment: Any) -> Any:
             return spec
     raise TypeError(
         f"{type(environment).__name__} has no action_spec, so there are no random actions for it: pass a policy, or "
-        "give it an action_spec "
-        "with a rand() method"
+        "give it an action_spec with a rand() method"
     )
 
 

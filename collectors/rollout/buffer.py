@@ -244,8 +244,7 @@ class _Scan:
         if step.batch_size != batch_size:
             raise ValueError(
                 f"a step has batch size {tuple(step.batch_size)}, but the environment's is {tuple(batch_size)}: look "
-                "for a policy or an "
-                "environment that returns TensorDicts of another shape"
+                "for a policy or an environment that returns TensorDicts of another shape"
             )
         self._root = self._branch(step, ())
         self.layout = BatchLayout(batch_size, steps, device, tuple(self._nodes), tuple(self._leaves))

@@ -128,8 +128,7 @@ def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) 
         if not isinstance(policy, RandomPolicy):
             warnings.warn(
                 f"policy_device={str(device)!r} was given, but {_name(policy)} has no parameters or buffers to move: "
-                "it is trusted to "
-                "compute there; trust_policy=True silences this",
+                "it is trusted to compute there; trust_policy=True silences this",
                 stacklevel=4,
             )
         return policy

@@ -124,8 +124,7 @@ class Rollouts:
         if root.batch_size != self.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
-                "but its own batch_size "
-                f"is {tuple(self.batch_size)}"
+                f"but its own batch_size is {tuple(self.batch_size)}"
             )
         self._carrier_has_no_device = self.devices.carrier_has_no_device
         self._done_keys = environments.done_keys(self.env, root)
@@ -135,8 +134,7 @@ class Rollouts:
         if self.arguments.set_truncated and not self._truncated_keys:
             raise RuntimeError(
                 f"set_truncated=True, but {type(self.env).__name__} has no 'truncated' entry: give it one "
-                "(env.add_truncated_keys() of a "
-                "TorchRL environment), or leave set_truncated out"
+                "(env.add_truncated_keys() of a TorchRL environment), or leave set_truncated out"
             )
         self.metadata = TensorDict({}, self.batch_size, device=self.devices.env)
         self._acting_version = -1
@@ -206,8 +204,7 @@ class Rollouts:
         if not isinstance(output, TensorDictBase):
             raise TypeError(
                 f"the policy returned a {type(output).__name__}, not a TensorDict: a policy whose only parameter is a "
-                "TensorDict must return "
-                "it; any other is wrapped if its parameters fit the observations"
+                "TensorDict must return it; any other is wrapped if its parameters fit the observations"
             )
         return output
 
