@@ -10,16 +10,17 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from asyncsync.collectors.rollout.buffer import Store, empty_batch
+from asyncsync.collectors.batch_layout import empty_batch, layout_of
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.workers.batch_writer import BatchWriter
-from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Slots, layout_of
+from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Slots
 
 
 def rollout(
     value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, writer: BatchWriter | None = None
 ) -> TensorDict:
     """A batch as a collector stores it, through the writer if that takes it."""
-    store = Store(steps, torch.Size(batch))
+    store = RolloutBuffer(steps, torch.Size(batch))
     if writer is not None:
         store.allocate = lambda layout: _first(writer.allocate(layout), layout)
     store.begin()
@@ -79,7 +80,7 @@ def opened(slots: Slots, writer: BatchWriter) -> Any:
 
 def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
     def wide(writer: BatchWriter) -> TensorDict:
-        store = Store(2, torch.Size([]))
+        store = RolloutBuffer(2, torch.Size([]))
         store.allocate = lambda layout: _first(writer.allocate(layout), layout)
         store.begin()
         for t in range(2):
@@ -240,7 +241,7 @@ def test_a_dimension_that_is_not_there_is_refused() -> None:
 
 def test_the_layout_of_a_batch_is_that_of_its_steps() -> None:
     seen: list[Any] = []
-    store = Store(2, torch.Size([2]))
+    store = RolloutBuffer(2, torch.Size([2]))
     private = store.allocate
     store.allocate = lambda layout: (seen.append(layout), private(layout))[1]
     store.begin()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.collectors.arguments import check_count
-from asyncsync.collectors.base import PostHook, PreHook
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook, Signals
 from asyncsync.collectors.multi.weights import WorkersWeights
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.failures import Failure
@@ -24,11 +24,12 @@ CALL_SECONDS = 60.0
 """How long a call waits for its answer, which a worker gives between two rollouts."""
 
 
-class Calling(WorkersWeights):
+class Calling(WorkersWeights, BaseCollector):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     _frames: int
     _iter: int
+    _random: bool | None  # for a worker: whether its trainer wants the policy left out
 
     @abstractmethod
     def _count_free(self) -> None:
@@ -144,6 +145,23 @@ class Calling(WorkersWeights):
         else:
             each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
             self.update_policy_weights_(each, timeout=timeout)
+
+    # -- as a worker --------------------------------------------------------------------------------------------------
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        self._signals = signals  # the batches are its own workers', which are attached themselves
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        self._random = random
+        self._group.counted = self._signals.counted()  # for its own workers
+        before = self._frames
+        batch = self.next()
+        if writes:
+            return None, self._frames - before
+        return batch, 0 if batch is None else batch.numel()
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        self.shutdown(timeout, close_env)
 
     @property
     def pre_collect_hook(self) -> PreHook | None:

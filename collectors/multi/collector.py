@@ -23,7 +23,8 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict.nn import InteractionType
@@ -32,28 +33,29 @@ from torch import nn
 from asyncsync.collectors.arguments import (
     Devices,
     check_count,
+    check_devices,
     check_factories,
     check_policy,
     check_policy_factory,
     check_schemes,
     each,
+    exact_device,
     flattened,
     frames_or_none,
     is_list,
     own_arguments,
     spread,
+    warn_rounding,
     whole,
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import Documented
-from asyncsync.collectors.finish import on_device, warn_rounding
+from asyncsync.collectors.construct import Chooses, family
 from asyncsync.collectors.multi.iteration import Driver
 from asyncsync.collectors.multi.running import make_finalizers
 from asyncsync.collectors.multi.starting import Models, check_shared, connect, described, wait_until_built
-from asyncsync.collectors.rollout.devices import check_devices, exact_device
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
 from asyncsync.collectors.workers.process import check_platform, check_start_method
 from asyncsync.collectors.workers.process_group import ProcessGroup
@@ -62,30 +64,7 @@ from asyncsync.sync import SharedMemWeightSyncScheme
 __all__ = ["MultiCollector"]
 
 
-class _Dispatch(Documented):
-    """``MultiCollector(..., sync=…)`` makes one or the other."""
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        signature = super().__signature__
-        if cls is not MultiCollector:
-            return signature
-        chooses = inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool")
-        return signature.replace(parameters=[*signature.parameters.values(), chooses])
-
-    def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
-        if cls is not MultiCollector:
-            if sync is not None:
-                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
-            return super().__call__(*args, **kwargs)
-        if sync is None:
-            raise TypeError(
-                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
-            )
-        return MultiCollector.kinds[sync](*args, **kwargs)
-
-
-class MultiCollector(Driver, metaclass=_Dispatch):
+class MultiCollector(Driver, metaclass=Chooses):
     """Worker processes that step environments. Needs Linux.
 
     Args:
@@ -139,7 +118,21 @@ class MultiCollector(Driver, metaclass=_Dispatch):
         NotImplementedError: this is not Linux.
     """
 
-    kinds: ClassVar[dict[bool, type[MultiCollector]]] = {}
+    _selectors = (inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool"),)
+
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """``MultiCollector(..., sync=…)`` makes one or the other."""
+        sync = kwargs.pop("sync", None)
+        if cls is not MultiCollector:
+            if sync is not None:
+                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
+            return None
+        if sync is None:
+            raise TypeError(
+                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
+            )
+        return partial(family("sync" if sync else "async"), *args, **kwargs)
 
     def __init__(
         self,
@@ -379,7 +372,7 @@ class MultiCollector(Driver, metaclass=_Dispatch):
         super()._pass_versions_on()
         self._follow(None)
 
-    def _follow(self, root: Any, index: int = 0) -> None:
+    def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
         """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
         if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
             root = None  # some updates end here

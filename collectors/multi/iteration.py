@@ -19,9 +19,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.finish import processed
+from asyncsync.collectors.base import is_caller
 from asyncsync.collectors.multi.running import Running
-from asyncsync.collectors.pausing import is_caller
+from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import BatchPlaces, RolloutRequest, RolloutResult
 from asyncsync.errors import ClosedError
 from asyncsync.runtime import loop_thread
@@ -100,7 +100,7 @@ class Driver(Running):
         self._frames = 0
         self._iter = -1
         self._serial = 0
-        self._random = False  # for a worker: whether its trainer wants it so
+        self._random = False
         self._busy: dict[int, Rollout] = {}
         self._results: dict[int, RolloutResult] = {}
         self._made: Made | None = None
@@ -152,7 +152,7 @@ class Driver(Running):
 
     def _rollout(self, worker: int, place: Any) -> Rollout:
         """The next request, with the current serial number."""
-        random = self._random or self._asked < self.init_random_frames
+        random = bool(self._random) or self._asked < self.init_random_frames
         return Rollout(RolloutRequest(self._serial, random, place), self._requested[worker])
 
     def _request_rollouts(self) -> None:
@@ -286,7 +286,7 @@ class Driver(Running):
         if made.batch is not None:
             made.is_lost = self.postproc is not None or self.split_trajs
             try:
-                with self._holds():  # its model may be updated here
+                with self._weights.holds():  # its model may be updated here
                     made.batch = processed(made.batch, self.postproc, split_trajs=self.split_trajs)
             except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
                 raise RuntimeError(f"postproc raised {error!r}") from error

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-from asyncsync.collectors.finish import warn_rounding
+from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.iteration import Made
 from asyncsync.collectors.workers.group import RolloutResult

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
-from asyncsync.collectors.base import SHUTDOWN_SECONDS
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, Pause
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calling
-from asyncsync.collectors.pausing import Pause
-from asyncsync.collectors.running_free import RunsFree
 from asyncsync.collectors.weights.senders import shut_down_all
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import ClosedError
@@ -26,7 +24,7 @@ __all__ = ["Running", "make_finalizers"]
 logger = logging.getLogger("asyncsync")
 
 
-class Running(Calling, RunsFree):
+class Running(Calling):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     total_frames: float
@@ -36,7 +34,6 @@ class Running(Calling, RunsFree):
     def _begin_running(self) -> None:
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
-        self._begin_captive()
 
     @abstractmethod
     def _forget_rollouts(self) -> None:

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.collectors.base import BaseCollector
-from asyncsync.collectors.rollout.devices import exact_device
-from asyncsync.collectors.weights.api import Planned
-from asyncsync.collectors.weights.models import belongs_to, fitted
+from asyncsync.collectors.arguments import exact_device
+from asyncsync.collectors.weights.api import WeightsAPI
+from asyncsync.collectors.weights.in_process import fitted
+from asyncsync.collectors.weights.plan import Planned, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime.threads import WorkThread, finish
 
 __all__ = ["WorkersWeights"]
 
-LAST_WORDS_SECONDS = 1.0
-"""How long a worker's own words are waited for when the bus says that it is lost."""
+FAILURE_SECONDS = 1.0
+"""How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
 
-class WorkersWeights(BaseCollector):
+class WorkersWeights(WeightsAPI):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     acts_elsewhere = True
@@ -97,7 +97,7 @@ class WorkersWeights(BaseCollector):
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return None
         try:
-            self._group.wait(lambda: None, LAST_WORDS_SECONDS)
+            self._group.wait(lambda: None, FAILURE_SECONDS)
         except AckTimeout:
             return None
         except BaseException as failure:

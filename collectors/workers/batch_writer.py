@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.rollout.buffer import BatchLayout
+from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.control_page import MemoryPlace, open_place
-from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, layout_of, mapped
+from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, mapped
 from asyncsync.weights.copying import normal_tensors
 
 __all__ = ["BatchWriter"]

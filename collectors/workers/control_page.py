@@ -26,7 +26,6 @@ from asyncsync.transports.slots import open_memory
 
 __all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
 
-MAX_WORKERS = 480
 _STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 5, 16
 
 

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.finish import processed
+from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
 
-__all__ = ["RolloutWorker", "Signals", "Sink", "Specification", "Stopped"]
+__all__ = ["RolloutWorker", "Sink", "Specification", "Stopped", "TrainerSignals"]
 
 FREE = sys.maxsize  # serial number of rollouts that are never cut
 
@@ -61,7 +61,7 @@ class Stopped(Exception):
     """The trainer wants this worker to end."""
 
 
-class Signals(Protocol):
+class TrainerSignals(Protocol):
     """What a trainer wants of a worker, and numbers that all workers share. Looked up between two steps."""
 
     @property
@@ -130,7 +130,7 @@ class RolloutWorker:
         sink: where batches go.
     """
 
-    def __init__(self, specification: Specification, index: int, signals: Signals, sink: Sink) -> None:
+    def __init__(self, specification: Specification, index: int, signals: TrainerSignals, sink: Sink) -> None:
         self._specification = specification
         self._index = index
         self._signals = signals
@@ -152,9 +152,8 @@ class RolloutWorker:
         self._writes = replay_buffer is not None
         arguments = given.arguments | {"replay_buffer": replay_buffer} if self._writes else given.arguments
         self._collector = collector = given.kind(given.create_env_fn, **arguments)
-        self._nested = hasattr(collector, "_group")
-        if not self._nested:
-            self._attach()
+        self._nested = collector.acts_elsewhere
+        collector._attach(self, self._sink.allocate)
         if self._hook is None:
             self._hook = None if self._nested else collector.post_collect_hook  # of a partial
         elif self._writes:
@@ -166,29 +165,19 @@ class RolloutWorker:
         self._connecting = True
         if self._signals.stopped:  # before there was anything to interrupt
             raise Stopped
-        return WorkerInfo(collector.requested_frames_per_batch, _dims(collector), collector._policy_devices())
-
-    def _attach(self) -> None:
-        """THE SEAM to a collector of this process: where it stores, what it looks up between two steps, and what it
-        counts to its version."""
-        collector, signals = self._collector, self._signals
-        collector._allocate = self._allocate
-        collector._above = self
-        collector._counted = lambda: signals.counted
+        return WorkerInfo(collector.requested_frames_per_batch, collector._batch_dims(), collector._policy_devices())
 
     def connect(self) -> None:
         """Wait for the first weights."""
         if self._schemes:
-            self._collector._receivers.connect(self._schemes, self._specification.timeout)
+            self._collector._connect_receivers(self._schemes, self._specification.timeout)
         self._connecting = False
 
     def interrupt(self, timeout: float) -> None:
         """In another thread, when the signals say that this worker is stopped: a collector that steps sees that by
         itself; one of collectors waits for its own workers, and one that is not connected yet for the trainer."""
-        if self._nested:
-            self._collector.shutdown(timeout, self._signals.closes_env)
-        elif self._connecting:
-            self._collector._end_weights(timeout)
+        if self._nested or self._connecting:
+            self._collector._interrupt(timeout, self._signals.closes_env)
 
     def close(self) -> None:
         """End the collector. Idempotent."""
@@ -211,12 +200,10 @@ class RolloutWorker:
         self._serial = self._done = serial
         if self._signals.paused:
             self._stand_still()
-        self._collector._random = is_random
-        self._pass_count_on()
         self._sink.open(place)
         if self._writes:
-            return RolloutResult(self._index, serial, False, 0, self._write(), None, None)
-        batch, frames, is_plain = self._next()
+            return RolloutResult(self._index, serial, False, 0, self._write(is_random), None, None)
+        batch, frames, is_plain = self._next(is_random)
         if self._hook is not None:
             self._hook(batch)
         steps = batch.batch_size[-1]
@@ -230,17 +217,13 @@ class RolloutWorker:
             return RolloutResult(self._index, serial, True, steps, frames, None, None)
         return RolloutResult(self._index, serial, False, steps, frames, batch, layout)
 
-    def _next(self) -> tuple[TensorDictBase, int, bool]:
+    def _next(self, is_random: bool) -> tuple[TensorDictBase, int, bool]:
         """A batch, how many frames it has, and whether it is a rollout as it was collected."""
         collector = self._collector
-        if self._nested:
-            batch = collector.next()
-            self._check()
-            return batch, batch.numel(), False
-        batch = collector.rollout()
+        batch, frames = collector._rollout_for_parent(is_random, writes=False)
         self._check()
-        frames = batch.numel()
-        collector._frames += frames
+        if self._nested:
+            return batch, frames, False
         # The trainer does its own with the whole batch. This is what a partial has asked of each worker's collector.
         if collector.postproc is None and not collector.split_trajs:
             return batch, frames, True
@@ -250,27 +233,19 @@ class RolloutWorker:
         if self._signals.stopped:
             raise Stopped
 
-    def _pass_count_on(self) -> None:
-        """What updaters above have counted, to this collector's own workers."""
-        if self._nested:
-            self._collector._group.counted = self._signals.counted
-
-    def _write(self) -> int:
+    def _write(self, is_random: bool) -> int:
         """One rollout into the replay buffer; returns how many frames it had."""
-        collector = self._collector
-        before = collector._frames
-        if self._nested:
-            collector.next()
-        else:
-            collector._next_batch()
+        frames: int
+        _, frames = self._collector._rollout_for_parent(is_random, writes=True)
         self._check()
-        frames: int = collector._frames - before
         self._signals.add_frames(frames)
         return frames
 
-    def _allocate(self, layout: Any) -> TensorDictBase:
-        batch = self._sink.allocate(layout)
-        return type(self._collector)._allocate(self._collector, layout) if batch is None else batch
+    # -- what its collector looks up between two steps ----------------------------------------------------------------
+
+    def counted(self) -> int:
+        """How many versions updaters above have counted."""
+        return self._signals.counted
 
     @property
     def calls(self) -> bool:
@@ -299,9 +274,7 @@ class RolloutWorker:
             if self._signals.paused:
                 self._stand_still()
             self._signals.serve()
-            self._collector._random = self._signals.frames < random_frames
-            self._pass_count_on()
-            self._write()
+            self._write(self._signals.frames < random_frames)
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
@@ -335,15 +308,5 @@ class RolloutWorker:
 
     def follow(self, root: Any, index: int) -> None:
         """The newest version is what this root announces; None: what this worker's schemes have heard of."""
-        if self._nested:
-            self._collector._follow(root, index)
-        elif root is None:
-            self._collector._newest = None
-        else:
-            self._collector._newest = self._signals.newest(root, index)
-
-
-def _dims(collector: Any) -> int | None:
-    """How many batch dimensions its environment has; None: it is no environment of its own."""
-    size = getattr(collector, "_batch_size", None)
-    return None if size is None else len(size)
+        reads = not self._nested and root is not None
+        self._collector._follow(root, index, self._signals.newest(root, index) if reads else None)

@@ -27,53 +27,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from asyncsync.collectors.rollout.buffer import BatchLayout, Leaf, Node
+from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import MemoryPlace
 from asyncsync.collectors.workers.group import BatchPlaces, RolloutResult
 from asyncsync.transports.slots import F_ADD_SEALS, no_memory, open_memory
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "layout_of", "mapped"]
+__all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
 
 ALIGNMENT = 64
 MAX_HELD = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
 _CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
-
-
-def layout_of(batch: TensorDictBase) -> BatchLayout | None:
-    """The layout of a batch (time last); None where none describes it: lazy stacks, entries that are no tensors."""
-    *batch_size, steps = batch.batch_size
-    leaves: list[Leaf] = []
-    nodes: list[Node] = []
-    if not _scan(batch, (), batch.batch_size, leaves, nodes):
-        return None
-    return BatchLayout(torch.Size(batch_size), steps, batch.device, tuple(nodes), tuple(leaves))
-
-
-# Not a function within the other: that would be a cycle of references, which keeps the batch alive for a while.
-def _scan(td: TensorDictBase, path: tuple[str, ...], size: torch.Size, leaves: list[Leaf], nodes: list[Node]) -> bool:
-    n = len(size) - 1
-    if type(td) is not TensorDict or td.batch_size[: n + 1] != size:
-        return False
-    nested = []  # after the leaves, as in asyncsync.collectors.rollout.buffer
-    for name, value in td.items():
-        here = (*path, name)
-        if not isinstance(value, torch.Tensor):
-            nested.append((here, value))
-        elif type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
-            return False
-        else:
-            leaves.append(Leaf(here, torch.Size([*value.shape[:n], *value.shape[n + 1 :]]), value.dtype, value.device))
-    for here, value in nested:
-        if not isinstance(value, TensorDictBase):
-            return False
-        nodes.append(Node(here, value.batch_size[n + 1 :]))
-        if not _scan(value, here, size, leaves, nodes):
-            return False
-    return True
 
 
 @dataclass(frozen=True)
