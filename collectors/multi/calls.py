@@ -183,14 +183,14 @@ class Calling(WorkersWeights, BaseCollector):
 
 
 def _policies(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a worker's state says of policies: of its own, or of its workers'."""
+    """The policies in a worker's state: of its own, or of its workers'."""
     if "policy_state_dict" in state:
         return [state["policy_state_dict"]]
     return [policy for name, below in state.items() if name.startswith("worker") for policy in _policies(below)]
 
 
 def _trajectories(state: Mapping[str, Any]) -> list[int]:
-    """The next identifiers that a state tells of, here and below."""
+    """The next identifiers in a state, here and below."""
     own = [int(state["traj_pool"]["traj_id"])] if "traj_pool" in state else []
     return own + [n for name, below in state.items() if name.startswith("worker") for n in _trajectories(below)]
 

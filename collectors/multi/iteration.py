@@ -1,6 +1,6 @@
 """Driver: how the batches of a collector with workers are made, and how callers get them.
 
-What is asked of workers, and what they have done, changes on the process's loop thread alone: the next batch is made by
+Which rollouts are requested and done changes on the process's loop thread alone: the next batch is made by
 a coroutine there, :meth:`Driver._produce`, in whatever thread or event loop somebody wants it. So Ctrl-C never strikes
 half way: it cancels that coroutine where it awaits something, and the next caller goes on from there. Assembling a
 batch, and what the user's code does with it, is done where it is wanted.
@@ -35,7 +35,7 @@ class Rollout:
     """One that a worker is to do.
 
     Attributes:
-        request: what the worker is told.
+        request: what is sent to the worker.
         frames: how many are expected.
         is_sent: whether the worker knows.
     """

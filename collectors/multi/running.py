@@ -167,7 +167,7 @@ def make_finalizers(
 
 
 def _watch(collector: weakref.ref[Running], group: WorkerGroup) -> None:
-    """Wait for the workers that run free, so that a failure is told at once."""
+    """Wait for the workers that run free, so that a failure is logged at once."""
     try:
         group.wait(lambda: group.finished)
     except (ClosedError, SystemExit):  # its end, or the program's

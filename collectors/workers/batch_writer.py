@@ -1,6 +1,6 @@
 """BatchWriter: a worker's side of batches through shared memory. Each step is stored where the trainer reads it.
 
-What the worker's own code keeps of a batch (a hook, say) is that code's: then the batch goes by value.
+A batch of which the worker's own code keeps something, as a hook may, goes by value: the tensors stay that code's.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class BatchWriter:
         return True, found
 
     def kept(self, steps: int) -> TensorDictBase | None:
-        """Once the caller has let go of the batch that was written: a copy of it, of so many steps, if somebody else
+        """When the caller has dropped the batch that was written: a copy of it, of so many steps, if somebody else
         here keeps tensors of it. What the trainer writes there later would change them."""
         memory = None if self._slot is None else self._slot.leased
         if memory is None:

@@ -7,7 +7,7 @@
     group.end(5.0)
 
 A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there.
-:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes, sockets or shared memory: a group says
+:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes, sockets or shared memory: a group knows
 how its workers are reached, and where the parts of a batch come to lie. What is to be rolled out when, and what becomes
 of the batches, is the driver's.
 """
@@ -67,7 +67,7 @@ class RolloutResult(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """What a worker says of its collector when that is built.
+    """What a worker reports of its collector when that is built.
 
     Attributes:
         frames: of one rollout.
@@ -125,7 +125,7 @@ class BatchPlaces(ABC):
 
     @abstractmethod
     def learn(self, place: Any, results: Sequence[RolloutResult]) -> None:
-        """What batches look like. To be called once for each batch."""
+        """Learn the layouts of these rollouts, for later places. To be called once for each batch."""
 
     @abstractmethod
     def close(self) -> None:
@@ -137,7 +137,7 @@ class WorkerGroup(ABC):
 
     Attributes:
         results: rollouts that have been done, in the order in which they came.
-        infos: what each worker has said of itself.
+        infos: what each worker has reported.
         failure: what has ended collection.
         is_over: whether all workers have ended, and everything is closed.
     """
@@ -220,11 +220,11 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def call(self, worker: int, message: bytes | tuple[Any, ...]) -> Reply:
-        """Have a worker do something between two rollouts; returns what tells the answer, ``(failure, result)``."""
+        """Have a worker do something between two rollouts; returns its answer-to-be, ``(failure, result)``."""
 
     @abstractmethod
     async def until(self, met: Callable[[], T], timeout: float | None = None) -> T:
-        """On the loop thread, until ``met()`` is true: what it returned. It is asked whenever something has come.
+        """On the loop thread, until ``met()`` is true: what it returned. It is called whenever something has come.
 
         Raises:
             AckTimeout: not within the timeout (seconds).
@@ -243,7 +243,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def nudge(self) -> None:
-        """Have ``met`` of those who wait asked again. From any thread."""
+        """Have ``met`` of those who wait called again. From any thread."""
 
     # -- numbers that the workers share -------------------------------------------------------------------------------
 

@@ -63,7 +63,8 @@ def run_worker(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now; an environment's processes are not
     sys.setswitchinterval(SWITCH_INTERVAL)
     _seed_apart()
-    watched = [bell, *_trainer(place.pid)]  # before the page: that it opens shows that this is the trainer's pid
+    # Before the control page: that it can be opened shows that this is the trainer's pid.
+    watched = [bell, *_trainer(place.pid)]
     try:
         loop = WorkerLoop(Channel(end), index, place, schemes)
     except WeightSyncError:
@@ -100,13 +101,13 @@ def _seed_apart() -> None:
 
 
 def _trainer(pid: int) -> list[int]:
-    """What tells the trainer's end even if a child that it forked keeps our pipes open."""
+    """Descriptors that are readable when the trainer has ended, even if a child that it forked keeps our pipes open."""
     if not hasattr(os, "pidfd_open"):
         return []
     try:
         return [os.pidfd_open(pid)]
     except ProcessLookupError:
-        return []  # the page tells
+        return []  # then the control page cannot be opened
     except OSError as error:  # forbidden by a sandbox: the bell remains
         logger.debug("cannot watch process %d: %s", pid, error)
         return []
@@ -210,7 +211,7 @@ class WorkerLoop:
 
         Args:
             patience: how many seconds its locks may stay taken: until it has ended altogether, or a process that it had
-                just forked has let go of them.
+                just forked has released them.
         """
         deadline = time.monotonic() + patience
         for scheme in self._schemes.values():

@@ -29,7 +29,7 @@ class WorkerProcess:
         self.index = index
         self.process = process
         self.channel = channel
-        self.bell = bell  # tells the worker's second thread that it is to end; closed by the kernel, that we are gone
+        self.bell = bell  # ends the worker, by its second thread: with a message, or when the kernel closes it
         self.sentinel: int = process.sentinel
         self.pid: int = process.pid
         self.is_alive = True

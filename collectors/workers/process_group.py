@@ -277,7 +277,7 @@ class ProcessGroup(WorkerGroup):
             try:
                 message = worker.channel.receive()
             except EOFError:
-                worker.is_open = False  # it is ending: the sentinel says how
+                worker.is_open = False  # it is ending, and its exit code will show how
                 return
             except Exception as error:
                 error.add_note(f"What {worker.name} has sent cannot be read here.")

@@ -8,7 +8,7 @@
     worker.close()
 
 Requests come from one thread. The trainer's wishes in the middle of a rollout are looked up in the signals between two
-steps; steps are stored where the sink says.
+steps; steps are stored where the sink has memory.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class RolloutWorker:
         self._connecting = False
 
     def interrupt(self, timeout: float) -> None:
-        """In another thread, when the signals say that this worker is stopped: a collector that steps sees that by
+        """In another thread, when this worker is stopped: a collector that steps sees that by
         itself; one of collectors waits for its own workers, and one that is not connected yet for the trainer."""
         if self._nested or self._connecting:
             self._collector._interrupt(timeout, self._signals.closes_env)

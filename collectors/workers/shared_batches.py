@@ -1,14 +1,14 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the memory (:class:`Slots`) and leases it: a worker that is asked for a rollout is told of a slot, and
-its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So when the
-last step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the
+The trainer owns the memory (:class:`Slots`) and leases it. A request for a rollout names a slot, and the worker's
+collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So when the last
+step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the
 parts of several workers lie in one slot: stacked, or one after another along a dimension.
 
-A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. What a worker's own
-code keeps of it (a hook, say) is that code's: then the batch goes by value.
+A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. A batch of
+which the worker's own code keeps something goes by value.
 
-The first batch of an arrangement comes by value, since nobody knows before what it looks like.
+The first batch of an arrangement comes by value, since its layout is not known before.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class SharedPlace(NamedTuple):
     Attributes:
         slots: those that it is one of.
         slot: it.
-        lease: what the workers are told of it.
+        lease: what is sent to the workers.
     """
 
     slots: Slots
@@ -294,11 +294,11 @@ class SharedPlace(NamedTuple):
 
 
 class SharedPlaces(BatchPlaces):
-    """Slots for the batches of some workers: none for the first batch, as nobody knows before what it looks like.
+    """Slots for the batches of some workers: none for the first batch, whose layout is not known before.
 
     Args:
         dim: of :class:`Arrangement`.
-        teach: makes slots for an arrangement, of which it tells the workers. They forget the ones before.
+        teach: makes slots for an arrangement, and sends that to the workers, which forget the one before.
     """
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], Slots]) -> None:
