@@ -14,7 +14,7 @@ from torch import nn
 from asyncsync.collectors.arguments import check_count
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook, Signals
 from asyncsync.collectors.multi.weights import WorkersWeights
-from asyncsync.collectors.workers.channel import dumps
+from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import AckTimeout
 
@@ -56,7 +56,7 @@ class Calling(WorkersWeights, BaseCollector):
                 if failure is not None:
                     assert isinstance(failure, Failure)
                     raise failure.error(f"worker {worker}")
-                results.append(result)
+                results.append(loads(result))
         finally:
             for reply in replies:
                 reply.forget()

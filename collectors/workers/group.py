@@ -223,7 +223,7 @@ class WorkerGroup(ABC):
         """Have a worker do something between two rollouts; returns its answer-to-be, ``(failure, result)``."""
 
     @abstractmethod
-    async def until(self, met: Callable[[], T], timeout: float | None = None) -> T:
+    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         """On the loop thread, until ``met()`` is true: what it returned. It is called whenever something has come.
 
         Raises:
@@ -232,7 +232,7 @@ class WorkerGroup(ABC):
             BaseException: what a worker raised, or PeerLost if it has died.
         """
 
-    def wait(self, met: Callable[[], T], timeout: float | None = None) -> T:
+    def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         """:meth:`until` for any other thread. Ctrl-C ends it."""
         self.check()
         return loop_thread.run(lambda: self.until(met, timeout))

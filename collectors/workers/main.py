@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from asyncsync.collectors.workers.batch_writer import BatchWriter
-from asyncsync.collectors.workers.channel import Channel, Packet, Parcel, encode, encode_any, loads
+from asyncsync.collectors.workers.channel import Channel, Packet, Parcel, encode, loads
 from asyncsync.collectors.workers.control_page import MemoryPlace, page_at
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest
@@ -287,7 +287,7 @@ class WorkerLoop:
             # Such as a seed that the environment refuses: that ends nothing.
             self._send("reply", number, Failure.of(error), None)
         else:
-            self._put(encode_any(("reply", number, None, result)))
+            self._send("reply", number, None, Parcel.of(result))
 
 
 def _name(call: bytes | tuple[Any, ...]) -> str:

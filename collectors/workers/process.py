@@ -64,6 +64,10 @@ class WorkerProcess:
         return cls(index, process, Channel(here), bell)
 
     @property
+    def is_closed(self) -> bool:
+        return self.bell.closed
+
+    @property
     def name(self) -> str:
         return f"worker {self.index} (pid {self.pid})"
 
@@ -113,7 +117,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """After its end. Idempotent."""
-        if self.bell.closed:
+        if self.is_closed:
             return
         self.is_open = False
         with self._sending:

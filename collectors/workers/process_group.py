@@ -58,7 +58,6 @@ class ProcessGroup(WorkerGroup):
     Attributes:
         states: what each worker does: "connected", "paused", "running", "finished".
         ending: whether the end has begun.
-        is_over: whether all workers have ended, and everything is closed.
     """
 
     def __init__(self, start_method: str, owner: str) -> None:
@@ -163,10 +162,15 @@ class ProcessGroup(WorkerGroup):
         self.call_soon(self._resume)
 
     def _resume(self) -> None:
-        for index, state in self.states.items():
-            if state == "paused" and not self._page.paused:  # else they have been paused again
-                self.states[index] = "running"
-                self.post(index, ("resume",))
+        for index in [index for index, state in self.states.items() if state == "paused" and not self._page.paused]:
+            self._resume_one(index)
+
+    def _resume_one(self, index: int) -> None:
+        self.states[index] = "running"
+        try:
+            self.post(index, ("resume",))
+        except (RuntimeError, OSError) as error:
+            self._fail(error)
 
     def stand_still(self, workers: Iterable[int]) -> bool:
         return all(self.states[worker] in ("paused", "finished") for worker in workers)
@@ -174,7 +178,7 @@ class ProcessGroup(WorkerGroup):
     # -- numbers on the control page ----------------------------------------------------------------------------------
 
     @property
-    def frames(self) -> int:  # type: ignore[override]
+    def frames(self) -> int:
         return self._page.frames
 
     @frames.setter
@@ -182,7 +186,7 @@ class ProcessGroup(WorkerGroup):
         self._page.frames = frames
 
     @property
-    def counted(self) -> int:  # type: ignore[override]
+    def counted(self) -> int:
         return self._page.counted
 
     @counted.setter
@@ -219,7 +223,7 @@ class ProcessGroup(WorkerGroup):
             self.call_soon(self._send_later, worker)
 
     def _send_later(self, worker: WorkerProcess) -> None:
-        if worker.is_open and self._loop is not None:
+        if worker.is_alive and worker.is_open and self._loop is not None:
             self._loop.add_writer(worker.channel.fileno(), self._on_writable, worker)
 
     def _on_writable(self, worker: WorkerProcess) -> None:
@@ -239,7 +243,7 @@ class ProcessGroup(WorkerGroup):
         self.post(worker, ("call", number, message))
         return Reply(self._replies, number)
 
-    async def until(self, met: Callable[[], T], timeout: float | None = None) -> T:
+    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         scope = asyncio.timeout(timeout)
         try:
             async with scope:
@@ -308,7 +312,7 @@ class ProcessGroup(WorkerGroup):
         elif kind == "result":
             self.results.append(RolloutResult(worker.index, *message[1:]))
         elif kind == "paused" and not self._page.paused:  # it looked just before it was to go on
-            self.post(worker.index, ("resume",))
+            self._resume_one(worker.index)
         else:
             self.states[worker.index] = kind
 
@@ -323,7 +327,7 @@ class ProcessGroup(WorkerGroup):
         self._notify()
 
     def _unwatch(self, worker: WorkerProcess) -> None:
-        if worker.is_alive and self._loop is not None:
+        if not worker.is_closed and self._loop is not None:
             self._loop.remove_reader(worker.sentinel)
             self._loop.remove_reader(worker.channel.fileno())
             self._loop.remove_writer(worker.channel.fileno())
@@ -375,13 +379,11 @@ class ProcessGroup(WorkerGroup):
 
     async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
         """Whether that comes true within the timeout (seconds)."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not met():
                     await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return met()
 
     def _release(self) -> None:
         if self.is_over:
