@@ -388,6 +388,3 @@ class MultiCollector(Driver, metaclass=Chooses):
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""
-
-    def _is_due(self, worker: int) -> bool:
-        return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]

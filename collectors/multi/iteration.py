@@ -93,6 +93,8 @@ class Driver(Running):
     split_trajs: bool
     postproc: Callable[[Any], Any] | None
     replay_buffer: Any
+    update_at_each_batch: bool
+    max_weight_update_interval: int
     _requested: list[int]
 
     def _begin(self) -> None:
@@ -146,7 +148,8 @@ class Driver(Running):
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
         self._group.check()
-        self._count_free()
+        if self._free is not None:
+            self._count_free()
         if self._free is not None:
             raise RuntimeError("this collector runs free: its frames are in the replay buffer")
 
@@ -171,6 +174,10 @@ class Driver(Running):
             if rollout is not None and rollout.request.serial == result.serial:
                 return result
         return None
+
+    def _is_due(self, worker: int) -> bool:
+        """Whether this worker is to have the policy's current weights before its next rollout."""
+        return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
 
     async def _update(self, workers: list[int] | None) -> None:
         """Have these workers (None: all) act with the policy's current weights."""
@@ -283,8 +290,9 @@ class Driver(Running):
         if self.replay_buffer is None and not made.is_assembled:
             made.batch = self._assembled(made)
         made.is_assembled = True
-        if made.batch is not None:
-            made.is_lost = self.postproc is not None or self.split_trajs
+        processes = self.postproc is not None or self.split_trajs
+        if made.batch is not None and (processes or self._has_private(made)):
+            made.is_lost = processes
             try:
                 with self._weights.holds():  # its model may be updated here
                     made.batch = processed(made.batch, self.postproc, split_trajs=self.split_trajs)
@@ -292,6 +300,10 @@ class Driver(Running):
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
         made.is_lost = False
+
+    def _has_private(self, made: Made) -> bool:
+        """Whether the batch may have entries that are not the user's."""
+        return not all(result.in_place for result in made.results) or made.places.has_private(made.place)
 
     def _leave_surely(self, caller: _Caller) -> None:
         try:

@@ -115,6 +115,10 @@ class BatchPlaces(ABC):
         """The part of each worker, as long as its rollout was."""
 
     @abstractmethod
+    def has_private(self, place: Any) -> bool:
+        """Whether a batch in this place may have entries whose names begin with an underscore."""
+
+    @abstractmethod
     def missing(self, place: Any, results: Sequence[RolloutResult]) -> list[int]:
         """How many steps each part in this place lacks, since its rollout was cut."""
 

@@ -105,6 +105,13 @@ class Arrangement:
         leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
         return replace(first, batch_size=size, leaves=leaves)
 
+    @property
+    def has_private(self) -> bool:
+        """Whether the name of an entry begins with an underscore."""
+        leaves = [leaf.path for part in self.parts for leaf in part.leaves]
+        nodes = [node.path for part in self.parts for node in part.nodes]
+        return any(name.startswith("_") for path in leaves + nodes for name in path)
+
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """One worker's part of a leaf of the whole batch: a view."""
         if self.dim is None:
@@ -220,6 +227,7 @@ class Slots:
     def __init__(self, number: int, arrangement: Arrangement, spare: int = 2) -> None:
         self.number = number
         self.arrangement = arrangement
+        self.has_private = arrangement.has_private
         self._spare = spare
         self._free: deque[_Slot] = deque()
         self._held: set[_Slot] = set()
@@ -337,6 +345,9 @@ class SharedPlaces(BatchPlaces):
             else:
                 found.append(loads(result.payload))
         return found
+
+    def has_private(self, place: SharedPlace | None) -> bool:
+        return place is None or place.slots.has_private
 
     def missing(self, place: SharedPlace, results: Sequence[RolloutResult]) -> list[int]:
         return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
