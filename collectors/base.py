@@ -304,34 +304,21 @@ class BaseCollector(WeightsAPI, ABC):
 
     @abstractmethod
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        """Be a worker.
-
-        Args:
-            signals: looked up between two steps.
-            sink: gives memory for a batch, by its :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where
-                the collector is to use its own.
-        """
+        """Be the worker of whoever gives these signals. ``sink`` gives memory for a batch, by its
+        :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where the collector is to use its own."""
 
     def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
-        """Have ``max_lag`` look at the newest version that was published for this collector.
-
-        Args:
-            place: where that is written, for workers of its own; None: nowhere.
-            index: which of the versions there.
-            newest: reads it; None: there is none to read.
-        """
+        """Have ``max_lag`` look at the newest version that was published for this collector: number ``index`` at
+        ``place``, where its own workers read it; ``newest`` reads it here. None: there is none to read."""
         self._weights.newest_above = newest
 
     @abstractmethod
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
-        """One rollout for whoever runs this collector as a worker, and how many frames it has.
+        """One rollout as it was collected, before ``split_trajs`` and ``postproc``, and how many frames it has.
 
         Args:
             random: whether the policy is left out.
             writes: the frames go to the replay buffer, and there is no batch.
-
-        Returns:
-            The batch as it was collected, before ``split_trajs`` and ``postproc``; None: there is none.
         """
 
     @abstractmethod

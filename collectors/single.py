@@ -6,8 +6,7 @@
         collector.update_policy_weights_()
     collector.shutdown()                        # or: with Collector(...) as collector
 
-Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages. How one step goes is in
-:mod:`asyncsync.collectors.rollout.rollout`, where its data goes in :mod:`asyncsync.collectors.rollout.buffer`.
+Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.construct import Chooses, several
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
-from asyncsync.collectors.rollout.checkpoint import Checkpoint
+from asyncsync.collectors.rollout.checkpoint import PARTS, Checkpoint
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.iteration import Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -302,8 +301,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         return batch, batch.numel()
 
     def _interrupt(self, timeout: float, close_env: bool) -> None:
-        # Between two steps it sees by itself that it is over: all that it may wait for are its schemes.
-        self._end_weights(timeout)
+        self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
     def _policy_devices(self) -> set[torch.device]:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
@@ -347,8 +345,10 @@ class Collector(BaseCollector, metaclass=Chooses):
         Raises:
             KeyError: a part is missing, and ``strict``.
         """
-        if strict:
-            self._checkpoint.check(type(self).__name__, state_dict)
+        if strict and (missing := [part for part in PARTS if part not in state_dict]):
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
+            )
         with self._standing():
             self._checkpoint.load(state_dict, strict)
 
