@@ -44,7 +44,7 @@ from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import as_module, placed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.plan import Registered, find_model
+from asyncsync.collectors.weights.plan import _RegisteredModels, find_model
 from asyncsync.runtime.threads import join
 
 __all__ = ["Collector"]
@@ -364,7 +364,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
 
     def _sources(self) -> Any:
-        return self if self.policy is self._original_policy else Registered(self)
+        return self if self.policy is self._original_policy else _RegisteredModels(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
