@@ -21,7 +21,6 @@ import inspect
 import math
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -57,6 +56,7 @@ from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
+from asyncsync.collectors.weights.plan import _RegisteredModels
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.control_page import ControlPage, MemoryPlace, SharedPool
 from asyncsync.collectors.workers.crew import Crew, check_platform, check_start_method
@@ -295,7 +295,7 @@ class MultiCollector(Commanding, metaclass=Chooses):
         self._set_up_senders(sent, updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
-                scheme._context = _Models(weakref.ref(self))
+                scheme._context = _RegisteredModels(self)
         self._page = page = ControlPage()
         self._crew = crew = Crew(start_method, type(self).__name__)
         follows = self._tell_by_page()
@@ -449,17 +449,6 @@ class MultiCollector(Commanding, metaclass=Chooses):
 
     def _is_due(self, worker: int) -> bool:
         return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
-
-
-class _Models:
-    """A collector as the context of its schemes, without keeping it alive."""
-
-    def __init__(self, collector: weakref.ref[MultiCollector]) -> None:
-        self._collector = collector
-
-    def get_model(self, model_id: str) -> Any:
-        collector = self._collector()
-        return None if collector is None else collector.get_model(model_id)
 
 
 def _check_shared(replay_buffer: Any) -> None:
