@@ -58,11 +58,11 @@ PAUSE_SECONDS = 60.0
 """How long whoever wants a collector to stand still waits for the step under way."""
 
 
-def _part(path: str) -> Any:
+def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
     """An attribute of one of a collector's parts, as the collector's own."""
     owner, _, name = path.rpartition(".")
     owned_by = attrgetter(owner)
-    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value))
+    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
 
 
 class Collector(BaseCollector, metaclass=Chooses):
@@ -199,14 +199,14 @@ class Collector(BaseCollector, metaclass=Chooses):
             self.shutdown(close_env=self.env is not create_env_fn)  # the caller's own environment stays open
             raise
 
-    env = _part("_rollouts.env")
+    env = _part("_rollouts.env", "The environment, where it was moved to, with its limit of steps.")
     device = _part("_rollouts.devices.device")
     storing_device = _part("_rollouts.devices.storing")
     policy_device = _part("_rollouts.devices.policy")
     env_device = _part("_rollouts.devices.env")
     no_cuda_sync = _part("_rollouts.devices.no_cuda_sync")
-    frames_per_batch = _part("_rollouts.arguments.steps")
-    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch")
+    frames_per_batch = _part("_rollouts.arguments.steps", "Steps of the environment in a rollout.")
+    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch", "Frames of a rollout.")
     total_frames = _part("_rollouts.arguments.total_frames")
     init_random_frames = _part("_rollouts.arguments.init_random_frames")
     max_frames_per_traj = _part("_rollouts.arguments.max_frames_per_traj")
@@ -312,8 +312,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
-    # Each of these waits for the step under way, and raises AckTimeout if that takes more than 60 s; and ClosedError
-    # after shutdown(), except state_dict().
+    # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
