@@ -239,9 +239,9 @@ class BaseCollector(WeightsAPI, ABC):
         self._check_open()
         self._set_free()
 
-    @abstractmethod
     def _set_free(self) -> None:
         """Have the thread :attr:`_free` collect, or watch who does, unless it runs."""
+        raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
 
     def is_running(self) -> bool:
         """Whether it collects in the background."""
@@ -253,9 +253,9 @@ class BaseCollector(WeightsAPI, ABC):
         if error is not None:
             raise error
 
-    @abstractmethod
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which the collector does not step."""
+        raise NotImplementedError(f"{type(self).__name__} does not collect in the background, so it cannot pause")
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End a collector that was started with :meth:`start`; as :meth:`shutdown`."""
@@ -302,45 +302,34 @@ class BaseCollector(WeightsAPI, ABC):
     def worker_idx(self, worker_idx: int | None) -> None:
         self._worker_idx = worker_idx
 
-    @abstractmethod
-    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        """Be a worker.
+    # Whoever runs a collector as a worker calls these. A collector that overrides none of them cannot be one.
 
-        Args:
-            signals: looked up between two steps.
-            sink: gives memory for a batch, by its :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where
-                the collector is to use its own.
-        """
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        """Be the worker of whoever gives these signals. ``sink`` gives memory for a batch, by its
+        :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where the collector is to use its own."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be a worker of another collector")
 
     def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
-        """Have ``max_lag`` look at the newest version that was published for this collector.
-
-        Args:
-            place: where that is written, for workers of its own; None: nowhere.
-            index: which of the versions there.
-            newest: reads it; None: there is none to read.
-        """
+        """Have ``max_lag`` look at the newest version that was published for this collector: number ``index`` at
+        ``place``, where its own workers read it; ``newest`` reads it here. None: there is none to read."""
         self._weights.newest_above = newest
 
-    @abstractmethod
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
-        """One rollout for whoever runs this collector as a worker, and how many frames it has.
+        """One rollout as it was collected, before ``split_trajs`` and ``postproc``, and how many frames it has.
 
         Args:
             random: whether the policy is left out.
             writes: the frames go to the replay buffer, and there is no batch.
-
-        Returns:
-            The batch as it was collected, before ``split_trajs`` and ``postproc``; None: there is none.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def _interrupt(self, timeout: float, close_env: bool) -> None:
         """End, from another thread, what this collector waits for beside its own steps."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _policy_devices(self) -> set[torch.device]:
         """The devices on which its policies act."""
+        raise NotImplementedError
 
     def _batch_dims(self) -> int | None:
         """How many batch dimensions its environment has; None: it has none of its own."""

@@ -49,16 +49,11 @@ class Chooses(ABCMeta):
 
 
 def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
-    """What makes a collector of several workers, for ``Collector(..., num_collectors=n, sync=…)``; None: that is not
-    what is called.
-
-    Args:
-        cls: the class that is called.
-        args, kwargs: with what.
-        subclass: whether the class is a subclass of ``Collector``, which is what it is.
+    """What makes a collector of several workers, for ``Collector(..., num_collectors=n, sync=…)``; None: a single one
+    is meant. ``cls`` is what was called, with ``args`` and ``kwargs``.
 
     Raises:
-        TypeError, ValueError: arguments that do not go together.
+        TypeError, ValueError: arguments that do not go together, or a subclass, which is what it is.
     """
     count, sync = kwargs.pop("num_collectors", None), kwargs.pop("sync", None)
     if count is None and sync is None:

@@ -6,8 +6,7 @@
         collector.update_policy_weights_()
     collector.shutdown()                        # or: with Collector(...) as collector
 
-Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages. How one step goes is in
-:mod:`asyncsync.collectors.rollout.rollout`, where its data goes in :mod:`asyncsync.collectors.rollout.buffer`.
+Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.construct import Chooses, several
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
-from asyncsync.collectors.rollout.checkpoint import Checkpoint
+from asyncsync.collectors.rollout.checkpoint import PARTS, Checkpoint
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.iteration import Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import as_module, placed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.plan import Registered, find_model
+from asyncsync.collectors.weights.plan import _RegisteredModels, find_model
 from asyncsync.runtime.threads import join
 
 __all__ = ["Collector"]
@@ -59,11 +58,11 @@ PAUSE_SECONDS = 60.0
 """How long whoever wants a collector to stand still waits for the step under way."""
 
 
-def _part(path: str) -> Any:
+def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
     """An attribute of one of a collector's parts, as the collector's own."""
     owner, _, name = path.rpartition(".")
     owned_by = attrgetter(owner)
-    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value))
+    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
 
 
 class Collector(BaseCollector, metaclass=Chooses):
@@ -200,14 +199,14 @@ class Collector(BaseCollector, metaclass=Chooses):
             self.shutdown(close_env=self.env is not create_env_fn)  # the caller's own environment stays open
             raise
 
-    env = _part("_rollouts.env")
+    env = _part("_rollouts.env", "The environment, where it was moved to, with its limit of steps.")
     device = _part("_rollouts.devices.device")
     storing_device = _part("_rollouts.devices.storing")
     policy_device = _part("_rollouts.devices.policy")
     env_device = _part("_rollouts.devices.env")
     no_cuda_sync = _part("_rollouts.devices.no_cuda_sync")
-    frames_per_batch = _part("_rollouts.arguments.steps")
-    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch")
+    frames_per_batch = _part("_rollouts.arguments.steps", "Steps of the environment in a rollout.")
+    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch", "Frames of a rollout.")
     total_frames = _part("_rollouts.arguments.total_frames")
     init_random_frames = _part("_rollouts.arguments.init_random_frames")
     max_frames_per_traj = _part("_rollouts.arguments.max_frames_per_traj")
@@ -302,8 +301,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         return batch, batch.numel()
 
     def _interrupt(self, timeout: float, close_env: bool) -> None:
-        # Between two steps it sees by itself that it is over: all that it may wait for are its schemes.
-        self._end_weights(timeout)
+        self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
     def _policy_devices(self) -> set[torch.device]:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
@@ -314,8 +312,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
-    # Each of these waits for the step under way, and raises AckTimeout if that takes more than 60 s; and ClosedError
-    # after shutdown(), except state_dict().
+    # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
@@ -347,8 +344,10 @@ class Collector(BaseCollector, metaclass=Chooses):
         Raises:
             KeyError: a part is missing, and ``strict``.
         """
-        if strict:
-            self._checkpoint.check(type(self).__name__, state_dict)
+        if strict and (missing := [part for part in PARTS if part not in state_dict]):
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
+            )
         with self._standing():
             self._checkpoint.load(state_dict, strict)
 
@@ -364,7 +363,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
 
     def _sources(self) -> Any:
-        return self if self.policy is self._original_policy else Registered(self)
+        return self if self.policy is self._original_policy else _RegisteredModels(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

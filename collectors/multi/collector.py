@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 import math
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,10 +52,11 @@ from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.construct import Chooses, family
 from asyncsync.collectors.multi.iteration import Driver
 from asyncsync.collectors.multi.running import make_finalizers
-from asyncsync.collectors.multi.starting import Models, check_shared, connect, described, wait_until_built
+from asyncsync.collectors.multi.starting import check_shared, connect, described, wait_until_built
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
+from asyncsync.collectors.weights.plan import _RegisteredModels
 from asyncsync.collectors.workers.process import check_platform, check_start_method
 from asyncsync.collectors.workers.process_group import ProcessGroup
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -289,7 +289,7 @@ class MultiCollector(Driver, metaclass=Chooses):
         self._set_up_senders(sent, updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
-                scheme._context = Models(weakref.ref(self))
+                scheme._context = _RegisteredModels(self)
         self._group = group = ProcessGroup(start_method, type(self).__name__)
         self._begin()
         self.closed = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.managers import BaseProxy
 from typing import Any
@@ -15,7 +14,7 @@ from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime.threads import join
 
-__all__ = ["Models", "check_shared", "connect", "described", "wait_until_built"]
+__all__ = ["check_shared", "connect", "described", "wait_until_built"]
 
 
 def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float) -> None:
@@ -64,17 +63,6 @@ def connect(
         join(thread, 5.0)
     if errors:
         raise errors.pop()
-
-
-class Models:
-    """A collector as the context of its schemes, without keeping it alive."""
-
-    def __init__(self, collector: weakref.ref[Any]) -> None:
-        self._collector = collector
-
-    def get_model(self, model_id: str) -> Any:
-        collector = self._collector()
-        return None if collector is None else collector.get_model(model_id)
 
 
 def check_shared(replay_buffer: Any) -> None:

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.rollout.iteration import Iteration
 from asyncsync.collectors.rollout.rollout import Rollouts
 
-__all__ = ["Checkpoint"]
+__all__ = ["PARTS", "Checkpoint"]
 
 PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
-
-
-class Saved(Protocol):
-    """What of a collector's weights belongs to a checkpoint."""
-
-    policy: Any
-
-    def increment_version(self) -> None: ...
-
-    def _versions(self) -> dict[str, Any]: ...
-
-    def _carry_on(self, versions: Mapping[str, Any]) -> None: ...
-
-    def _between_steps(self, function: Callable[[], None]) -> None: ...
 
 
 class Checkpoint:
     """Of one collector. Whoever calls sees to it that no step is under way."""
 
-    def __init__(self, collector: Saved, rollouts: Rollouts, iteration: Iteration) -> None:
+    def __init__(self, collector: BaseCollector, rollouts: Rollouts, iteration: Iteration) -> None:
         self._collector = collector
         self._rollouts = rollouts
         self._iteration = iteration
@@ -54,14 +41,8 @@ class Checkpoint:
             state["traj_pool"] = rollouts.traj_pool.state_dict()
         return state
 
-    @staticmethod
-    def check(kind: str, state: Mapping[str, Any]) -> None:
-        """Raises KeyError: a part is missing."""
-        if missing := [part for part in PARTS if part not in state]:
-            raise KeyError(f"the state dict of a {kind} has no {missing}; strict=False takes what there is")
-
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
-        """See :meth:`asyncsync.collectors.Collector.load_state_dict`."""
+        """See :meth:`asyncsync.collectors.Collector.load_state_dict`, which has checked that nothing is missing."""
         collector, rollouts, iteration = self._collector, self._rollouts, self._iteration
         if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
             rollouts.env.load_state_dict(env_state)

@@ -1,14 +1,6 @@
 """Devices: what is where, when it is copied, and what then waits for the copy.
 
-The table of synchronisation functions follows TorchRL's "Collector Internals" page (Sync points, Device
-casting flags):
-
-    destination                  synchronisation
-    cuda, or none given          nothing
-    other, CUDA available        torch.cuda.synchronize, if CUDA is initialised
-    other, MPS available         torch.mps.synchronize
-    other, NPU available         torch.npu.synchronize
-    other                        nothing
+The table of what waits follows TorchRL's "Collector Internals" page; docs/collector-internals.md has it.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ def _synchronize_cuda() -> None:
 
 
 def synchronisation(device: torch.device | None) -> Callable[[], None]:
-    """What waits for copies *to* a device; see the module's table."""
+    """What waits for copies *to* a device; see the table in docs/collector-internals.md."""
     if device is None or device.type == "cuda":
         return _nothing
     if torch.cuda.is_available():

@@ -19,7 +19,7 @@ from asyncsync.collectors.weights.senders import Senders
 from asyncsync.schemes.context import follow
 from asyncsync.schemes.state import by_worker
 
-__all__ = ["Planned", "Registered", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
+__all__ = ["Planned", "_RegisteredModels", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
 
 _ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
 
@@ -105,8 +105,11 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
     )
 
 
-class Registered:
-    """A collector's models as they were registered, which need not be those that act: the context of sender schemes."""
+class _RegisteredModels:
+    """A collector's models as they were registered, which need not be those that act: the context of sender schemes.
+
+    In errors, a private name shows as "the context".
+    """
 
     def __init__(self, collector: Collecting) -> None:
         self._collector = weakref.ref(collector)  # an open bus keeps its schemes, and they this

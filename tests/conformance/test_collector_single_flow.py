@@ -128,7 +128,7 @@ def test_r105_without_cuda_synchronisation_nothing_is_waited_for(monkeypatch: py
     events: list[str] = []
     with recorded(monkeypatch, events, frames_per_batch=3, no_cuda_sync=True) as c:
         c.rollout()
-    assert events == [event for event in STEP if not event.startswith("_sync")] * 3
+    assert events == [event for event in STEP if not event.startswith("sync_")] * 3
 
 
 def test_r089_what_was_stored_is_a_snapshot() -> None:
