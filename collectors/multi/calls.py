@@ -15,6 +15,8 @@ from asyncsync.collectors.arguments import check_count
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook, Signals
 from asyncsync.collectors.weights.of_workers import WorkersWeights
 from asyncsync.collectors.workers.channel import dumps
+from asyncsync.collectors.workers.control_page import ControlPage
+from asyncsync.collectors.workers.crew import Crew
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import AckTimeout
 
@@ -27,6 +29,8 @@ CALL_SECONDS = 60.0
 class Calling(WorkersWeights, BaseCollector):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
+    _crew: Crew
+    _page: ControlPage
     _frames: int
     _iter: int
     _random: bool | None  # for a worker: whether its trainer wants the policy left out

@@ -289,8 +289,8 @@ class _Worker:
 
     def _follow(self, place: MemoryPlace | None, index: int) -> None:
         """The newest version is on this page; None: what has been heard of here is."""
-        read = not self._nested and place is not None
-        self._collector._follow(place, index, partial(page_at(place).newest, index) if read else None)
+        reads = None if self._nested or place is None else partial(page_at(place).newest, index)
+        self._collector._follow(place, index, reads)
 
     def _answer(self, number: int, call: bytes | tuple[Any, ...]) -> None:
         name, *arguments = loads(call) if isinstance(call, bytes) else call

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, split_trajectories
+from asyncsync.collectors.batch_layout import layout_of
 from asyncsync.collectors.workers import shared_batches as batches
 from helpers.collecting_multi import Counting, make, options, policy
 from helpers.pairs import until
@@ -137,7 +138,7 @@ def test_layouts_that_alternate_cost_no_slot_each(kind: Any, monkeypatch: pytest
 def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python that was built for an old libc."""
     monkeypatch.delattr(os, "memfd_create")
-    part = batches.layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
+    part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
     arrangement = batches.Arrangement.of([part], None)
     assert arrangement is not None
     slot, grant = batches.Slots(1, arrangement, 2).grant()
