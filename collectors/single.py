@@ -169,17 +169,15 @@ class Collector(BaseCollector, metaclass=Chooses):
         check_policy_factory("policy_factory", policy_factory)
         check_schemes("weight_sync_schemes", weight_sync_schemes)
         check_schemes("weight_recv_schemes", weight_recv_schemes)
-        devices = {
-            "device": device, "storing_device": storing_device, "policy_device": policy_device, "env_device": env_device
-        }  # fmt: skip
-        check_devices(devices)
+        devices = {"device": device, "storing_device": storing_device}
+        check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, create_env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, traj_pool)
         self._iteration = Iteration(self, rollouts, lock)
         self._checkpoint = Checkpoint(self, rollouts, self._iteration)
         try:
-            rollouts.place(RolloutDevices(*devices.values(), no_cuda_sync=no_cuda_sync))
+            rollouts.place(RolloutDevices(device, storing_device, policy_device, env_device, no_cuda_sync))
             rollouts.env = limited(rollouts.env, arguments.max_frames_per_traj)
             rollouts.make_carrier()
             if "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING")):
