@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from asyncsync.collectors.construct import FAMILIES
 
 if TYPE_CHECKING:
     from tensordict.nn import InteractionType as ExplorationType
@@ -58,6 +61,11 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOMES[name]), _NAMES.get(name, name))
     globals()[name] = value
     return value
+
+
+FAMILIES.update(
+    {"sync": partial(__getattr__, "MultiSyncCollector"), "async": partial(__getattr__, "MultiAsyncCollector")}
+)
 
 
 def __dir__() -> list[str]:

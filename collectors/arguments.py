@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict.nn import TensorDictModuleBase
+import torch
+from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
-from asyncsync.collectors.rollout.devices import Device
-from asyncsync.collectors.workers.control_page import MAX_WORKERS
-
 __all__ = [
+    "MAX_WORKERS",
+    "Device",
     "Devices",
+    "RolloutArguments",
     "check_count",
+    "check_devices",
     "check_factories",
     "check_policy",
     "check_policy_factory",
     "check_schemes",
     "each",
+    "exact_device",
     "flattened",
     "frames_or_none",
     "is_list",
     "own_arguments",
     "spread",
+    "warn_rounding",
     "whole",
     "with_partial",
 ]
 
+Device = int | str | torch.device
 Devices = Device | Sequence[Device | None] | None
+
+MAX_WORKERS = 480
+"""Of one collector: a page of shared memory has room for the versions of so many."""
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
@@ -66,6 +78,14 @@ def frames_or_none(name: str, value: Any) -> int | None:
             raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
         value = int(value)
     return whole(name, value)
+
+
+def warn_rounding(problem: str, frames: int, stacklevel: int = 5) -> None:
+    """Warn that a number of frames is rounded up, unless RL_WARNINGS is off."""
+    if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
+        warnings.warn(
+            f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", UserWarning, stacklevel
+        )
 
 
 def check_schemes(name: str, schemes: Any) -> None:
@@ -127,6 +147,80 @@ def _needs_arguments(module: nn.Module) -> bool:
     return False
 
 
+@dataclass
+class RolloutArguments:
+    """What a collector's rollouts are like: its arguments of these names, checked.
+
+    Attributes:
+        steps: of the environment, in a rollout; known after :meth:`fit`.
+        requested_frames_per_batch: frames of a rollout: steps times environments; known after :meth:`fit`.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be, or that exclude each other.
+    """
+
+    frames_per_batch: int
+    total_frames: Any  # checked, it is a number; math.inf: there is no end
+    init_random_frames: Any
+    max_frames_per_traj: Any
+    reset_at_each_iter: bool
+    postproc: Callable[[Any], Any] | None
+    split_trajs: bool | None
+    track_traj_ids: bool
+    exploration_type: InteractionType | None
+    set_truncated: bool
+    replay_buffer: Any
+    extend_buffer: bool
+    max_lag: int | None
+    steps: int = field(init=False)
+    requested_frames_per_batch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.split_trajs and not self.track_traj_ids:
+            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
+        if self.adds and (self.postproc is not None or self.split_trajs):
+            raise TypeError(
+                "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
+                "extend_buffer out"
+            )
+        self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
+        total = frames_or_none("total_frames", self.total_frames)
+        self.total_frames = math.inf if total is None or total < 0 else total
+        self.init_random_frames = max(0, frames_or_none("init_random_frames", self.init_random_frames) or 0)
+        self.max_frames_per_traj = max(0, frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0)
+        if self.max_lag is not None:
+            self.max_lag = whole("max_lag", self.max_lag, 0)
+        self.split_trajs = bool(self.split_trajs)
+        if self.exploration_type is None:
+            self.exploration_type = InteractionType.RANDOM
+
+    @property
+    def adds(self) -> bool:
+        """Whether frames go to the replay buffer one by one."""
+        return self.replay_buffer is not None and not self.extend_buffer
+
+    def fit(self, environments: int) -> None:
+        """Round frames up to whole steps of so many environments, with a warning where that changes something."""
+        frames_per_batch = self.frames_per_batch
+        self.steps = math.ceil(frames_per_batch / environments)
+        self.requested_frames_per_batch = self.steps * environments
+        if frames_per_batch % environments:
+            warn_rounding(
+                f"frames_per_batch ({frames_per_batch}) is not divisible by the number of environments "
+                f"({environments})",
+                self.requested_frames_per_batch,
+            )
+        rounded = {"total_frames": self.total_frames, "init_random_frames": self.init_random_frames}
+        if self.adds:
+            del rounded["total_frames"]  # the last rollout ends there
+        for name, frames in rounded.items():
+            if 0 < frames < math.inf and frames % frames_per_batch:
+                warn_rounding(
+                    f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
+                    math.ceil(frames / frames_per_batch) * frames_per_batch,
+                )
+
+
 def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     """One factory per worker. Raises TypeError, ValueError."""
     if num_workers is not None:
@@ -180,6 +274,47 @@ def each(name: str, value: Any, count: int) -> list[Any]:
 def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
     """Each worker's. Raises ValueError: a list of another length."""
     return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
+
+
+def check_devices(devices: Mapping[str, Device | None]) -> None:
+    """That these are there, by the names of their arguments. Initialises nothing.
+
+    Raises:
+        TypeError: something that is no device.
+        ValueError: a device that this machine does not have.
+    """
+    for name, given in devices.items():
+        if given is None:
+            continue
+        try:
+            device = torch.device(given)
+        except (RuntimeError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name}={given!r} is no device here: {error}") from error
+        if device.type == "cuda":
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        elif device.type == "mps":
+            count = int(torch.backends.mps.is_available())
+        else:
+            continue
+        if (device.index or 0) >= count:
+            there = ["'cpu'", *(f"'{device.type}:{index}'" for index in range(count))]
+            raise ValueError(
+                f"{name}={str(given)!r}, but torch finds {count} {device.type} device{'s' * (count != 1)} here: leave "
+                f"{name} out, or pass {' or '.join(there)}"
+            )
+
+
+def exact_device(device: Device | None) -> torch.device | None:
+    """A device with its index, as tensors name it: ``"cuda"`` is the current CUDA device."""
+    if device is None:
+        return None
+    device = torch.device(device)
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    module = getattr(torch, device.type, None)
+    current = module.current_device() if module is not None and hasattr(module, "current_device") else 0
+    return torch.device(device.type, current)
 
 
 def flattened(devices: Mapping[str, Any]) -> Iterator[tuple[str, Device | None]]:

@@ -14,24 +14,95 @@ The weights' side is :class:`asyncsync.collectors.weights.api.WeightsAPI`. Names
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.pausing import Pause
 from asyncsync.collectors.weights.api import WeightsAPI
+from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.schemes.context import follow
 
-__all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "PostHook", "PreHook"]
+__all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller"]
 
 SHUTDOWN_SECONDS = 5.0
 
 PreHook = Callable[[], None]
 PostHook = Callable[[TensorDictBase], None]
+
+
+class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
+    """A block in which a collector stands still, for one use, by a thread or a coroutine::
+
+        with collector.pause():              # a thread
+            ...
+        async with collector.pause():        # a coroutine: its event loop goes on while the step under way ends
+            ...
+
+    Args:
+        block: makes it, for the calling thread (None) or a task; may wait when it is entered, and never when it is
+            left.
+    """
+
+    def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
+        self._block = block
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._block(None))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, traceback)
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        thread = WorkThread("asyncsync-collector-pause")
+        try:
+            await finish(thread.submit(lambda: self._entered.enter_context(self._block(task))))
+        except asyncio.CancelledError:
+            self._entered.close()
+            raise
+        finally:
+            thread.abandon()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+
+def is_caller(owners: Iterable[object]) -> bool:
+    """Whether the calling thread or task is among these owners of blocks."""
+    found = list(owners)
+    if threading.get_ident() in found:
+        return True
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return False
+    return task is not None and task in found
+
+
+class Signals(Protocol):
+    """Of whoever runs a collector as its worker: what the collector looks up between two steps."""
+
+    @property
+    def calls(self) -> bool:
+        """Whether :meth:`interrupts` is to be asked. Read after each step, inside its hold: it never waits."""
+
+    def interrupts(self) -> bool:
+        """Whether the rollout ends early. Asked before a step, outside any hold; it may wait."""
+
+    def counted(self) -> int:
+        """How many versions updaters above have counted."""
 
 
 class BaseCollector(WeightsAPI, ABC):
@@ -46,6 +117,8 @@ class BaseCollector(WeightsAPI, ABC):
         closed: True once :meth:`shutdown` has begun.
     """
 
+    replay_buffer: Any = None
+
     def __init__(
         self,
         *,
@@ -58,6 +131,8 @@ class BaseCollector(WeightsAPI, ABC):
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
+        self._free: threading.Thread | None = None
+        self._free_error: BaseException | None = None
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
@@ -115,6 +190,11 @@ class BaseCollector(WeightsAPI, ABC):
             close_env: whether the environments are closed.
         """
 
+    def _check_open(self) -> None:
+        """Raises ClosedError: after :meth:`shutdown`."""
+        if self.closed:
+            raise ClosedError(f"this {type(self).__name__} has been shut down")
+
     async def _shutdown_elsewhere(self) -> None:
         """:meth:`shutdown` without blocking the running loop."""
         thread = WorkThread("asyncsync-collector-end")
@@ -142,19 +222,39 @@ class BaseCollector(WeightsAPI, ABC):
     # -- running free -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect in the background, into the replay buffer; :meth:`async_shutdown` ends it.
+        """Collect into the replay buffer, in the background, until ``total_frames``, :meth:`async_shutdown` or
+        :meth:`shutdown`. Does nothing if it does already.
+
+        What is raised there is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
+        :meth:`shutdown`.
 
         Raises:
-            NotImplementedError: this collector cannot, or has no replay buffer.
+            NotImplementedError: there is no replay buffer.
+            ClosedError: after :meth:`shutdown`.
         """
+        if self.replay_buffer is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
+            )
+        self._check_open()
+        self._set_free()
+
+    def _set_free(self) -> None:
+        """Have the thread :attr:`_free` collect, or watch who does, unless it runs."""
         raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
 
-    def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which the collector does not step.
+    def is_running(self) -> bool:
+        """Whether it collects in the background."""
+        return self._free is not None and self._free.is_alive()
 
-        Raises:
-            NotImplementedError: this collector cannot.
-        """
+    def _raise_free_error(self) -> None:
+        """What ended collection in the background, once."""
+        error, self._free_error = self._free_error, None
+        if error is not None:
+            raise error
+
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which the collector does not step."""
         raise NotImplementedError(f"{type(self).__name__} does not collect in the background, so it cannot pause")
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
@@ -201,6 +301,39 @@ class BaseCollector(WeightsAPI, ABC):
     @worker_idx.setter
     def worker_idx(self, worker_idx: int | None) -> None:
         self._worker_idx = worker_idx
+
+    # Whoever runs a collector as a worker calls these. A collector that overrides none of them cannot be one.
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        """Be the worker of whoever gives these signals. ``sink`` gives memory for a batch, by its
+        :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where the collector is to use its own."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be a worker of another collector")
+
+    def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
+        """Have ``max_lag`` look at the newest version that was published for this collector: number ``index`` at
+        ``place``, where its own workers read it; ``newest`` reads it here. None: there is none to read."""
+        self._weights.newest_above = newest
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        """One rollout as it was collected, before ``split_trajs`` and ``postproc``, and how many frames it has.
+
+        Args:
+            random: whether the policy is left out.
+            writes: the frames go to the replay buffer, and there is no batch.
+        """
+        raise NotImplementedError
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        """End, from another thread, what this collector waits for beside its own steps."""
+        raise NotImplementedError
+
+    def _policy_devices(self) -> set[torch.device]:
+        """The devices on which its policies act."""
+        raise NotImplementedError
+
+    def _batch_dims(self) -> int | None:
+        """How many batch dimensions its environment has; None: it has none of its own."""
+        return None
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what an attribute path leads to: ``_receiver_schemes['policy']._set_dist_connection_info``, say.

@@ -1,52 +1,77 @@
-"""Dispatch: constructors that choose the class, and what ``help()`` and ``inspect.signature`` show of them."""
+"""Constructors that may choose another class, and what ``help()`` and ``inspect.signature`` show of them.
+
+A class that chooses knows no class above it: the families of collectors are looked up here by name, and the package's
+face says where each one is.
+"""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-__all__ = ["Dispatch", "Documented"]
+__all__ = ["FAMILIES", "Chooses", "family", "several"]
+
+FAMILIES: dict[str, Callable[[], Any]] = {}
+"""By name: what imports the class of a family."""
 
 
-class Documented(ABCMeta):
-    """Of classes whose metaclass has a ``__call__``, which would hide the constructor's parameters."""
+def family(name: str) -> Any:
+    """The class of this family: "sync" and "async" step environments in processes of this host.
+
+    Raises:
+        LookupError: no such family is known.
+    """
+    if name not in FAMILIES:
+        raise LookupError(f"there is no family {name!r} of collectors: choose one of {sorted(FAMILIES)}")
+    return FAMILIES[name]()
+
+
+class Chooses(ABCMeta):
+    """Of classes that define ``_choose(args, kwargs)``, which takes the arguments that choose out of ``kwargs`` and
+    returns what makes the object; None: the class itself does.
+
+    Parameters that ``_choose`` of a class takes and its constructor does not have are listed in ``_selectors``.
+    """
 
     @property
     def __signature__(cls) -> inspect.Signature:
+        # The metaclass's __call__ would hide the constructor's parameters.
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         _self, *parameters = signature.parameters.values()
-        return signature.replace(parameters=parameters)
+        return signature.replace(parameters=[*parameters, *cls.__dict__.get("_selectors", ())])
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
+        return super().__call__(*args, **kwargs) if chosen is None else chosen()
 
 
-class Dispatch(Documented):
-    """``Collector(..., num_collectors=n)`` makes a multi-process collector; a subclass is what it is."""
+def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
+    """What makes a collector of several workers, for ``Collector(..., num_collectors=n, sync=…)``; None: a single one
+    is meant. ``cls`` is what was called, with ``args`` and ``kwargs``.
 
-    def __call__(cls, *args: Any, num_collectors: int | None = None, sync: bool | None = None, **kwargs: Any) -> Any:
-        if num_collectors is None and sync is None:
-            return super().__call__(*args, **kwargs)
-        from asyncsync.collectors.single import Collector
-
-        if cls is not Collector:
-            raise TypeError(
-                f"num_collectors= and sync= make Collector a multi-process collector, but {cls.__name__} is a "
-                "subclass: construct "
-                "MultiSyncCollector or MultiAsyncCollector instead"
-            )
-        if num_collectors is None:
-            raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
-        if isinstance(num_collectors, bool) or not isinstance(num_collectors, int) or num_collectors < 1:
-            raise TypeError(f"num_collectors must be a positive int, not {num_collectors!r}")
-        if not args and "create_env_fn" not in kwargs:
-            raise TypeError("Collector(num_collectors=n) is missing create_env_fn: pass what makes an environment")
-        factories, *others = args if args else (kwargs.pop("create_env_fn"),)
-        if isinstance(factories, Sequence) and not isinstance(factories, str):
-            if len(factories) != num_collectors:
-                raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(factories)}")
-        else:
-            factories = [factories] * num_collectors
-        from asyncsync import collectors
-
-        made: Any = collectors.MultiSyncCollector if sync else collectors.MultiAsyncCollector
-        return made(list(factories), *others, **kwargs)
+    Raises:
+        TypeError, ValueError: arguments that do not go together, or a subclass, which is what it is.
+    """
+    count, sync = kwargs.pop("num_collectors", None), kwargs.pop("sync", None)
+    if count is None and sync is None:
+        return None
+    if subclass:
+        raise TypeError(
+            f"num_collectors= and sync= make Collector a multi-process collector, but {cls.__name__} is a subclass: "
+            "construct MultiSyncCollector or MultiAsyncCollector instead"
+        )
+    if count is None:
+        raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise TypeError(f"num_collectors must be a positive int, not {count!r}")
+    if not args and "create_env_fn" not in kwargs:
+        raise TypeError("Collector(num_collectors=n) is missing create_env_fn: pass what makes an environment")
+    factories, *others = args if args else (kwargs.pop("create_env_fn"),)
+    if not isinstance(factories, Sequence) or isinstance(factories, str):
+        factories = [factories] * count
+    elif len(factories) != count:
+        raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
+    return partial(family("sync" if sync else "async"), list(factories), *others, **kwargs)

@@ -6,36 +6,45 @@
         collector.update_policy_weights_()
     collector.shutdown()                        # or: with Collector(...) as collector
 
-Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages. How one step goes is in
-:mod:`asyncsync.collectors.rollout.rollout`, where its data goes in :mod:`asyncsync.collectors.rollout.buffer`.
+Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors.arguments import check_policy, check_policy_factory, check_schemes, frames_or_none, whole
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, PostHook, PreHook
-from asyncsync.collectors.construct import Dispatch
+from asyncsync.collectors.arguments import (
+    Device,
+    RolloutArguments,
+    check_devices,
+    check_policy,
+    check_policy_factory,
+    check_schemes,
+)
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
+from asyncsync.collectors.construct import Chooses, several
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
-from asyncsync.collectors.finish import on_device, warn_rounding
-from asyncsync.collectors.rollout.checkpoint import Saving
-from asyncsync.collectors.rollout.devices import Device, check_devices
-from asyncsync.collectors.rollout.iteration import Running
-from asyncsync.collectors.rollout.policies import RandomPolicy, as_module, placed, wrapped
-from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.collectors.weights.models import find_model
+from asyncsync.collectors.rollout.checkpoint import PARTS, Checkpoint
+from asyncsync.collectors.rollout.devices import RolloutDevices
+from asyncsync.collectors.rollout.iteration import Iteration
+from asyncsync.collectors.rollout.lock import RolloutLock
+from asyncsync.collectors.rollout.policies import as_module, placed, with_spec
+from asyncsync.collectors.rollout.rollout import Rollouts
+from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
+from asyncsync.collectors.weights.plan import _RegisteredModels, find_model
 from asyncsync.runtime.threads import join
 
 __all__ = ["Collector"]
@@ -45,8 +54,18 @@ _log = logging.getLogger("asyncsync")
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
 
+PAUSE_SECONDS = 60.0
+"""How long whoever wants a collector to stand still waits for the step under way."""
 
-class Collector(Running, Saving, metaclass=Dispatch):
+
+def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
+    """An attribute of one of a collector's parts, as the collector's own."""
+    owner, _, name = path.rpartition(".")
+    owned_by = attrgetter(owner)
+    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
+
+
+class Collector(BaseCollector, metaclass=Chooses):
     """Steps an environment with a policy, in this process.
 
     Args:
@@ -95,6 +114,11 @@ class Collector(Running, Saving, metaclass=Dispatch):
         serve.
     """
 
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """``num_collectors=n`` makes a multi-process collector; a subclass is what it is."""
+        return several(cls, args, kwargs, subclass=cls is not Collector)
+
     def __init__(
         self,
         create_env_fn: Any,
@@ -133,55 +157,38 @@ class Collector(Running, Saving, metaclass=Dispatch):
         sync: bool | None = None,
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
-        if split_trajs and not track_traj_ids:
-            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
-        if replay_buffer is not None and not extend_buffer and (postproc is not None or split_trajs):
-            raise TypeError(
-                "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
-                "extend_buffer out"
-            )
-        frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
-        total_frames = frames_or_none("total_frames", total_frames)
-        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
-        max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
-        if max_lag is not None:
-            max_lag = whole("max_lag", max_lag, 0)
+        arguments = RolloutArguments(
+            frames_per_batch=frames_per_batch, total_frames=total_frames, init_random_frames=init_random_frames,
+            max_frames_per_traj=max_frames_per_traj, reset_at_each_iter=reset_at_each_iter, postproc=postproc,
+            split_trajs=split_trajs, track_traj_ids=track_traj_ids, exploration_type=exploration_type,
+            set_truncated=set_truncated, replay_buffer=replay_buffer, extend_buffer=extend_buffer, max_lag=max_lag,
+        )  # fmt: skip
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
         check_schemes("weight_sync_schemes", weight_sync_schemes)
         check_schemes("weight_recv_schemes", weight_recv_schemes)
-        check_devices(
-            {
-                "device": device,
-                "storing_device": storing_device,
-                "policy_device": policy_device,
-                "env_device": env_device,
-            }
-        )
-        self._setup_running()
-
-        self.reset_at_each_iter = reset_at_each_iter
-        self.split_trajs = bool(split_trajs)
-        self.track_traj_ids = track_traj_ids
-        self.exploration_type = InteractionType.RANDOM if exploration_type is None else exploration_type
-        self.set_truncated = set_truncated
-        self.replay_buffer = replay_buffer
-        self.extend_buffer = extend_buffer
-        self.max_lag = max_lag
-
-        self.env = environments.make_environment(create_env_fn, create_env_kwargs)
+        devices = {"device": device, "storing_device": storing_device}
+        check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
+        self._lock = lock = RolloutLock(type(self).__name__)
+        env = environments.make_environment(create_env_fn, create_env_kwargs)
+        self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, traj_pool)
+        self._iteration = Iteration(self, rollouts, lock)
+        self._checkpoint = Checkpoint(self, rollouts, self._iteration)
         try:
-            self._setup_devices(device, storing_device, policy_device, env_device, no_cuda_sync)
-            self._apply_env_device()
-            self.max_frames_per_traj = max(0, max_frames_per_traj or 0)
-            self.env = limited(self.env, self.max_frames_per_traj)
-            profiling = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
-            self._setup_rollouts(traj_pool, profiling)
-            self._setup_frames(frames_per_batch, total_frames, init_random_frames)
-            self._setup_policy(policy if policy_factory is None else policy_factory(), trust_policy, compile_policy)
-            self.postproc = on_device(postproc, self.storing_device)
+            rollouts.place(RolloutDevices(device, storing_device, policy_device, env_device, no_cuda_sync))
+            rollouts.env = limited(rollouts.env, arguments.max_frames_per_traj)
+            rollouts.make_carrier()
+            if "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING")):
+                rollouts.profile()
+            arguments.fit(rollouts.n_env)
+            rollouts.make_buffer()
+            given = with_spec(policy if policy_factory is None else policy_factory(), rollouts.env)
+            self._original_policy = as_module(given)
+            self.policy = placed(self._original_policy, rollouts.devices.policy, bool(trust_policy))
+            rollouts.set_policy(self.policy, bool(trust_policy), compile_policy)
+            arguments.postproc = on_device(postproc, rollouts.devices.storing)
             self._set_up_senders(weight_sync_schemes, weight_updater)
             self._connect_senders(CONNECT_SECONDS)
             if weight_recv_schemes is not None:
@@ -190,53 +197,157 @@ class Collector(Running, Saving, metaclass=Dispatch):
             self.shutdown(close_env=self.env is not create_env_fn)  # the caller's own environment stays open
             raise
 
-    # -- setting up ---------------------------------------------------------------------------------------------------
+    env = _part("_rollouts.env", "The environment, where it was moved to, with its limit of steps.")
+    device = _part("_rollouts.devices.device")
+    storing_device = _part("_rollouts.devices.storing")
+    policy_device = _part("_rollouts.devices.policy")
+    env_device = _part("_rollouts.devices.env")
+    no_cuda_sync = _part("_rollouts.devices.no_cuda_sync")
+    frames_per_batch = _part("_rollouts.arguments.steps", "Steps of the environment in a rollout.")
+    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch", "Frames of a rollout.")
+    total_frames = _part("_rollouts.arguments.total_frames")
+    init_random_frames = _part("_rollouts.arguments.init_random_frames")
+    max_frames_per_traj = _part("_rollouts.arguments.max_frames_per_traj")
+    reset_at_each_iter = _part("_rollouts.arguments.reset_at_each_iter")
+    postproc = _part("_rollouts.arguments.postproc")
+    split_trajs = _part("_rollouts.arguments.split_trajs")
+    track_traj_ids = _part("_rollouts.arguments.track_traj_ids")
+    exploration_type = _part("_rollouts.arguments.exploration_type")
+    set_truncated = _part("_rollouts.arguments.set_truncated")
+    replay_buffer = _part("_rollouts.arguments.replay_buffer")
+    extend_buffer = _part("_rollouts.arguments.extend_buffer")
+    max_lag = _part("_rollouts.arguments.max_lag")
 
-    def _setup_frames(self, frames_per_batch: int, total_frames: int | None, init_random_frames: int | None) -> None:
-        if frames_per_batch % self._n_env:
-            warn_rounding(
-                f"frames_per_batch ({frames_per_batch}) is not divisible by the number of environments ({self._n_env})",
-                math.ceil(frames_per_batch / self._n_env) * self._n_env,
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def rollout(self) -> TensorDictBase | None:
+        """One rollout: ``[*env.batch_size, time]``, last dimension named "time". None if its frames were added to the
+        replay buffer.
+
+        Calls ``pre_collect_hook`` first; does neither ``split_trajs`` nor ``postproc``, and counts no frames but those
+        added.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+            RuntimeError: another thread is collecting.
+            Exception: what environment or policy raises, and the next rollout goes on from the step before; what a
+                hook raises, which ends collection.
+        """
+        return self._iteration.rollout()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until ``total_frames`` are reached; None for each that went to the replay buffer."""
+        return self._iteration.iterator()
+
+    async def _next_async(self) -> TensorDictBase | None:
+        return await self._iteration.next_async()
+
+    def _set_free(self) -> None:
+        if not self.is_running():
+            self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
+            self._free.start()
+
+    def _run_free(self) -> None:
+        self._free_error = self._iteration.run_free()
+
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
+
+        The coroutine's event loop goes on while the step under way ends. Cancelled, it raises when that has ended.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+            AckTimeout: the step under way did not end within 60 s.
+            BaseException: what ended collection in the background.
+        """
+        return Pause(self._paused)
+
+    @contextmanager
+    def _paused(self, owner: object) -> Iterator[None]:
+        self._raise_free_error()
+        with self._standing(owner):
+            yield
+
+    @contextmanager
+    def _standing(self, owner: object = None) -> Iterator[None]:
+        self._check_open()
+        with self._lock.standing(PAUSE_SECONDS, owner):
+            self._check_open()  # meanwhile
+            yield
+
+    # -- as a worker --------------------------------------------------------------------------------------------------
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        def allocate(layout: BatchLayout) -> TensorDictBase:
+            batch = sink(layout)
+            return empty_batch(layout) if batch is None else batch
+
+        self._rollouts.signals = signals
+        self._rollouts.allocate = allocate
+        self._weights.counted_above = signals.counted
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        rollouts = self._rollouts
+        rollouts.random = random
+        before = rollouts.frames
+        if writes:
+            self._iteration.next_batch()
+            return None, rollouts.frames - before
+        batch = self.rollout()
+        assert batch is not None
+        rollouts.frames += batch.numel()
+        return batch, batch.numel()
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
+
+    def _policy_devices(self) -> set[torch.device]:
+        own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
+        return {own or self.policy_device or self.env_device or torch.device("cpu")}
+
+    def _batch_dims(self) -> int | None:
+        return len(self._rollouts.batch_size)
+
+    # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
+
+    # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
+        with self._standing():
+            with self._weights.holds(), torch.no_grad():
+                following = environments.set_seed(self.env, seed, static_seed)
+            self._rollouts.reset_all()
+            return following
+
+    def reset(self) -> None:
+        """Reset the environments; they begin new trajectories."""
+        with self._standing():
+            self._rollouts.reset_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
+        trajectories are tracked.
+
+        All of it is a copy, which later updates do not change. Trajectories that are under way are not part of it. It
+        may also be asked for after ``shutdown()``.
+        """
+        with self._lock.standing(PAUSE_SECONDS), self._weights.holds():
+            return self._checkpoint.save()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from what :meth:`state_dict` returned, with new trajectories. Versions go on, too: no frame that is
+        collected from now on has the label of one from before.
+
+        Raises:
+            KeyError: a part is missing, and ``strict``.
+        """
+        if strict and (missing := [part for part in PARTS if part not in state_dict]):
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
             )
-        self.frames_per_batch = math.ceil(frames_per_batch / self._n_env)
-        self.requested_frames_per_batch = self.frames_per_batch * self._n_env
-        endless = total_frames is None or total_frames < 0
-        self.total_frames = math.inf if endless else int(total_frames or 0)
-        whole = {"total_frames": total_frames, "init_random_frames": init_random_frames}
-        if self._adds:
-            del whole["total_frames"]  # the last rollout ends there
-        for name, frames in whole.items():
-            if frames is not None and frames > 0 and frames % frames_per_batch:
-                warn_rounding(
-                    f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
-                    math.ceil(frames / frames_per_batch) * frames_per_batch,
-                )
-        self.init_random_frames = max(0, init_random_frames or 0)
-        self._make_store()
-
-    def _setup_policy(self, policy: Any, trust: bool | None, compiled: bool | Mapping[str, Any] | None) -> None:
-        if policy is None:
-            policy = RandomPolicy(environments.action_spec(self.env), environments.action_keys(self.env)[0])
-        elif isinstance(policy, RandomPolicy) and policy.action_spec is None:
-            policy.action_spec = environments.action_spec(self.env)
-        self._original_policy = as_module(policy)
-        self.policy = placed(self._original_policy, self.policy_device, bool(trust))
-        if environments.is_torchrl(self.env):
-            from torchrl.modules import set_exploration_modules_spec_from_env
-
-            set_exploration_modules_spec_from_env(self.policy, self.env)
-        module: Any = self.policy
-        if not trust:
-            module = wrapped(
-                module,
-                environments.observation_keys(
-                    self.env, self._carrier.exclude("collector"), counted=self.max_frames_per_traj > 0
-                ),
-                environments.action_keys(self.env),
-            )
-        if compiled:
-            module = torch.compile(module, **(compiled if isinstance(compiled, Mapping) else {}))
-        self._wrapped_policy = module
+        with self._standing():
+            self._checkpoint.load(state_dict, strict)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -250,11 +361,7 @@ class Collector(Running, Saving, metaclass=Dispatch):
             raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
 
     def _sources(self) -> Any:
-        return self if self.policy is self._original_policy else _Sources(self)
-
-    def _policy_devices(self) -> set[torch.device]:
-        own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
-        return {own or self.policy_device or self.env_device or torch.device("cpu")}
+        return self if self.policy is self._original_policy else _RegisteredModels(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -274,33 +381,17 @@ class Collector(Running, Saving, metaclass=Dispatch):
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
         self.closed = True
         try:
-            let_go: Callable[[], None] = self._close_environment if close_env else lambda: None
-            if self._turns.close(max(0.0, deadline - time.monotonic()), let_go):
+            afterwards: Callable[[], None] = self._iteration.close_environment if close_env else lambda: None
+            if self._lock.close(max(0.0, deadline - time.monotonic()), afterwards):
                 if self._free is not None and self._free is not threading.current_thread():
                     join(self._free, deadline - time.monotonic())
-                let_go()
+                afterwards()
             else:
                 _log.warning(
                     "%s.shutdown(): the step under way has not ended in time; the environment is closed when it has",
                     type(self).__name__,
                 )
         finally:
-            self._worker.abandon()
+            self._iteration.abandon()
             self._end_weights(max(0.0, deadline - time.monotonic()))
         self._raise_free_error()
-
-
-class _Sources:
-    """The context of sender schemes: they send models as they were registered, which need not be those that act."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = weakref.ref(collector)  # an open bus keeps its schemes, and they this
-
-    def get_model(self, model_id: str) -> Any:
-        collector = self._collector()
-        if collector is None:
-            raise LookupError(f"the collector of model {model_id!r} is gone")
-        try:
-            return collector._registered(model_id)
-        except ValueError as error:
-            raise LookupError(str(error)) from error

@@ -1,4 +1,5 @@
-"""Trajectories: their identifiers, where they end, and batches split by them.
+"""Trajectories: their identifiers, where they end, and batches split by them; what is done with a batch before a user
+gets it.
 
 Names and results follow TorchRL's "Collector Internals" page (Trajectory IDs) and ``split_trajectories``.
 """
@@ -6,13 +7,13 @@ Names and results follow TorchRL's "Collector Internals" page (Trajectory IDs) a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-__all__ = ["_TrajectoryPool", "_aggregate_end_of_traj", "split_trajectories"]
+__all__ = ["_TrajectoryPool", "_aggregate_end_of_traj", "on_device", "processed", "split_trajectories"]
 
 Key = str | tuple[str, ...]
 
@@ -159,3 +160,31 @@ def _padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
     # The names too are those of a stack of padded rows.
     padded: TensorDictBase = flat.apply(scatter, batch_size=[n, longest])
     return padded
+
+
+def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, split_trajs: bool) -> TensorDictBase:
+    """Split, then postprocessed, then without entries whose names begin with an underscore.
+
+    Raises:
+        TypeError: postproc returned something else than a TensorDict.
+    """
+    if split_trajs:
+        batch = split_trajectories(batch, prefix="collector")
+    if postproc is not None:
+        batch = postproc(batch)
+        if not isinstance(batch, TensorDictBase):
+            raise TypeError(f"postproc returned a {type(batch).__name__}: it must return the batch")
+    private = [key for key in batch.keys(True) if _is_private(key)]
+    return batch.exclude(*private, inplace=True) if private else batch
+
+
+def _is_private(key: str | tuple[str, ...]) -> bool:
+    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
+
+
+def on_device(postproc: Any, device: torch.device | None) -> Any:
+    """The postproc, moved to where batches are if it can be moved."""
+    if device is None or not hasattr(postproc, "to"):
+        return postproc
+    there = postproc.to(device)
+    return postproc if there is None else there

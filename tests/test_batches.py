@@ -10,18 +10,19 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from asyncsync.collectors.rollout.buffer import Store, empty_batch
-from asyncsync.collectors.workers.batch_writer import Window
-from asyncsync.collectors.workers.shared_batches import MAX_LENT, Arrangement, Slots, layout_of
+from asyncsync.collectors.batch_layout import empty_batch, layout_of
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.workers.batch_writer import BatchWriter
+from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Slots
 
 
 def rollout(
-    value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, window: Window | None = None
+    value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, writer: BatchWriter | None = None
 ) -> TensorDict:
-    """A batch as a collector stores it, through the window if that takes it."""
-    store = Store(steps, torch.Size(batch))
-    if window is not None:
-        store.allocate = lambda layout: _first(window.allocate(layout), layout)
+    """A batch as a collector stores it, through the writer if that takes it."""
+    store = RolloutBuffer(steps, torch.Size(batch))
+    if writer is not None:
+        store.allocate = lambda layout: _first(writer.allocate(layout), layout)
     store.begin()
     for t in range(steps):
         step = TensorDict({"a": torch.full((*batch, 2), value + t), "nested": {"b": torch.ones(batch).bool()}}, batch)
@@ -44,13 +45,13 @@ def make(parts: list[TensorDict], dim: int | None) -> Slots:
 def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim: int | None) -> None:
     parts = [rollout(10.0 * i, batch) for i in range(3)]
     slots = make(parts, dim)
-    slot, grant = slots.grant()
-    windows = [Window() for _ in parts]
-    for i, window in enumerate(windows):
-        window.learn(1, slots.arrangement, i)
-        window.open(grant)
-        batched = rollout(10.0 * i, batch, window=window)
-        written, layout = window.close(batched)
+    slot, lease = slots.lease()
+    writers = [BatchWriter() for _ in parts]
+    for i, writer in enumerate(writers):
+        writer.learn(1, slots.arrangement, i)
+        writer.open(lease)
+        batched = rollout(10.0 * i, batch, writer=writer)
+        written, layout = writer.close(batched)
         assert written
         assert layout == layout_of(parts[i])
     whole = slots.batch(slot)
@@ -62,25 +63,25 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
 
 def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     slots = make([rollout()], -1)
-    slot, grant = slots.grant()
-    window = Window()
-    window.learn(1, slots.arrangement, 0)
-    window.open(grant)
-    assert window.close(rollout(7.0))[0]
+    slot, lease = slots.lease()
+    writer = BatchWriter()
+    writer.learn(1, slots.arrangement, 0)
+    writer.open(lease)
+    assert writer.close(rollout(7.0))[0]
     assert slots.batch(slot)["a"][0, 0] == 7.0
 
 
-def opened(slots: Slots, window: Window) -> Any:
-    slot, grant = slots.grant()
-    window.learn(1, slots.arrangement, 0)
-    window.open(grant)
+def opened(slots: Slots, writer: BatchWriter) -> Any:
+    slot, lease = slots.lease()
+    writer.learn(1, slots.arrangement, 0)
+    writer.open(lease)
     return slot
 
 
 def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
-    def wide(window: Window) -> TensorDict:
-        store = Store(2, torch.Size([]))
-        store.allocate = lambda layout: _first(window.allocate(layout), layout)
+    def wide(writer: BatchWriter) -> TensorDict:
+        store = RolloutBuffer(2, torch.Size([]))
+        store.allocate = lambda layout: _first(writer.allocate(layout), layout)
         store.begin()
         for t in range(2):
             values = torch.arange(4.0).view(2, 2) + 10 * t
@@ -92,69 +93,69 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
         lambda batch: batch.set("a", batch["a"].transpose(-1, -2)),
         lambda batch: batch.set("a", batch["a"].flip(0)).set("b", batch["a"][:1].expand(2, 2, 2)),
     ):
-        slots, window = make([wide(Window())], -1), Window()
-        slot = opened(slots, window)
-        batch = wide(window)
+        slots, writer = make([wide(BatchWriter())], -1), BatchWriter()
+        slot = opened(slots, writer)
+        batch = wide(writer)
         change(batch)
         expected = batch.clone()
-        assert window.close(batch)[0]
+        assert writer.close(batch)[0]
         assert (slots.batch(slot) == expected).all()
 
 
 def test_what_a_worker_keeps_is_its_own() -> None:
-    slots, window = make([rollout()], -1), Window()
-    slot = opened(slots, window)
-    batch: Any = rollout(1.0, window=window)
-    assert window.close(batch)[0]
+    slots, writer = make([rollout()], -1), BatchWriter()
+    slot = opened(slots, writer)
+    batch: Any = rollout(1.0, writer=writer)
+    assert writer.close(batch)[0]
     kept = batch["a"][1:]
     del batch
-    copy: Any = window.kept(2)
+    copy: Any = writer.kept(2)
     assert copy["a"][:, 0].tolist() == [1.0, 2.0]
-    slots.give_back(slot)
-    slots.give_back(slot)
-    again, grant = slots.grant()
+    slots.release(slot)
+    slots.release(slot)
+    again, lease = slots.lease()
     assert again is slot
-    window.open(grant)
-    assert window.allocate(layout_of(rollout())) is None  # type: ignore[arg-type]
+    writer.open(lease)
+    assert writer.allocate(layout_of(rollout())) is None  # type: ignore[arg-type]
     del kept
-    window.open(grant)
-    assert window.allocate(layout_of(rollout())) is not None  # type: ignore[arg-type]
-    window.close(rollout())
-    assert window.kept(3) is None
-    assert slots.grant()[0] is not slot
+    writer.open(lease)
+    assert writer.allocate(layout_of(rollout())) is not None  # type: ignore[arg-type]
+    writer.close(rollout())
+    assert writer.kept(3) is None
+    assert slots.lease()[0] is not slot
 
 
 def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None:
     slots = make([rollout()], -1)
-    slot, _ = slots.grant()
+    slot, _ = slots.lease()
     first: Any = slots.batch(slot)
     second: Any = slots.batch(slot)
     del first
-    assert slots.grant()[0] is not slot
+    assert slots.lease()[0] is not slot
     del second
-    assert slots.grant()[0] is slot
+    assert slots.lease()[0] is slot
 
 
 def test_what_does_not_fit_comes_by_value() -> None:
     slots = make([rollout()], -1)
-    _slot, grant = slots.grant()
-    window = Window()
-    window.learn(1, slots.arrangement, 0)
-    window.open(grant)
+    _slot, lease = slots.lease()
+    writer = BatchWriter()
+    writer.learn(1, slots.arrangement, 0)
+    writer.open(lease)
     other = rollout().set("c", torch.zeros(3))
-    assert window.allocate(layout_of(other)) is None  # type: ignore[arg-type]
-    written, layout = window.close(other)
+    assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
+    written, layout = writer.close(other)
     assert not written
     assert layout == layout_of(other)
 
 
 def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     slots = make([rollout()], -1)
-    slot, grant = slots.grant()
-    window = Window()
-    window.learn(1, slots.arrangement, 0)
-    window.open(grant)
-    written, layout = window.close(rollout(4.0, window=window)[:2])
+    slot, lease = slots.lease()
+    writer = BatchWriter()
+    writer.learn(1, slots.arrangement, 0)
+    writer.open(lease)
+    written, layout = writer.close(rollout(4.0, writer=writer)[:2])
     assert written
     assert layout is not None
     assert layout.steps == 2
@@ -163,25 +164,25 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
 
 def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
     slots = make([rollout()], -1)
-    first, _ = slots.grant()
+    first, _ = slots.lease()
     batch: Any = slots.batch(first)
     last = batch["nested", "b"]
-    second, _ = slots.grant()
+    second, _ = slots.lease()
     assert second is not first
     del batch
-    third, _ = slots.grant()
+    third, _ = slots.lease()
     assert third is not first
     view = last[1:]
     del last
-    assert slots.grant()[0] is not first
+    assert slots.lease()[0] is not first
     del view
     gc.collect()
-    assert slots.grant()[0] is first
+    assert slots.lease()[0] is first
 
 
 def test_batches_outlive_the_slots_and_can_be_written() -> None:
     slots = make([rollout()], -1)
-    slot, _ = slots.grant()
+    slot, _ = slots.lease()
     batch = slots.batch(slot)
     del slots, slot
     gc.collect()
@@ -192,22 +193,22 @@ def test_batches_outlive_the_slots_and_can_be_written() -> None:
 def test_who_keeps_many_batches_gets_copies() -> None:
     slots = make([rollout()], -1)
     before = len(os.listdir("/proc/self/fd"))
-    kept = [slots.batch(slots.grant()[0]) for _ in range(3 * MAX_LENT)]
+    kept = [slots.batch(slots.lease()[0]) for _ in range(3 * MAX_HELD)]
     assert len({batch["a"].data_ptr() for batch in kept}) == len(kept)
-    assert len(os.listdir("/proc/self/fd")) <= before + MAX_LENT + 2
+    assert len(os.listdir("/proc/self/fd")) <= before + MAX_HELD + 2
     del kept
 
 
 def test_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     slots = make([rollout()], -1)
-    slot, grant = slots.grant()
-    window = Window()
-    window.learn(1, slots.arrangement, 0)
-    window.open(grant)
-    window.close(rollout(window=window))
+    slot, lease = slots.lease()
+    writer = BatchWriter()
+    writer.learn(1, slots.arrangement, 0)
+    writer.open(lease)
+    writer.close(rollout(writer=writer))
     batch = slots.batch(slot)
-    del slots, slot, window
+    del slots, slot, writer
     del batch
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -215,7 +216,7 @@ def test_no_descriptor_is_left() -> None:
 
 def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
     slots = make([rollout()], -1)
-    slot, _ = slots.grant()
+    slot, _ = slots.lease()
     batch: Any = slots.batch(slot)
     pid = os.fork()
     if not pid:
@@ -223,7 +224,7 @@ def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
     os.waitpid(pid, 0)
     del batch
     gc.collect()
-    assert slots.grant()[0] is not slot
+    assert slots.lease()[0] is not slot
 
 
 def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
@@ -240,7 +241,7 @@ def test_a_dimension_that_is_not_there_is_refused() -> None:
 
 def test_the_layout_of_a_batch_is_that_of_its_steps() -> None:
     seen: list[Any] = []
-    store = Store(2, torch.Size([2]))
+    store = RolloutBuffer(2, torch.Size([2]))
     private = store.allocate
     store.allocate = lambda layout: (seen.append(layout), private(layout))[1]
     store.begin()

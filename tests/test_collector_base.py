@@ -29,7 +29,7 @@ def step_under_way(leaf: Collector) -> Iterator[None]:
     inside, leave = threading.Event(), threading.Event()
 
     def step() -> None:
-        with leaf._holds():
+        with leaf._weights.holds():
             inside.set()
             leave.wait(20)
 

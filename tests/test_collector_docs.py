@@ -35,16 +35,16 @@ def test_r217_where_to_look_leads_to_what_it_says() -> None:
 
 def test_r217_the_flow_names_every_station_of_a_step_in_its_order() -> None:
     flow = PAGE.read_text().split("## One step", 1)[1].split("After the last step", 1)[0]
-    stations = "carrier, _sync_policy, policy, carrier.update, _sync_env, step_and_maybe_reset, next, replay_buffer.add"
+    stations = "carrier, sync_policy, policy, carrier.update, sync_env, step_and_maybe_reset, next, replay_buffer.add"
     position = 0
-    for station in [*stations.split(", "), "_sync_storage", "after a possible reset", "trajectory ids"]:
+    for station in [*stations.split(", "), "sync_storage", "after a possible reset", "trajectory ids"]:
         assert (position := flow.find(station, position)) >= 0, f"{station} is missing, or out of order"
 
 
 def test_r217_every_internal_that_the_page_names_exists() -> None:
     code = "".join(path.read_text() for path in (SOURCE / "collectors").rglob("*.py"))
     text = PAGE.read_text()
-    for name in set(re.findall(r"`(_[a-z_]+)(?:\(\))?`", text)):
+    for name in set(re.findall(r"`(_[a-z_]+|(?:sync|cast|carrier|make)_[a-z_]+)(?:\(\))?`", text)):
         assert re.search(rf"\b{name}\b", code), f"{name} is nowhere"
     for page in re.findall(r"\]\(([a-z-]+\.md)\)", text):
         assert (PAGE.parent / page).is_file()

@@ -101,7 +101,7 @@ def test_an_environment_that_never_says_when_it_ends_is_refused_with_the_remedy(
 def test_r133_some_of_the_environments_of_a_limit_are_reset_by_a_mask(kind: str) -> None:
     with Collector(environment(kind, (2,), 10), frames_per_batch=4, max_frames_per_traj=9) as c:
         c.rollout()
-        td = c._carrier.exclude("collector")
+        td = c._rollouts.carrier.exclude("collector")
         assert td["step_count"].flatten().tolist() == [2, 2]
         td["_reset"] = torch.tensor([[True], [False]])
         assert c.env.reset(td)["step_count"].flatten().tolist() == [0, 2]
@@ -179,7 +179,7 @@ def test_r133_a_limited_environment_can_be_pickled() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_r124_the_counter_of_the_limit_is_no_observation(kind: str) -> None:
     with Collector(environment(kind), nn.Linear(3, 1), frames_per_batch=8, max_frames_per_traj=3) as c:
-        assert c._wrapped_policy.in_keys == ["observation"]
+        assert c._rollouts.policy.in_keys == ["observation"]
         assert c.rollout()["next", "step_count"].max() == 3
 
 
@@ -188,7 +188,7 @@ def test_r124_a_counter_of_the_environments_own_is_an_observation() -> None:
     envs = torchrl().envs
     env = envs.TransformedEnv(environment("torchrl"), envs.StepCounter())
     with Collector(env, lambda observation, step_count: observation[..., :1] + step_count, frames_per_batch=4) as c:
-        assert set(c._wrapped_policy.in_keys) == {"observation", "step_count"}
+        assert set(c._rollouts.policy.in_keys) == {"observation", "step_count"}
         c.rollout()
 
 
@@ -205,7 +205,7 @@ def test_r124_nested_observations_reach_the_policy_as_tensors(declared: bool) ->
     if declared:
         env.observation_spec = env.reset().select("agents")  # type: ignore[attr-defined]
     with Collector(env, lambda right, left: right[..., :1] + left[..., :1] + 1, frames_per_batch=4) as c:
-        assert c._wrapped_policy.in_keys == [("agents", "right"), ("agents", "left")]
+        assert c._rollouts.policy.in_keys == [("agents", "right"), ("agents", "left")]
         assert (c.rollout()["action"] == 1).all()
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 
-from asyncsync.collectors.rollout import buffer as storing
-from asyncsync.collectors.rollout.buffer import BatchLayout, Store, empty_batch
+from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
+from asyncsync.collectors.rollout import buffer
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
 
 SIZE = torch.Size([2])
 
@@ -27,7 +28,7 @@ def step(t: int, **extra: Any) -> TensorDict:
     )
 
 
-def fill(store: Store, count: int, **extra: Any) -> TensorDictBase:
+def fill(store: RolloutBuffer, count: int, **extra: Any) -> TensorDictBase:
     store.begin()
     for t in range(count):
         one = step(t, **extra)
@@ -39,15 +40,15 @@ def fill(store: Store, count: int, **extra: Any) -> TensorDictBase:
 @pytest.fixture(params=["staged", "direct"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go through memory for three of them, or directly to the batch."""
-    monkeypatch.setattr(storing, "STAGED_STEPS", 3)
+    monkeypatch.setattr(buffer, "STAGED_STEPS", 3)
     if request.param == "direct":
-        monkeypatch.setattr(storing, "SMALL_STEP", 0)
+        monkeypatch.setattr(buffer, "SMALL_STEP", 0)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 8])
 def test_steps_become_a_batch_with_time_as_its_last_dimension(count: int) -> None:
-    store = Store(8, SIZE)
+    store = RolloutBuffer(8, SIZE)
     for _ in range(2):
         batch = fill(store, count)
         assert batch.shape == (2, count)
@@ -70,7 +71,7 @@ def test_memory_is_asked_for_once_per_rollout_and_handed_out_as_it_is() -> None:
         given.append(layout.build(tensors))
         return given[-1]
 
-    store = Store(8, SIZE, allocate=allocate)
+    store = RolloutBuffer(8, SIZE, allocate=allocate)
     first, second = fill(store, 8), fill(store, 8)
     assert [first, second] == given
     assert first is given[0]
@@ -87,12 +88,12 @@ def test_an_early_end_gives_a_part_of_the_same_memory() -> None:
         given.append(empty_batch(layout))
         return given[-1]
 
-    batch = fill(Store(8, SIZE, allocate=allocate), 5)
+    batch = fill(RolloutBuffer(8, SIZE, allocate=allocate), 5)
     assert batch["observation"].data_ptr() == given[0]["observation"].data_ptr()
 
 
 def test_layouts_compare_by_value_and_travel() -> None:
-    one, other, longer = Store(8, SIZE), Store(8, SIZE), Store(9, SIZE)
+    one, other, longer = RolloutBuffer(8, SIZE), RolloutBuffer(8, SIZE), RolloutBuffer(9, SIZE)
     for store in (one, other, longer):
         fill(store, 8)
     assert one.layout == other.layout != longer.layout
@@ -117,7 +118,7 @@ def test_layouts_compare_by_value_and_travel() -> None:
     ids=["key", "dtype", "shape", "nested", "text"],
 )
 def test_a_step_that_does_not_fit_makes_the_rollout_a_stack_of_clones(other: dict[str, Any]) -> None:
-    store = Store(8, SIZE)
+    store = RolloutBuffer(8, SIZE)
     for _ in range(2):
         for t in range(8):
             store.append(step(t) if t < 4 else step(t, **{k: v.clone() for k, v in other.items()}))
@@ -134,7 +135,7 @@ def test_a_step_that_does_not_fit_makes_the_rollout_a_stack_of_clones(other: dic
 
 
 def test_what_is_no_plain_tensordict_is_stacked() -> None:
-    store = Store(3, SIZE)
+    store = RolloutBuffer(3, SIZE)
     batch = fill(store, 3, text=NonTensorData("a", batch_size=[2]))
     assert batch.shape == (2, 3)
     assert batch[0, 0]["text"] == "a"
@@ -145,7 +146,7 @@ def test_what_is_no_plain_tensordict_is_stacked() -> None:
 
 
 def test_leaves_are_cast_to_the_device() -> None:
-    store = Store(2, SIZE, torch.device("meta"))
+    store = RolloutBuffer(2, SIZE, torch.device("meta"))
     batch = fill(store, 2)
     assert batch.device == torch.device("meta")
     assert batch["observation"].is_meta
@@ -154,7 +155,7 @@ def test_leaves_are_cast_to_the_device() -> None:
 @pytest.mark.usefixtures("small")
 def test_a_rollout_whose_leaves_have_moved_to_another_device_stays_there() -> None:
     """After random frames, a policy's actions come from its device."""
-    store = Store(4, SIZE)
+    store = RolloutBuffer(4, SIZE)
     for device in ("cpu", "meta", "cpu"):
         for t in range(4):
             store.append(step(t, action=torch.full((2,), t, device=device)))
@@ -167,7 +168,7 @@ def test_a_rollout_whose_leaves_have_moved_to_another_device_stays_there() -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.usefixtures("small")
 def test_leaves_that_come_from_two_devices_in_one_rollout_are_where_the_first_was() -> None:
-    store = Store(4, SIZE)
+    store = RolloutBuffer(4, SIZE)
     for first, second in (("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")):
         for t in range(4):
             store.append(step(t, action=torch.full((2,), t, device=first if t < 2 else second)))
@@ -177,7 +178,7 @@ def test_leaves_that_come_from_two_devices_in_one_rollout_are_where_the_first_wa
 
 
 def test_what_cannot_be_stored_is_said() -> None:
-    store = Store(2, SIZE)
+    store = RolloutBuffer(2, SIZE)
     with pytest.raises(ValueError, match="at least one step"):
         store.finish()
     with pytest.raises(ValueError, match=r"batch size \(\), but the environment's is \(2,\)"):
@@ -191,7 +192,7 @@ def test_an_allocation_that_fails_ends_the_rollout_only() -> None:
         return empty_batch(layout)
 
     fails = [False, True]
-    store = Store(2, SIZE, allocate=allocate)
+    store = RolloutBuffer(2, SIZE, allocate=allocate)
     with pytest.raises(MemoryError):
         fill(store, 2)
     assert fill(store, 2).shape == (2, 2)

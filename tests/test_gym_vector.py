@@ -233,10 +233,8 @@ class Old(Spaces):
         return np.zeros(2, np.float32)
 
 
-FOUR, PAIR = np.zeros(4, np.float32), np.zeros(2, np.float32)
+FOUR = np.zeros(4, np.float32)
 DICT = gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Box(-1, 1, (4,))))
-STEP = r"Wrong: step\(\) must return \(observation, reward, terminated, truncated, info\)"
-RESET = r"Wrong: reset\(\) must return \(observation, info\)"
 
 
 def run(env: GymEnv) -> None:
@@ -247,70 +245,36 @@ def run(env: GymEnv) -> None:
 @pytest.mark.parametrize(
     ("env", "error", "message"),
     [
-        (Wrong("reset", FOUR), ValueError, rf"{RESET}, but it returned a ndarray"),
-        (Wrong("reset", PAIR), ValueError, rf"{RESET}, but it returned a ndarray"),
-        (Wrong("reset", (0.5, 0.5)), ValueError, rf"{RESET}, but it returned 2 values \(float, float\)"),
-        (Wrong("reset", None), ValueError, rf"{RESET}, but it returned a NoneType"),
+        (Wrong("reset", FOUR), ValueError, "too many values to unpack"),
         (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
-        (Old(), TypeError, r"Old: it must have reset\(self, \*, seed=None, options=None\): .*'seed'"),
-        (Wrong("step", (FOUR, 1.0, False, {})), ValueError, rf"{STEP}, .* 4 values \(ndarray, float, bool, dict\)"),
-        (Wrong("step", None), ValueError, rf"{STEP}, but it returned a NoneType"),
-        (Wrong("step", np.zeros(5)), ValueError, rf"{STEP}, but it returned a ndarray"),
-        (
-            gymnasium.wrappers.TimeLimit(Wrong("step", (FOUR, 1.0, False, {})), 5),
-            ValueError,
-            rf"{STEP}: not enough values to unpack",
-        ),
+        (Old(), TypeError, "unexpected keyword argument 'seed'"),
+        (Wrong("step", (FOUR, 1.0, False, {})), ValueError, "not enough values to unpack"),
         (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
         (
             Wrong("step", (FOUR[:1], 1.0, False, False, {})),
             ValueError,
             r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)",
         ),
-        (Wrong("step", (None, 1.0, False, False, {}), DICT), TypeError, "Wrong: the observation is a NoneType, but"),
-        (Wrong("step", ({"a": 3}, 1.0, False, False, {}), DICT), TypeError, "Wrong: a is a int, but its space is a"),
         (
-            Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT),
-            ValueError,
-            r"Wrong: the observation has no 'a.b', only \['c'\]",
+            Wrong("step", (None, 1.0, False, False, {}), DICT),
+            TypeError,
+            r"Wrong: .*\('a', 'b'\) does not fit its space",
         ),
+        (Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT), ValueError, r"Wrong: .*\('a', 'b'\) does not"),
         (
             Wrong("step", (FOUR, None, False, False, {})),
             TypeError,
-            r"Wrong: step\(\) must return a number as reward, but it is None",
+            r"Wrong: step\(\) must return one number as reward, not None",
         ),
-        (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "a number as reward, but it is a str"),
+        (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "one number as reward, not '1'"),
         (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
-        (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "a bool as terminated, but it is None"),
-        (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "a bool as truncated, but it is None"),
+        (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "one number as terminated, not None"),
+        (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "one number as truncated, not None"),
     ],
 )
-def test_what_an_environment_does_wrong_is_told(env: Any, error: type[Exception], message: str) -> None:
+def test_what_does_not_fit_is_refused(env: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(GymEnv(env))
-
-
-def in_a_vector(method: str, result: Any, space: Any = None) -> GymEnv:
-    envs = [lambda: Wrong(method, result, space)] * 2
-    return GymEnv(SyncVectorEnv(envs, autoreset_mode=AutoresetMode.DISABLED))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("reset", (FOUR, {}, {})), r"Wrong \(in a SyncVectorEnv\): reset\(\) must return \(observation, info\)"),
-        (("step", (FOUR, 1.0, False, {})), r"Wrong \(in a SyncVectorEnv\): step\(\) must return .*expected 5"),
-        (
-            ("step", (FOUR[:1], 1.0, False, False, {})),
-            r"Wrong \(in a SyncVectorEnv\): step\(\) returned an observation that does not fit .*\(4,\)",
-        ),
-        (("step", ({}, 1.0, False, False, {}), DICT), "an observation that does not fit its observation_space, .*'a'"),
-    ],
-)
-def test_what_an_environment_of_a_vector_does_wrong_is_told(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
-        run(in_a_vector(*arguments))
-    assert raised.value.__cause__ is not None
 
 
 class WrongVector(CountingVector):
@@ -328,14 +292,16 @@ class WrongVector(CountingVector):
     ("results", "error", "message"),
     [
         ({0: np.zeros((1, 2), np.float32)}, ValueError, r"WrongVector: .*it has shape \(1, 2\), not \(2, 2\)"),
-        ({1: None}, TypeError, "WrongVector: .* a number for each of 2 environments as reward, but it is None"),
-        ({1: np.array([1.0, None])}, TypeError, "as reward, but it is a ndarray .* with entries of other types"),
-        ({1: np.ones(1)}, ValueError, r"as reward, but it is an array of shape \(1,\)"),
-        ({1: np.ones((2, 1))}, ValueError, r"as reward, but it is an array of shape \(2, 1\)"),
-        ({2: np.array([None, False])}, TypeError, "a bool for each of 2 environments as terminated"),
+        ({1: None}, TypeError, "WrongVector: .* 2 numbers as reward, not None"),
+        ({1: np.array([1.0, None])}, TypeError, "as reward, not array"),
+        ({1: np.ones(1)}, ValueError, r"as reward, not an array of shape \(1,\)"),
+        ({1: np.ones((2, 1))}, ValueError, r"as reward, not an array of shape \(2, 1\)"),
+        ({2: np.array([None, False])}, TypeError, "2 numbers as terminated"),
     ],
 )
-def test_what_a_vector_does_wrong_is_told(results: dict[int, Any], error: type[Exception], message: str) -> None:
+def test_what_does_not_fit_of_a_vector_is_refused(
+    results: dict[int, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         run(GymEnv(WrongVector(results)))
 

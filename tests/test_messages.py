@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors.workers.channel import MAX_PACKET, Channel, Parcel, encode, encode_any, loads
+from asyncsync.collectors.workers.channel import MAX_PACKET, Channel, Parcel, encode, loads
 from asyncsync.errors import AckTimeout
 
 Pair = tuple[Channel, Channel]
@@ -79,8 +79,9 @@ def test_what_is_no_plain_tensor_keeps_its_nature(pair: Pair) -> None:
     here, there = pair
     weight = torch.nn.Parameter(torch.ones(3))
     leaf = torch.ones(3, requires_grad=True)
-    here.put(encode_any([weight, leaf, torch.ones(3, dtype=torch.complex64).conj(), lambda: 5]), 1.0)
-    parameter, found, conjugate, function = there.receive()
+    given = [weight, leaf, torch.ones(3, dtype=torch.complex64).conj(), lambda: 5]
+    here.put(encode(Parcel.of(given)), 1.0)
+    parameter, found, conjugate, function = loads(there.receive())
     assert isinstance(parameter, torch.nn.Parameter)
     assert found.requires_grad
     assert conjugate.is_conj()

@@ -30,8 +30,11 @@ __all__ = [
     "make_environment",
     "moved",
     "observation_keys",
+    "own_keys",
+    "path_of",
     "rand_action",
     "set_seed",
+    "state_end_keys",
     "truncated_keys",
 ]
 
@@ -70,8 +73,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
         if given and not hasattr(environment, "update_kwargs"):
             raise ValueError(
                 f"create_env_kwargs are for a callable, but create_env_fn is a {type(environment).__name__} already: "
-                "pass the class or a "
-                "function instead"
+                "pass the class or a function instead"
             )
         if given:
             environment.update_kwargs(given)
@@ -79,8 +81,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
         if not _is_gymnasium(environment):
             raise TypeError(
                 f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as "
-                "TorchRL's have them, or to "
-                "be a Gymnasium environment"
+                "TorchRL's have them, or to be a Gymnasium environment"
             )
         environment = _gym(environment)
     return environment
@@ -129,8 +130,7 @@ def moved(environment: Any, device: torch.device) -> Any:
         return environment
     raise TypeError(
         f"{type(environment).__name__} cannot be moved to env_device={str(device)!r}: it has no to(device); leave "
-        "env_device (or device) "
-        "unset, or give policy_device and storing_device only"
+        "env_device (or device) unset, or give policy_device and storing_device only"
     )
 
 
@@ -148,11 +148,11 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
     keys: list[Key]
     if spec is None or not hasattr(spec, "keys"):
         flags = {"done", "terminated", "truncated"}
-        found = [(key, _path(key)) for key in root.keys(True, True)]
+        found = [(key, path_of(key)) for key in root.keys(True, True)]
         keys = [key for key, path in found if path[-1] not in flags and not path[0].startswith("_")]
     else:
         keys = list(spec.keys(True, True) if _lists_nested(spec.keys) else spec.keys())
-    return [key for key in keys if not (counted and _path(key)[-1] == "step_count")]
+    return [key for key in keys if not (counted and path_of(key)[-1] == "step_count")]
 
 
 def _lists_nested(keys: Callable[..., Any]) -> bool:
@@ -163,7 +163,8 @@ def _lists_nested(keys: Callable[..., Any]) -> bool:
         return False
 
 
-def _path(key: Key) -> tuple[str, ...]:
+def path_of(key: Key) -> tuple[str, ...]:
+    """A key as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
@@ -182,12 +183,26 @@ def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
         keys = [key for key in ("done", "terminated", "truncated") if key in root.keys()] or ["done"]  # noqa: SIM118
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in keys:
-        groups.setdefault(_path(key)[:-1], []).append(key if isinstance(key, str) else _path(key))
+        groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
     chosen: list[Key] = []
     for group in groups.values():
-        whole = [key for key in group if _path(key)[-1] == "done"]
+        whole = [key for key in group if path_of(key)[-1] == "done"]
         chosen += whole or group
     return chosen
+
+
+def own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> frozenset[tuple[str, ...]]:
+    """What a policy cannot write under ``"next"``, because it is the environment's result: what a reset returns, the
+    rewards, and what says that a trajectory has ended."""
+    rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
+    ends = {(*path_of(key)[:-1], name) for key in done_keys for name in ("done", "terminated", "truncated")}
+    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, done_keys), *ends})
+
+
+def state_end_keys(done_keys: list[Key]) -> list[Key]:
+    """By which recurrent state is zeroed: those at the root, where there are any. One dead agent of several has a
+    trajectory of its own that ends, but not an episode: the others remember."""
+    return [key for key in done_keys if len(path_of(key)) == 1] or done_keys
 
 
 def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
@@ -195,7 +210,7 @@ def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     keys = getattr(environment, "done_keys", None)
     if keys is None:
         keys = [key for key in ("truncated",) if key in root.keys()]  # noqa: SIM118
-    return [key for key in keys if _path(key)[-1] == "truncated"]
+    return [key for key in keys if path_of(key)[-1] == "truncated"]
 
 
 def action_spec(environment: Any) -> Any:
@@ -210,8 +225,7 @@ def action_spec(environment: Any) -> Any:
             return spec
     raise TypeError(
         f"{type(environment).__name__} has no action_spec, so there are no random actions for it: pass a policy, or "
-        "give it an action_spec "
-        "with a rand() method"
+        "give it an action_spec with a rand() method"
     )
 
 

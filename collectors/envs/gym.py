@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from asyncsync.collectors.envs.gym_specs import BoxSpec, CategoricalSpec, CompositeSpec, Leaf, Spec, leaves_of
-from asyncsync.collectors.envs.gym_vector import Resets, class_of, make_vector, reset, resets_of, step
+from asyncsync.collectors.envs.gym_specs import (
+    DONE_KEYS,
+    BoxSpec,
+    Buffers,
+    CategoricalSpec,
+    CompositeSpec,
+    Leaf,
+    Spec,
+    leaves_of,
+)
+from asyncsync.collectors.envs.gym_vector import Resets, beside, check_environment, make_vector, resets_of, zeroed
 
 __all__ = ["GymEnv"]
 
 Array = np.ndarray[Any, Any]
-DONE_KEYS = ("done", "terminated", "truncated")
 NUMBERS = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.bool_))
 FLAGS = frozenset((bool, np.bool_))
 
@@ -30,8 +38,9 @@ class GymEnv:
             step, td = env.step_and_maybe_reset(env.rand_action(td))
             step["next", "reward"]                                     # float32 [64, 1]
 
-    Keys, shapes, dtypes, and the values that come from a seed are those of TorchRL's GymEnv, which is not needed
-    (extra: gym). Entries, behind the batch's dimensions, which are ``[num_envs]`` or none:
+    Keys, shapes, dtypes, and what the environment returns for a seed are those of TorchRL's GymEnv, which is not needed
+    (extra: gym); random actions are drawn in another way. What does not fit an environment's own spaces is refused;
+    ``gymnasium.utils.env_checker`` explains it. Entries, behind the batch's dimensions, ``[num_envs]`` or none:
 
     - ``"observation"``, or the keys of a ``Dict`` space (its "state" is called "observation"). ``Box``: its shape and
       dtype, ``[1]`` for a scalar. ``MultiBinary``: as it is. ``Discrete(n)``: one-hot, int64 ``[n]``.
@@ -78,7 +87,7 @@ class GymEnv:
             raise ImportError('GymEnv needs gymnasium; install it with: pip install "asyncsync[gym]"') from error
         made = isinstance(env, str | gymnasium.envs.registration.EnvSpec)
         if not made:
-            _check_environment(env)
+            check_environment(env)
             named = {"num_envs": num_envs, "vectorization_mode": vectorization_mode}
             if given := [*(name for name, value in named.items() if value), *make_kwargs]:
                 raise ValueError(f"{', '.join(given)}: only with an id, but an environment was given: {env}")
@@ -177,7 +186,7 @@ class GymEnv:
         if mask is not None and not bool(mask.all()):
             assert tensordict is not None
             return self._reset_some(tensordict, mask.reshape(self.batch_size)) if bool(mask.any()) else tensordict
-        first = self._first(reset(self.env, seed=seed, options=options))
+        first = self._reset(seed=seed, options=options)
         return first if tensordict is None else tensordict.update(first)
 
     def _reset_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
@@ -185,7 +194,7 @@ class GymEnv:
         first = self._first(self._resets.reset(mask.cpu().numpy()))
         for key in first.keys(True, True):
             new, old = first.get(key), tensordict.get(key)
-            tensordict.set(key, torch.where(_beside(mask, new), new, old))
+            tensordict.set(key, torch.where(beside(mask, new), new, old))
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -207,11 +216,11 @@ class GymEnv:
         beside = given.pop("next", None)
         action = self._action(tensordict, given)
         try:
-            observation, reward, terminated, truncated, info = step(self.env, action)
+            observation, reward, terminated, truncated, info = self.env.step(action)
         except Exception as error:
             self._check_actions(tensordict, error)
             raise
-        buffers = _Buffers(self.batch_size, self._forms)
+        buffers = Buffers(self.batch_size, self._forms)
         if not self._are_plain(reward, terminated, truncated):
             named = {"reward": reward, "terminated": terminated, "truncated": truncated}
             reward, terminated, truncated = (self._number(name, value) for name, value in named.items())
@@ -229,23 +238,17 @@ class GymEnv:
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
-                root[key] = self._zeroed(value, finished)
+                root[key] = zeroed(value, finished)
         for key in buffers.groups & given.keys():  # a policy may have written into the environment's groups of entries
             root[key] = given[key].copy().update(root[key])
         tensordict.set("next", self._container(after))
         return tensordict, self._container(root)
 
-    def _zeroed(self, value: Any, finished: Array) -> Any:
-        """A policy's entry for the next step: zeros for new trajectories."""
-        if not np.count_nonzero(finished):
-            return value
-        ended = torch.from_numpy(finished.copy())
-        return _each(lambda x: torch.where(_beside(ended, x), torch.zeros_like(x), x), value)
-
-    def _begin(self, buffers: _Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
+    def _begin(self, buffers: Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
         """Begin anew what has finished: the observations for the next step."""
         if self._resets is None:
-            return reset(self.env)
+            observation, _ = self.env.reset()
+            return observation
         for index, last in self._resets.last(finished, info):
             # "...": a row of a number each is a view, too, not a copy of the number
             self._write([view[index, ...] for view in buffers.next_views], last)
@@ -269,7 +272,7 @@ class GymEnv:
         Returns:
             The seed for the next environment: drawn from the given one, as TorchRL does, unless static_seed.
         """
-        reset(self.env, seed=seed)
+        self._reset(seed=seed)
         if seed is None or static_seed:
             return seed
         return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % (2**32 - 1)
@@ -290,9 +293,13 @@ class GymEnv:
 
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
+    def _reset(self, **kwargs: Any) -> TensorDict:
+        observation, _ = self.env.reset(**kwargs)
+        return self._first(observation)
+
     def _first(self, observation: Any) -> TensorDict:
         """The root of a reset's observations."""
-        buffers = _Buffers(self.batch_size, self._forms)
+        buffers = Buffers(self.batch_size, self._forms)
         self._write(buffers.first_views, observation)
         return self._container(buffers.first)
 
@@ -301,20 +308,15 @@ class GymEnv:
             try:
                 leaf.spec.write(view, _follow(observation, leaf.path))
             except (LookupError, TypeError, ValueError) as error:
-                raise self._unfit(leaf, observation, error) from error
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(
+                    f"{self._name}: the observation's entry {leaf.key!r} does not fit its space: {error}"
+                ) from error
 
-    def _unfit(self, leaf: Leaf, observation: Any, error: Exception) -> Exception:
-        """The error for an observation, or an entry of it, that is not as its space says."""
-        name, told = class_of(self.env), f"{leaf.key!r} does not fit its space: {error}"
-        for index, part in enumerate(leaf.path):
-            if not isinstance(observation, Mapping):
-                where = ".".join(leaf.path[:index]) or "the observation"
-                return TypeError(f"{name}: {where} is a {type(observation).__name__}, but its space is a Dict")
-            if part not in observation:
-                has = list(observation)
-                return ValueError(f"{name}: the observation has no {'.'.join(leaf.path[: index + 1])!r}, only {has}")
-            observation = observation[part]
-        return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: the observation's entry {told}")
+    @property
+    def _name(self) -> str:
+        """What to call the environment in an error."""
+        return type(self.env.unwrapped).__name__
 
     def _are_plain(self, reward: Any, terminated: Any, truncated: Any) -> bool:
         """Whether they are as most environments return them; others take :meth:`_number`'s time."""
@@ -327,15 +329,14 @@ class GymEnv:
         )
 
     def _number(self, name: str, value: Any) -> Any:
-        """One of a step's results that may yet be a number, or as many as there are environments."""
-        shape = self._shape
-        array = np.asarray(value)
-        of = f" of shape {array.shape}" if array.shape else ""
+        """One of a step's results that may yet be a number, or as many as there are environments: not None, which
+        would pass for False, nor another shape, which would be broadcast."""
+        shape, array = self._shape, np.asarray(value)
+        wanted = f"{self._name}: step() must return {'one number' if not shape else f'{shape[0]} numbers'} as {name}"
         if array.dtype.kind not in "biuf" and (array.dtype.kind != "O" or None in array.ravel().tolist()):
-            what = "None" if value is None else f"a {type(value).__name__}{of} with entries of other types"
-            raise TypeError(f"{class_of(self.env)}: step() must return {_wanted(name, shape)}, but it is {what}")
+            raise TypeError(f"{wanted}, not {value!r}")
         if array.size != 1 if not shape else array.shape not in ((), shape):
-            raise ValueError(f"{class_of(self.env)}: step() must return {_wanted(name, shape)}, but it is an array{of}")
+            raise ValueError(f"{wanted}, not an array of shape {array.shape}")
         return array.reshape(()) if not shape else array
 
     def _container(self, items: dict[str, Any]) -> TensorDict:
@@ -382,66 +383,7 @@ class GymEnv:
                 raise self._no_choice(leaf, wrong) from error
 
     def _no_choice(self, leaf: Leaf, error: ValueError) -> ValueError:
-        return ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {class_of(self.env)}")
-
-
-class _Buffers:
-    """The tensors of one step's results, with NumPy views of them: written in place, by that step only.
-
-    What has been handed out is never written again: policies keep observations (stacks of frames, say).
-    """
-
-    def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
-        # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
-        column, shape = (*batch_size, 1), tuple(batch_size)
-
-        def observations() -> tuple[dict[Any, Any], list[Array]]:
-            views = [np.empty(size, dtype) for _, size, dtype in forms]
-            tensors: dict[Any, Any] = {}
-            nested: TensorDict | None = None
-            for (key, _, _), view in zip(forms, views, strict=True):
-                if isinstance(key, str):
-                    tensors[key] = torch.from_numpy(view)
-                    continue
-                nested = TensorDict({}, batch_size=batch_size) if nested is None else nested
-                nested.set(key, torch.from_numpy(view))
-            return tensors if nested is None else tensors | dict(nested.items()), views
-
-        self.next, self.next_views = observations()
-        self.first, self.first_views = observations()
-        self.groups = {key for key, value in self.first.items() if isinstance(value, TensorDictBase)}
-        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in DONE_KEYS)
-        self.next["reward"] = torch.from_numpy(reward)
-        for key, flag in zip(DONE_KEYS, flags, strict=True):
-            self.next[key] = torch.from_numpy(flag)
-            self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
-        self.reward: Array = reward.reshape(shape)
-        self.finished, self.terminated, self.truncated = (flag.reshape(shape) for flag in flags)
-
-
-def _check_environment(env: Any) -> None:
-    """Raises TypeError: not an environment."""
-    wanted = "GymEnv takes a Gymnasium id, an environment, or a vector environment"
-    if isinstance(env, type) or not hasattr(env, "unwrapped"):
-        what = f"the class {env.__name__}: call it to make one" if isinstance(env, type) else repr(env)
-        raise TypeError(f"{wanted}, not {what}")
-    for name in ("observation_space", "action_space"):
-        if not hasattr(env, name):
-            raise TypeError(f"{type(env).__name__} has no {name}: an environment has to set it, in __init__ say")
-
-
-def _wanted(name: str, shape: tuple[int, ...]) -> str:
-    what = "a number" if name == "reward" else "a bool"
-    return f"{what} as {name}" if not shape else f"{what} for each of {shape[0]} environments as {name}"
-
-
-def _beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A mask of the batch's shape, for ``torch.where`` with an entry."""
-    return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
-
-
-def _each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    return value.apply(function) if isinstance(value, TensorDictBase) else function(value)
+        return ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}")
 
 
 def _follow(value: Any, path: tuple[str, ...]) -> Any:

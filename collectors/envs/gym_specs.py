@@ -1,8 +1,8 @@
 """How the values of Gymnasium's spaces look as tensors.
 
 A spec says the shape, dtype and device of one entry, draws random values, and converts in both directions: what the
-environment returns into a tensor that exists already, and an action into what the environment takes. Shapes, dtypes,
-and the values drawn for a torch seed are those of TorchRL's GymEnv; this file needs neither library to be imported.
+environment returns into a tensor that exists already, and an action into what the environment takes. Shapes and dtypes
+are those of TorchRL's GymEnv; this file needs neither library to be imported.
 
 Feature dimensions are the last ones, so that all of this works for one environment, for a batch of them, and for one
 row of a batch.
@@ -17,12 +17,24 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
-__all__ = ["BoxSpec", "CategoricalSpec", "CompositeSpec", "Leaf", "MultiOneHotSpec", "OneHotSpec", "Spec", "leaves_of"]
+__all__ = [
+    "DONE_KEYS",
+    "BoxSpec",
+    "Buffers",
+    "CategoricalSpec",
+    "CompositeSpec",
+    "Leaf",
+    "MultiOneHotSpec",
+    "OneHotSpec",
+    "Spec",
+    "leaves_of",
+]
 
 Array = np.ndarray[Any, Any]
 INT64 = np.dtype(np.int64)
+DONE_KEYS = ("done", "terminated", "truncated")
 
 
 class Spec(ABC):
@@ -99,19 +111,16 @@ class BoxSpec(Spec):
         """Uniform between two finite bounds, normal without bounds, exponential from a single one."""
         size, low, high = (*shape, *self.shape), self.low, self.high
         if not self.dtype.is_floating_point:
-            offset = torch.rand(size, dtype=torch.float64 if self.dtype.itemsize >= 4 else None, device=self.device)
-            span = high.to(offset.dtype) - low.to(offset.dtype) + 1
-            return torch.minimum(low.long() + (offset * span).long(), high.long()).to(self.dtype)
+            span = high.double() - low.double() + 1
+            offset = (torch.rand(size, dtype=torch.float64, device=self.device) * span).long()
+            return torch.minimum(low.long() + offset, high.long()).to(self.dtype)
         limits = torch.finfo(self.dtype)  # these, too, are how environments write "no bound"
         below, above = low <= limits.min, high >= limits.max
-        if bool((below & above).all()):
-            return torch.randn(size, dtype=self.dtype, device=self.device)
-        uniform = torch.zeros(size, dtype=self.dtype, device=self.device).uniform_()
-        drawn = uniform * (high - low) + low
+        drawn = torch.rand(size, dtype=self.dtype, device=self.device) * (high - low) + low
         if bool((below | above).any()):
-            tail = torch.empty_like(uniform).exponential_()
+            tail = torch.empty_like(drawn).exponential_()
             drawn = torch.where(below, high - tail, torch.where(above, low + tail, drawn))
-            drawn = torch.where(below & above, torch.randn_like(uniform), drawn)
+            drawn = torch.where(below & above, torch.randn_like(drawn), drawn)
         return torch.minimum(torch.maximum(drawn, low), high)
 
     def write(self, out: Array, value: Any) -> None:
@@ -147,11 +156,8 @@ class CategoricalSpec(Spec):
         self._n = int(nvec.max(initial=0))
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        size = (*shape, *self.shape)
-        if self.nvec.min() == self.nvec.max():
-            return torch.randint(0, int(self.nvec.flat[0]), size, dtype=self.dtype, device=self.device)
-        drawn = [torch.randint(0, int(n), size[:-1], dtype=self.dtype, device=self.device) for n in self.nvec]
-        return torch.stack(drawn, -1)
+        drawn = torch.rand((*shape, *self.shape), dtype=torch.float64, device=self.device)
+        return (drawn * torch.as_tensor(self.nvec, device=self.device)).to(self.dtype)
 
     def write(self, out: Array, value: Any) -> None:
         value = _array(value, out.shape)
@@ -328,6 +334,40 @@ def _spec(space: Any, name: str, categorical: bool, device: torch.device | None)
         f"{name!r}: a {type(space).__name__} space has no tensor form here; use gymnasium.wrappers.FlattenObservation "
         "or TransformObservation, or torchrl.envs.GymEnv, which knows more kinds of spaces"
     )
+
+
+class Buffers:
+    """The tensors of one step's results, with NumPy views of them: written in place, by that step only.
+
+    What has been handed out is never written again: policies keep observations (stacks of frames, say).
+    """
+
+    def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
+        # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
+        column, shape = (*batch_size, 1), tuple(batch_size)
+
+        def observations() -> tuple[dict[Any, Any], list[Array]]:
+            views = [np.empty(size, dtype) for _, size, dtype in forms]
+            tensors: dict[Any, Any] = {}
+            nested: TensorDict | None = None
+            for (key, _, _), view in zip(forms, views, strict=True):
+                if isinstance(key, str):
+                    tensors[key] = torch.from_numpy(view)
+                    continue
+                nested = TensorDict({}, batch_size=batch_size) if nested is None else nested
+                nested.set(key, torch.from_numpy(view))
+            return tensors if nested is None else tensors | dict(nested.items()), views
+
+        self.next, self.next_views = observations()
+        self.first, self.first_views = observations()
+        self.groups = {key for key, value in self.first.items() if isinstance(value, TensorDictBase)}
+        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in DONE_KEYS)
+        self.next["reward"] = torch.from_numpy(reward)
+        for key, flag in zip(DONE_KEYS, flags, strict=True):
+            self.next[key] = torch.from_numpy(flag)
+            self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
+        self.reward: Array = reward.reshape(shape)
+        self.finished, self.terminated, self.truncated = (flag.reshape(shape) for flag in flags)
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:

@@ -12,96 +12,17 @@ next. Gymnasium has three ways (see https://farama.org/Vector-Autoreset-Mode):
 
 from __future__ import annotations
 
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from tensordict import TensorDictBase
 
-__all__ = ["Resets", "class_of", "make_vector", "reset", "resets_of", "step"]
+__all__ = ["Resets", "beside", "check_environment", "make_vector", "resets_of", "zeroed"]
 
 Array = np.ndarray[Any, Any]
-RESULTS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
-
-
-def reset(env: Any, **kwargs: Any) -> Any:
-    """The observation of ``env.reset(**kwargs)``.
-
-    Raises:
-        TypeError, ValueError: it does not take or return what Gymnasium's do.
-    """
-    try:
-        result = env.reset(**kwargs)
-    except (LookupError, TypeError, ValueError) as error:
-        if (fault := _fault(env, "reset", error)) is None:
-            raise
-        raise fault from error
-    # The older interface's observation alone may well be a pair of numbers: there, the second one is no dictionary.
-    if not (_is_of(result, 2) and (result[1] is None or isinstance(result[1], Mapping))):
-        raise _wrong_result(env, "reset", result)
-    return result[0]
-
-
-def step(env: Any, action: Any) -> Any:
-    """The five results of ``env.step(action)``.
-
-    Raises:
-        TypeError, ValueError: these are others than those of Gymnasium's.
-    """
-    try:
-        result = env.step(action)
-    except (LookupError, TypeError, ValueError) as error:
-        if (fault := _fault(env, "step", error)) is None:
-            raise
-        raise fault from error
-    if (type(result) is not tuple or len(result) != 5) and not _is_of(result, 5):
-        raise _wrong_result(env, "step", result)
-    return result
-
-
-def class_of(env: Any) -> str:
-    """What to call an environment in an error: its class; of Gymnasium's vectors, that of what is in it."""
-    inner = env.unwrapped
-    name = type(inner).__name__
-    within = getattr(inner, "envs", ()) if _is_gymnasiums(env) else ()
-    classes = dict.fromkeys(type(each.unwrapped).__name__ for each in within)
-    return f"{' or '.join(classes)} (in a {name})" if classes else name
-
-
-def _is_of(result: Any, count: int) -> bool:
-    return isinstance(result, (tuple, list)) and len(result) == count
-
-
-def _wrong_result(env: Any, method: str, result: Any) -> Exception:
-    returned = f"a {type(result).__name__}"
-    if isinstance(result, (tuple, list)):
-        returned = f"{len(result)} values ({', '.join(type(each).__name__ for each in result)})"
-    return ValueError(f"{class_of(env)}: {method}() must return {RESULTS[method]}, but it returned {returned}")
-
-
-def _fault(env: Any, method: str, error: Exception) -> Exception | None:
-    """An error that says what the environment did wrong, for one of Gymnasium's own code that does not.
-
-    None: there is nothing to add; the error may be of any code.
-    """
-    text = str(error)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if f"{method}() got an unexpected keyword argument" in text:
-        signature = "reset(self, *, seed=None, options=None)" if method == "reset" else "step(self, action)"
-        return TypeError(f"{class_of(env)}: it must have {signature}: {text}")
-    of = frames[-1].f_globals.get("__name__", "")
-    if "unpack" in text and of.startswith("gymnasium.") and frames[-1].f_code.co_name == method:
-        return ValueError(f"{class_of(env)}: {method}() must return {RESULTS[method]}: {text}")
-    for frame in frames:
-        if frame.f_globals.get("__name__") == "gymnasium.vector.utils.space_utils" and "concatenate" in str(
-            frame.f_code.co_name
-        ):
-            return ValueError(
-                f"{class_of(env)}: {method}() returned an observation that does not fit its observation_space, "
-                f"{env.single_observation_space}: {text}"
-            )
-    return None
 
 
 class Resets(ABC):
@@ -137,7 +58,8 @@ class Resets(ABC):
         Returns:
             A batch of observations, of which those of the mask count.
         """
-        return reset(self.env, options={"reset_mask": mask})
+        observation, _ = self.env.reset(options={"reset_mask": mask})
+        return observation
 
 
 class Disabled(Resets):
@@ -277,3 +199,31 @@ def _row(final: Any, index: int) -> Any:
     if isinstance(final, Mapping):
         return {name: _row(value, index) for name, value in final.items()}
     return final[index]
+
+
+def check_environment(env: Any) -> None:
+    """Raises TypeError: not an environment."""
+    wanted = "GymEnv takes a Gymnasium id, an environment, or a vector environment"
+    if isinstance(env, type) or not hasattr(env, "unwrapped"):
+        what = f"the class {env.__name__}: call it to make one" if isinstance(env, type) else repr(env)
+        raise TypeError(f"{wanted}, not {what}")
+    for name in ("observation_space", "action_space"):
+        if not hasattr(env, name):
+            raise TypeError(f"{type(env).__name__} has no {name}: an environment has to set it, in __init__ say")
+
+
+def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A mask of the batch's shape, for ``torch.where`` with an entry."""
+    return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
+
+
+def zeroed(value: Any, finished: Array) -> Any:
+    """A policy's entry for the next step: zeros for new trajectories."""
+    if not np.count_nonzero(finished):
+        return value
+    ended = torch.from_numpy(finished.copy())
+
+    def zero(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(beside(ended, x), torch.zeros_like(x), x)
+
+    return value.apply(zero) if isinstance(value, TensorDictBase) else zero(value)

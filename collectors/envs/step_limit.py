@@ -36,8 +36,7 @@ def limited(environment: Any, max_steps: int) -> Any:
 
 _COUNTED = (
     "max_frames_per_traj counts steps under the key 'step_count', which the environment has already: leave "
-    "max_frames_per_traj out and "
-    "give the environment's own counter its limit, or remove that counter"
+    "max_frames_per_traj out and give the environment's own counter its limit, or remove that counter"
 )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.collectors.arguments import check_count
-from asyncsync.collectors.base import PostHook, PreHook
-from asyncsync.collectors.weights.of_workers import WorkersWeights
-from asyncsync.collectors.workers.channel import dumps
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook, Signals
+from asyncsync.collectors.multi.weights import WorkersWeights
+from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import AckTimeout
 
@@ -24,11 +24,12 @@ CALL_SECONDS = 60.0
 """How long a call waits for its answer, which a worker gives between two rollouts."""
 
 
-class Calling(WorkersWeights):
+class Calling(WorkersWeights, BaseCollector):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     _frames: int
     _iter: int
+    _random: bool | None  # for a worker: whether its trainer wants the policy left out
 
     @abstractmethod
     def _count_free(self) -> None:
@@ -41,12 +42,12 @@ class Calling(WorkersWeights):
         message = dumps((name, *arguments)) if arguments else (name,)
         chosen = range(self.num_workers) if workers is None else workers
         deadline = time.monotonic() + (CALL_SECONDS if timeout is None else timeout)
-        replies = [self._crew.call(worker, message) for worker in chosen]
+        replies = [self._group.call(worker, message) for worker in chosen]
         results = []
         try:
             for worker, reply in zip(chosen, replies, strict=True):
                 try:
-                    failure, result = self._crew.until(reply, max(0.0, deadline - time.monotonic()))
+                    failure, result = self._group.wait(reply, max(0.0, deadline - time.monotonic()))
                 except AckTimeout:
                     raise AckTimeout(
                         f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
@@ -55,7 +56,7 @@ class Calling(WorkersWeights):
                 if failure is not None:
                     assert isinstance(failure, Failure)
                     raise failure.error(f"worker {worker}")
-                results.append(result)
+                results.append(loads(result))
         finally:
             for reply in replies:
                 reply.forget()
@@ -125,11 +126,11 @@ class Calling(WorkersWeights):
         if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
         # First, as each worker begins new trajectories when it loads.
-        self._page.advance_trajectories(0, max(_trajectories(state_dict), default=0))
+        self._group.trajectory_pool()._advance(0, max(_trajectories(state_dict), default=0))
         for worker, name in enumerate(names):
             self._call("load", state_dict[name], workers=[worker], timeout=timeout)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-        self._page.frames = self._frames
+        self._group.frames = self._frames
         policies = [policy for name in names for policy in _policies(state_dict[name])]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = bool(policies) and own.keys() == policies[0].keys() and all(_equal(policies[0], p) for p in policies)
@@ -144,6 +145,23 @@ class Calling(WorkersWeights):
         else:
             each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
             self.update_policy_weights_(each, timeout=timeout)
+
+    # -- as a worker --------------------------------------------------------------------------------------------------
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        self._signals = signals  # the batches are its own workers', which are attached themselves
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        self._random = random
+        self._group.counted = self._signals.counted()  # for its own workers
+        before = self._frames
+        batch = self.next()
+        if writes:
+            return None, self._frames - before
+        return batch, 0 if batch is None else batch.numel()
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        self.shutdown(timeout, close_env)
 
     @property
     def pre_collect_hook(self) -> PreHook | None:
@@ -165,14 +183,14 @@ class Calling(WorkersWeights):
 
 
 def _policies(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a worker's state says of policies: of its own, or of its workers'."""
+    """The policies in a worker's state: of its own, or of its workers'."""
     if "policy_state_dict" in state:
         return [state["policy_state_dict"]]
     return [policy for name, below in state.items() if name.startswith("worker") for policy in _policies(below)]
 
 
 def _trajectories(state: Mapping[str, Any]) -> list[int]:
-    """The next identifiers that a state tells of, here and below."""
+    """The next identifiers in a state, here and below."""
     own = [int(state["traj_pool"]["traj_id"])] if "traj_pool" in state else []
     return own + [n for name, below in state.items() if name.startswith("worker") for n in _trajectories(below)]
 

@@ -8,8 +8,9 @@ one have in common.
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
-thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.crew` has the processes,
-:mod:`~asyncsync.collectors.workers.main` what runs there, and shared_batches beside it the way back.
+thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.group` is what this needs of them,
+:mod:`~asyncsync.collectors.workers.process_group` has the processes, and
+:mod:`~asyncsync.collectors.workers.rollout_worker` what runs there.
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
 """
@@ -18,12 +19,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.managers import BaseProxy
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,65 +32,39 @@ from torch import nn
 from asyncsync.collectors.arguments import (
     Devices,
     check_count,
+    check_devices,
     check_factories,
     check_policy,
     check_policy_factory,
     check_schemes,
     each,
+    exact_device,
     flattened,
     frames_or_none,
     is_list,
     own_arguments,
     spread,
+    warn_rounding,
     whole,
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import Documented
-from asyncsync.collectors.finish import on_device, warn_rounding
-from asyncsync.collectors.multi.iteration import Commanding, make_finalizers
-from asyncsync.collectors.rollout.devices import check_devices, exact_device
+from asyncsync.collectors.construct import Chooses, family
+from asyncsync.collectors.multi.iteration import Driver
+from asyncsync.collectors.multi.running import make_finalizers
+from asyncsync.collectors.multi.starting import check_shared, connect, described, wait_until_built
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
-from asyncsync.collectors.workers.channel import dumps
-from asyncsync.collectors.workers.control_page import ControlPage, MemoryPlace, SharedPool
-from asyncsync.collectors.workers.crew import Crew, check_platform, check_start_method
-from asyncsync.collectors.workers.main import Spec, run_worker
-from asyncsync.errors import AckTimeout
-from asyncsync.runtime.threads import join
+from asyncsync.collectors.weights.plan import _RegisteredModels
+from asyncsync.collectors.workers.process import check_platform, check_start_method
+from asyncsync.collectors.workers.process_group import ProcessGroup
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["MultiCollector"]
 
 
-class _Dispatch(Documented):
-    """``MultiCollector(..., sync=…)`` makes one or the other."""
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        signature = super().__signature__
-        if cls is not MultiCollector:
-            return signature
-        chooses = inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool")
-        return signature.replace(parameters=[*signature.parameters.values(), chooses])
-
-    def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
-        if cls is not MultiCollector:
-            if sync is not None:
-                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
-            return super().__call__(*args, **kwargs)
-        if sync is None:
-            raise TypeError(
-                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
-            )
-        from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
-        from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
-
-        return (MultiSyncCollector if sync else MultiAsyncCollector)(*args, **kwargs)
-
-
-class MultiCollector(Commanding, metaclass=_Dispatch):
+class MultiCollector(Driver, metaclass=Chooses):
     """Worker processes that step environments. Needs Linux.
 
     Args:
@@ -144,6 +117,22 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         AckTimeout, NotConnected: the workers were not ready in time.
         NotImplementedError: this is not Linux.
     """
+
+    _selectors = (inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool"),)
+
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """``MultiCollector(..., sync=…)`` makes one or the other."""
+        sync = kwargs.pop("sync", None)
+        if cls is not MultiCollector:
+            if sync is not None:
+                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
+            return None
+        if sync is None:
+            raise TypeError(
+                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
+            )
+        return partial(family("sync" if sync else "async"), *args, **kwargs)
 
     def __init__(
         self,
@@ -207,7 +196,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             max_lag = whole("max_lag", max_lag, 0)
         check_schemes("weight_sync_schemes", weight_sync_schemes)
         check_schemes("weight_recv_schemes", weight_recv_schemes)
-        _check_shared(replay_buffer)
+        check_shared(replay_buffer)
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
         self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
@@ -258,7 +247,6 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self.extend_buffer = extend_buffer
         self.split_trajs = bool(split_trajs) and replay_buffer is None
         self.postproc = on_device(postproc, self.storing_device[0]) if replay_buffer is None else None
-        self._begin()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
@@ -278,8 +266,7 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
             "postproc": postproc if shared else None,
             "split_trajs": split_trajs if shared else False,
         }
-        parameters = inspect.signature(MultiCollector.__init__).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
         each_own = [
             with_partial(
                 collector_class,
@@ -302,38 +289,29 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         self._set_up_senders(sent, updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
-                scheme._context = _Models(weakref.ref(self))
-        self._page = page = ControlPage()
-        self._crew = crew = Crew(start_method, type(self).__name__)
-        follows = self._tell_by_page()
+                scheme._context = _RegisteredModels(self)
+        self._group = group = ProcessGroup(start_method, type(self).__name__)
+        self._begin()
         self.closed = False
-        self._finalizers = make_finalizers(self, crew, page, self._sender_schemes)
+        self._finalizers = make_finalizers(self, group, self._sender_schemes)
         deadline = time.monotonic() + connect_timeout
         try:
             if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
                 replay_buffer.share()
-            for index, factory in enumerate(factories):
-                given = each_own[index]
-                given.pop("replay_buffer", None)  # travels by multiprocessing's pickle
-                if given.get("traj_pool", traj_pool) is None:
-                    given["traj_pool"] = SharedPool(page)
-                spec = Spec(
-                    kind=Collector if collector_class is None else collector_class,
-                    create_env_fn=factory,
-                    arguments=given,
-                    post_collect_hook=post_collect_hook,
-                    init_fn=init_fn,
-                    threads=num_sub_threads,
-                    follows=follows,
-                    timeout=connect_timeout,
-                )
-                pickled = _pickled(spec)
-                worker = crew.start(run_worker, (page.place, replay_buffer, self._sender_schemes))
-                # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
-                # imported torch.
-                crew.post(worker, ("build", pickled))
+            specifications = described(
+                factories,
+                each_own,
+                group.trajectory_pool,
+                kind=Collector if collector_class is None else collector_class,
+                post_collect_hook=post_collect_hook,
+                init_fn=init_fn,
+                threads=num_sub_threads,
+                follows=self._announces(),
+                timeout=connect_timeout,
+            )
+            group.start(specifications, self._sender_schemes, replay_buffer)
             self._wait_until_built(deadline)
-            self._connect_crew(deadline)
+            connect(group, self._connect_senders, self._end_weights, deadline)
             if weight_recv_schemes is not None:  # what comes is passed on at once
                 self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:
@@ -382,111 +360,31 @@ class MultiCollector(Commanding, metaclass=_Dispatch):
         """How many frames a rollout of this worker has."""
         return self._requested[worker_idx]
 
-    def _tell_by_page(self) -> bool:
-        """Have the newest version on the page as soon as it is published; False if there are several counts of them."""
+    def _announces(self) -> bool:
+        """Have the newest version announced as soon as it is published; False if there are several counts of them."""
         if len(self._senders.buses) != 1:
             return False
-        page, everybody = self._page, range(self.num_workers)
-        self._senders.buses[0]._on_published = lambda version, workers: page.publish(
-            version, everybody if workers is None else workers
-        )
+        group = self._group  # not the collector: the open bus would keep it alive
+        self._senders.buses[0]._on_published = lambda version, workers: group.announce(version, workers)
         return True
 
     def _pass_versions_on(self) -> None:
         super()._pass_versions_on()
         self._follow(None)
 
-    def _follow(self, place: MemoryPlace | None, index: int = 0) -> None:
-        """Have the workers look up the newest version on this page, of the tree's root, or on none."""
+    def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
+        """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
         if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
-            place = None  # some updates end here
-        for worker in range(self.num_workers):
-            self._crew.post(worker, ("follow", place, index))
+            root = None  # some updates end here
+        self._group.follow(root, index)
 
     def _wait_until_built(self, deadline: float) -> None:
-        crew = self._crew
-
-        def built() -> bool:
-            return len(crew.built) == self.num_workers
-
-        try:
-            crew.until(built, max(0.0, deadline - time.monotonic()))
-        except AckTimeout:
-            missing = sorted(set(range(self.num_workers)) - set(crew.built))
-            raise AckTimeout(
-                f"workers {missing} of this {type(self).__name__} were not ready in time: importing libraries and "
-                "making environments takes longer than connect_timeout allows"
-            ) from None
-        for index, (frames, dims, devices) in crew.built.items():
-            self._requested[index] = frames
-            self._acting_devices[index] = devices
-            self._check_dims(dims)
+        wait_until_built(self._group, self.num_workers, type(self).__name__, deadline)
+        for index, info in self._group.infos.items():
+            self._requested[index] = info.frames
+            self._acting_devices[index] = info.devices
+            self._check_dims(info.dims)
         self.requested_frames_per_batch = self._frames_of_a_batch()
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""
-
-    def _connect_crew(self, deadline: float) -> None:
-        """Both sides connect at the same time; whoever fails ends the other's wait."""
-        errors: list[BaseException] = []
-        done = threading.Event()
-
-        def connect() -> None:
-            try:
-                self._connect_senders(max(0.0, deadline - time.monotonic()))
-            except BaseException as error:
-                errors.append(error)
-            done.set()
-            self._crew.nudge()
-
-        def connected() -> bool:
-            return bool(errors) or (done.is_set() and len(self._crew.states) == self.num_workers)
-
-        thread = threading.Thread(target=connect, name="asyncsync-collector-connect", daemon=True)
-        thread.start()
-        try:
-            self._crew.until(connected, max(0.0, deadline - time.monotonic()) + 1.0)
-        except BaseException:
-            self._end_weights(1.0)
-            raise
-        finally:
-            join(thread, 5.0)
-        if errors:
-            raise errors.pop()
-
-    def _is_due(self, worker: int) -> bool:
-        return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
-
-
-class _Models:
-    """A collector as the context of its schemes, without keeping it alive."""
-
-    def __init__(self, collector: weakref.ref[MultiCollector]) -> None:
-        self._collector = collector
-
-    def get_model(self, model_id: str) -> Any:
-        collector = self._collector()
-        return None if collector is None else collector.get_model(model_id)
-
-
-def _check_shared(replay_buffer: Any) -> None:
-    """Raises TypeError: each worker would fill a copy of its own, which nobody sees."""
-    if replay_buffer is None or isinstance(replay_buffer, BaseProxy):
-        return
-    if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
-        raise TypeError(
-            f"replay_buffer is a {type(replay_buffer).__name__}, of which each worker would fill a copy of its own: "
-            "pass one that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a "
-            "multiprocessing manager. If it pickles as a handle on what they share, say so: replay_buffer.shared = True"
-        )
-
-
-def _pickled(spec: Spec) -> bytes:
-    try:
-        return dumps(spec)
-    except Exception as error:
-        error.add_note(
-            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot be "
-            "pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
-        )
-        raise

@@ -1,42 +1,33 @@
-"""Commanding: what a collector does with its workers once they are there. Iterating, letting them run free,
-ending them.
+"""Driver: how the batches of a collector with workers are made, and how callers get them.
+
+Which rollouts are requested and done changes on the process's loop thread alone: the next batch is made by
+a coroutine there, :meth:`Driver._produce`, in whatever thread or event loop somebody wants it. So Ctrl-C never strikes
+half way: it cancels that coroutine where it awaits something, and the next caller goes on from there. Assembling a
+batch, and what the user's code does with it, is done where it is wanted.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import threading
-import time
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.util import Finalize
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.base import SHUTDOWN_SECONDS
-from asyncsync.collectors.finish import processed
-from asyncsync.collectors.multi.calls import CALL_SECONDS, Calling
-from asyncsync.collectors.multi.needs import Need, Work
-from asyncsync.collectors.multi.turnstile import Turnstile
-from asyncsync.collectors.pausing import Pause, is_caller
-from asyncsync.collectors.running_free import RunsFree
-from asyncsync.collectors.weights.senders import shut_down_all
-from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.crew import Crew
-from asyncsync.collectors.workers.shared_batches import Arrangement, Grant, Slots
+from asyncsync.collectors.base import is_caller
+from asyncsync.collectors.multi.running import Running
+from asyncsync.collectors.trajectories import processed
+from asyncsync.collectors.workers.group import BatchPlaces, RolloutRequest, RolloutResult
 from asyncsync.errors import ClosedError
-from asyncsync.runtime.threads import join
+from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import WorkThread, finish
 
-__all__ = ["Commanding", "Producing", "Rollout", "make_finalizers"]
-
-logger = logging.getLogger("asyncsync")
-
-Producing = Generator[Need, None, TensorDictBase | None]
+__all__ = ["Driver", "Made", "Rollout"]
 
 
 @dataclass
@@ -44,22 +35,56 @@ class Rollout:
     """One that a worker is to do.
 
     Attributes:
-        serial: of this request; a worker that has it already ignores it.
+        request: what is sent to the worker.
         frames: how many are expected.
-        random: whether the policy is left out.
-        slot, grant: where to write it.
-        is_posted: whether the worker certainly knows.
+        is_sent: whether the worker knows.
     """
 
-    serial: int
+    request: RolloutRequest
     frames: int
-    random: bool
-    slot: Any = None
-    grant: Grant | None = None
-    is_posted: bool = False
+    is_sent: bool = False
 
 
-class Commanding(Calling, RunsFree):
+@dataclass
+class Made:
+    """A batch whose rollouts are done, until somebody has it.
+
+    Attributes:
+        places, place: where its parts lie.
+        results: of the workers.
+        batch: what was made of it.
+        is_assembled: whether the batch is there, whole; it is None where frames go to a replay buffer.
+        is_finished: whether the user's code has done with it what it does.
+        is_lost: whether an interruption has struck the user's code.
+    """
+
+    places: BatchPlaces
+    place: Any
+    results: list[RolloutResult]
+    batch: TensorDictBase | None = None
+    is_assembled: bool = False
+    is_finished: bool = False
+    is_lost: bool = False
+
+
+class _Caller:
+    """Somebody who wants the next batch.
+
+    Attributes:
+        thread: the identifier of its thread.
+        has_turn: whether others wait for it.
+        begins: whether what is raised from now on ends collection.
+        made: its batch, once that is there.
+        has_batch: whether it has taken that.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.has_turn = self.begins = self.has_batch = False
+        self.made: Made | None = None
+
+
+class Driver(Running):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     num_workers: int
@@ -68,9 +93,8 @@ class Commanding(Calling, RunsFree):
     split_trajs: bool
     postproc: Callable[[Any], Any] | None
     replay_buffer: Any
-    _crew: Crew
-    _page: ControlPage
-    _finalizers: tuple[Callable[[], object], ...]
+    update_at_each_batch: bool
+    max_weight_update_interval: int
     _requested: list[int]
 
     def _begin(self) -> None:
@@ -78,311 +102,246 @@ class Commanding(Calling, RunsFree):
         self._frames = 0
         self._iter = -1
         self._serial = 0
-        self._arrangements = 0
-        self._random = False  # for a worker: whether its trainer wants it so
+        self._random = False
         self._busy: dict[int, Rollout] = {}
-        self._messages: dict[int, tuple[Any, ...]] = {}
-        self._made: tuple[int, TensorDictBase | None] | None = None
+        self._results: dict[int, RolloutResult] = {}
+        self._made: Made | None = None
+        self._left: deque[Made] = deque()  # by callers that were interrupted
         self._since = [0] * self.num_workers
-        self._turnstile = Turnstile(type(self).__name__)
-        self._producing: Producing | None = None
-        self._need: Need | None = None
-        self._result: TensorDictBase | None = None
-        self._pauses: list[object] = []
-        self._pausing = threading.Lock()
-        self._begin_captive()
+        self._turn = asyncio.Lock()
+        self._callers: list[_Caller] = []
+        self._begin_running()
 
-    # -- iteration ----------------------------------------------------------------------------------------------------
-
-    # A batch in production belongs to the collector, not to whoever waits for it. Whoever is interrupted, by
-    # cancellation or by Ctrl-C at whatever line, leaves it to the next caller: what was asked of workers is in _busy
-    # until their batch is in _made, and each line of _produce can be done again. A signal strikes at calls only, so
-    # an assignment of several attributes is one step.
+    # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _produce(self) -> Producing:
-        """Make the next batch: yields what it has to wait for."""
+    async def _produce(self) -> Made:
+        """The next batch. Cancelled, it leaves all as it is for the next call."""
+
+    async def _serve(self, caller: _Caller) -> None:
+        """The next batch for this caller, first come, first served; none at the end. A caller that has much to do with
+        its batch keeps the turn until :meth:`_leave`."""
+        await self._turn.acquire()
+        try:
+            self._check_iterable()
+            if self._exhausted:
+                return
+            caller.begins = True
+            caller.made = self._left.popleft() if self._left else await self._produce()
+            caller.has_turn = self._takes_long(caller.made)
+        finally:
+            if not caller.has_turn:
+                self._turn.release()
 
     @property
     def _asked(self) -> int:
         """Frames of all rollouts so far, and of those under way if they are not cut."""
-        return self._frames + sum([rollout.frames for rollout in list(self._busy.values())])
+        return self._frames + sum([rollout.frames for rollout in self._busy.values()])
 
     @property
     def _exhausted(self) -> bool:
-        return self._producing is None and self._made is None and self._frames >= self.total_frames
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        while made := self._next_in_turn():
-            yield made.pop()  # not kept here: its memory is free when the user lets go of it
-
-    def _next_in_turn(self) -> list[TensorDictBase | None]:
-        self._check_not_paused_here()
-        with self._turnstile.passing():
-            self._check_iterable()
-            return [] if self._exhausted else [self._next()]
-
-    def _next(self) -> TensorDictBase | None:
-        try:
-            while (need := self._wanted()) is not None:
-                need.wait(self)
-                self._need = None
-        except Exception:  # documented: collection stops
-            self.shutdown()
-            raise
-        return self._finished()
-
-    async def _next_async(self) -> TensorDictBase | None:
-        self._check_not_paused_here()
-        async with self._turnstile.passing_async():
-            self._check_iterable()
-            if self._exhausted:
-                raise StopAsyncIteration
-            try:
-                while (need := self._wanted()) is not None:
-                    await need.wait_async(self)  # cancelled here, it is what the next caller waits for
-                    self._need = None
-            except Exception:
-                await self._shutdown_elsewhere()
-                raise
-            return self._finished()
-
-    def _check_not_paused_here(self) -> None:
-        """Raises RuntimeError: whoever is about to wait for a batch keeps the workers from making it."""
-        if is_caller(self._pauses):
-            raise RuntimeError(
-                f"this {type(self).__name__} is paused by this thread: leave the pause() block before collecting"
-            )
+        return self._made is None and not self._left and self._frames >= self.total_frames
 
     def _check_iterable(self) -> None:
         if self._exhausted and self._free is None:
             return  # also after shutdown()
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
-        self._crew.check()
-        self._count_free()
+        self._group.check()
+        if self._free is not None:
+            self._count_free()
         if self._free is not None:
             raise RuntimeError("this collector runs free: its frames are in the replay buffer")
 
-    def _wanted(self) -> Need | None:
-        """What the batch in production waits for; None: it is done."""
-        if self._need is None:
-            if self._producing is None:
-                self._producing = self._produce()
-            try:
-                self._need = next(self._producing)
-            except StopIteration as stop:
-                self._result = stop.value
-                return None
-            except StopAsyncIteration as error:
-                # It would end an `async for` without a word.
-                raise RuntimeError(f"postproc or an updater raised {error!r}") from error
-            except BaseException:
-                self._producing = None
-                raise
-        return self._need
-
-    def _finished(self) -> TensorDictBase | None:
-        result = self._result
-        self._producing = self._result = None
-        return result
-
-    def _rollout(self, worker: int, slot: Any, grant: Grant | None) -> Rollout:
+    def _rollout(self, worker: int, place: Any) -> Rollout:
         """The next request, with the current serial number."""
-        random = self._random or self._asked < self.init_random_frames
-        return Rollout(self._serial, self._requested[worker], random, slot, grant)
+        random = bool(self._random) or self._asked < self.init_random_frames
+        return Rollout(RolloutRequest(self._serial, random, place), self._requested[worker])
 
-    def _post_rollouts(self) -> None:
-        """Tell workers what they are to do; once more those of whom an interruption has left it unknown."""
+    def _request_rollouts(self) -> None:
+        """Tell workers what they are to do."""
         for worker, rollout in self._busy.items():
-            if not rollout.is_posted:
-                self._crew.post(worker, ("rollout", rollout.serial, rollout.random, rollout.grant))
-                rollout.is_posted = True
+            if not rollout.is_sent:
+                self._group.request(worker, rollout.request)
+                rollout.is_sent = True
 
-    def _first_message(self) -> tuple[int, tuple[Any, ...]] | None:
-        """The first of the inbox that is still awaited. It stays there until it has been dealt with."""
-        inbox = self._crew.inbox
-        while inbox:
-            worker, message = inbox[0]
-            if worker in self._busy and worker not in self._messages and self._busy[worker].serial == message[1]:
-                return worker, message
-            inbox.popleft()
+    def _next_result(self) -> RolloutResult | None:
+        """The next that is awaited."""
+        results = self._group.results
+        while results:
+            result = results.popleft()
+            rollout = self._busy.get(result.worker)
+            if rollout is not None and rollout.request.serial == result.serial:
+                return result
         return None
 
-    def _hand_out(self) -> Producing:
-        """What the user gets."""
-        if self.postproc is None and not self.split_trajs:
-            return self._take_made()  # takes no time
-        work = Work(self._take_made)
-        yield work
-        return work.result
+    def _is_due(self, worker: int) -> bool:
+        """Whether this worker is to have the policy's current weights before its next rollout."""
+        return self.update_at_each_batch or 0 < self.max_weight_update_interval <= self._since[worker]
 
-    def _take_made(self) -> TensorDictBase | None:
-        """What an interruption strikes in postproc is gone."""
-        assert self._made is not None
-        (_, batch), self._made = self._made, None
-        if batch is None:
-            return None
-        with self._holds():  # its model may be updated here
-            return processed(batch, self.postproc, split_trajs=self.split_trajs)
+    async def _update(self, workers: list[int] | None) -> None:
+        """Have these workers (None: all) act with the policy's current weights."""
+        try:
+            await self.update_policy_weights_async(worker_ids=workers)
+        except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+            raise RuntimeError(f"an updater raised {error!r}") from error
+        self._updated(workers)
+
+    # -- iteration, wherever batches are wanted -----------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        while found := self._next():
+            yield found.pop()  # not kept here: its memory is free when the user lets go of it
+
+    def _next(self) -> list[TensorDictBase | None]:
+        if self._is_over():
+            return []
+        self._check_no_deadlock()
+        caller = _Caller()
+        try:
+            self._callers.append(caller)
+            loop_thread.run(partial(self._serve, caller))
+            return [] if caller.made is None else [self._taken(caller, caller.made)]
+        except Exception:
+            if caller.begins:  # documented: collection stops
+                self.shutdown()
+            raise
+        finally:
+            self._leave_surely(caller)
+
+    async def _next_async(self) -> TensorDictBase | None:
+        if self._is_over():
+            raise StopAsyncIteration
+        caller = _Caller()
+        try:
+            self._callers.append(caller)
+            await loop_thread.awaitable(partial(self._serve, caller))
+            if (made := caller.made) is not None:
+                return await self._taken_async(caller, made)
+        except Exception:
+            if caller.begins:
+                await self._shutdown_elsewhere()
+            raise
+        finally:
+            self._leave_surely(caller)
+        raise StopAsyncIteration
+
+    async def _taken_async(self, caller: _Caller, made: Made) -> TensorDictBase | None:
+        if not caller.has_turn:
+            return self._taken(caller, made)
+        thread = WorkThread("asyncsync-collector-batch")
+        try:
+            # Cancelled, it is finished all the same, and the next caller's.
+            await finish(thread.submit(partial(self._finish, made)))
+        finally:
+            thread.abandon()
+        return self._taken(caller, made)
+
+    def _is_over(self) -> bool:
+        """Whether there are no more batches.
+
+        Raises:
+            RuntimeError: whoever is about to wait for a batch keeps the workers from making it.
+            ClosedError: after the end, or in a forked process.
+        """
+        if is_caller(self._pauses):
+            raise RuntimeError(
+                f"this {type(self).__name__} is paused by this thread: leave the pause() block before collecting"
+            )
+        if self.closed or not self._group.is_ours:
+            self._check_iterable()
+            return True
+        return False
+
+    def _check_no_deadlock(self) -> None:
+        """Raises RuntimeError: the calling thread would wait for itself, as a coroutine of its event loop comes first,
+        or as it is in the middle of a batch."""
+        if any(other.thread == threading.get_ident() for other in list(self._callers)):
+            raise RuntimeError(
+                f"this thread makes or awaits the next batch of this {type(self).__name__} already: await it there, or "
+                "cancel that task and await its end"
+            )
+
+    def _takes_long(self, made: Made) -> bool:
+        """Whether something is left to do with it that takes time, or that the user's code does."""
+        if made.is_finished:
+            return False
+        processes = self.postproc is not None or self.split_trajs
+        return processes or not (made.is_assembled or self._is_in_place(made))
+
+    def _is_in_place(self, made: Made) -> bool:
+        """Whether the batch is there as it is, so that nothing has to be copied."""
+        return self.replay_buffer is not None or made.places.is_complete(made.place, made.results)
 
     @abstractmethod
-    def _let_go(self) -> None:
-        """Forget all slots."""
+    def _assembled(self, made: Made) -> TensorDictBase:
+        """The batch of these rollouts."""
 
-    def _taught(self, arrangement: Arrangement, spare: int, workers: Sequence[int]) -> Slots:
-        """New slots, of which these workers know. They have forgotten the ones before."""
-        self._arrangements += 1
-        slots = Slots(self._arrangements, arrangement, spare)
-        for index, worker in enumerate(workers):
-            self._crew.post(worker, ("learn", slots.number, slots.arrangement, index))
-        return slots
+    def _taken(self, caller: _Caller, made: Made) -> TensorDictBase | None:
+        if not made.is_finished:
+            self._finish(made)
+        made.places.release(made.place)
+        caller.has_batch = True
+        return made.batch
 
-    # -- running free -------------------------------------------------------------------------------------------------
+    def _finish(self, made: Made) -> None:
+        """Assemble it, and have the user's code process it. An interruption leaves it to the next caller, unless it
+        strikes the user's code."""
+        if self.replay_buffer is None and not made.is_assembled:
+            made.batch = self._assembled(made)
+        made.is_assembled = True
+        processes = self.postproc is not None or self.split_trajs
+        if made.batch is not None and (processes or self._has_private(made)):
+            made.is_lost = processes
+            try:
+                with self._weights.holds():  # its model may be updated here
+                    made.batch = processed(made.batch, self.postproc, split_trajs=self.split_trajs)
+            except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+                raise RuntimeError(f"postproc raised {error!r}") from error
+        made.is_finished = True
+        made.is_lost = False
 
-    def _set_free(self) -> None:
-        crew = self._crew
-        crew.check()
-        self._count_free()
-        if self._free is not None:
-            return
-        for worker in range(self.num_workers):
-            crew.states[worker] = "running"
-            crew.post(worker, ("run", (self.total_frames, self.init_random_frames)))
-        self._free = threading.Thread(
-            target=_watch, args=(weakref.ref(self), crew), name="asyncsync-collector-watch", daemon=True
-        )
-        self._free.start()
+    def _has_private(self, made: Made) -> bool:
+        """Whether the batch may have entries that are not the user's."""
+        return not all(result.in_place for result in made.results) or made.places.has_private(made.place)
 
-    def _count_free(self) -> None:
-        """The frames of workers that run free, or have until they had enough: then all is as before."""
-        if self._free is None:
-            return
-        ended = not self._free.is_alive() and self._crew.failure is None
-        self._frames = self._page.frames
-        if ended:
-            self._crew.inbox.clear()  # rollouts under way when they were set free: the page has counted them
-            self._busy.clear()
-            self._messages.clear()
-            self._producing = self._need = self._free = None
-
-    def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which no worker steps, nor writes to the replay buffer. Blocks may be
-        nested. Who iterates meanwhile, in another thread or task, waits for its end.
-
-        A worker stands still after its step under way; one that has workers of its own, after its batch under way. The
-        coroutine's event loop goes on meanwhile. Cancelled, it raises when they stand still.
-
-        Raises:
-            AckTimeout: a step under way did not end within 60 s.
-            BaseException: what ended collection in the background.
-        """
-        return Pause(self._paused)
-
-    @contextmanager
-    def _paused(self, owner: object) -> Iterator[None]:
-        self._raise_free_error()
-        self._crew.check()
-        crew, page = self._crew, self._page
-
-        def standing() -> bool:
-            arrived = {(worker, message[1]) for worker, message in list(crew.inbox)}
-            running = (
-                set(range(self.num_workers))
-                if self._free is not None
-                else {
-                    worker
-                    for worker, rollout in list(self._busy.items())
-                    if worker not in self._messages and (worker, rollout.serial) not in arrived
-                }
-            )
-            return all(crew.states[worker] in ("paused", "finished") for worker in running)
-
-        mine = threading.get_ident() if owner is None else owner
-        with self._pausing:
-            self._pauses.append(mine)
-            crew.pausing = page.paused = True
+    def _leave_surely(self, caller: _Caller) -> None:
         try:
-            crew.until(standing, CALL_SECONDS)
-            yield
-        finally:
-            with self._pausing:
-                self._pauses.remove(mine)
-                if not self._pauses:
-                    crew.pausing = page.paused = False
-                    for worker, state in list(crew.states.items()):
-                        if state == "paused":
-                            crew.states[worker] = "running"
-                            crew.post(worker, ("resume",))
+            self._leave(caller)
+        except BaseException:  # Ctrl-C
+            self._leave(caller)
+            raise
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    def _leave(self, caller: _Caller) -> None:
+        """The caller has its batch, or leaves it to the next one. Idempotent."""
+        made, caller.made = caller.made, None
+        if made is not None and made.is_lost:
+            made.places.release(made.place)
+        elif made is not None and not caller.has_batch:
+            self._left.append(made)
+        if caller.has_turn:
+            self._group.call_soon(partial(self._give_turn, caller))
+        if caller in self._callers:
+            self._callers.remove(caller)
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the workers: a rollout under way ends before its next step. Idempotent; leaves no process.
+    def _give_turn(self, caller: _Caller) -> None:
+        if caller.has_turn:
+            caller.has_turn = False
+            self._turn.release()
 
-        Args:
-            timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
-            close_env: whether the workers close their environments.
+    def _close_batches(self) -> None:
+        self._made = None
+        self._left.clear()
+        self._busy, self._results = {}, {}
 
-        Raises:
-            BaseException: what ended collection in the background.
+    def _forget_rollouts(self) -> None:
+        self._group.results.clear()
+        self._busy, self._results = {}, {}
 
-        In a process that was forked from the collector's own, this closes the copy there; the workers go on.
-        """
-        if self.closed:
-            return
-        self.closed = True
-        if not self._crew.is_ours:
-            return
-        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
-        try:
-            self._crew.end(max(0.1, deadline - time.monotonic()), partial(self._page.stop, close_env), ("stop",))
-            if self._free is not None and self._free is not threading.current_thread():
-                join(self._free, 1.0)
-        finally:
-            if self._crew.is_over:
-                for finalizer in self._finalizers:
-                    finalizer()
-            self._end_weights(max(0.5, deadline - time.monotonic()))
-            self._producing = self._need = self._made = None
-            self._let_go()
-            self._page.close()
-        self._raise_free_error()
-
-
-def make_finalizers(
-    collector: Commanding, crew: Crew, page: ControlPage, schemes: Mapping[str, Any]
-) -> tuple[Callable[[], object], ...]:
-    """For a collector that is forgotten, and for a program that ends without shutdown(). Returns what cancels them."""
-
-    def end() -> None:
-        if not crew.is_ours:
-            return
-        crew.end(SHUTDOWN_SECONDS, page.stop, ("stop",))
-        shut_down_all(schemes.values(), 1.0)
-        at_exit.cancel()
-
-    # multiprocessing joins workers that are no daemons when the program ends: this comes first, and before the bus's.
-    at_exit = Finalize(None, end, exitpriority=20)
-
-    def forgotten() -> None:
-        # Garbage is collected in any thread, between any two lines: no place to wait.
-        if crew.is_ours:
-            page.stop()  # before the slots go, which a worker may be about to open
-            threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
-
-    forget = weakref.finalize(collector, forgotten)
-    forget.atexit = False
-    return forget.detach, at_exit.cancel
-
-
-def _watch(collector: weakref.ref[Commanding], crew: Crew) -> None:
-    """Wait for the workers that run free, so that a failure is told at once."""
-    try:
-        crew.until(lambda: all(state == "finished" for state in crew.states.values()), None)
-    except ClosedError:
-        return
-    except BaseException as error:
-        logger.error("collection in the background has ended with an error", exc_info=error)
-        if (found := collector()) is not None:
-            found._free_error = error
+    def _stepping(self) -> list[int]:
+        arrived = {(result.worker, result.serial) for result in self._group.results}
+        return [
+            worker
+            for worker, rollout in self._busy.items()
+            if worker not in self._results and (worker, rollout.request.serial) not in arrived
+        ]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.iteration import Producing, Rollout
-from asyncsync.collectors.multi.needs import MESSAGES, Update
-from asyncsync.collectors.workers.channel import loads
-from asyncsync.collectors.workers.shared_batches import Arrangement, Slots
+from asyncsync.collectors.multi.iteration import Made
 
 __all__ = ["MultiAsyncCollector"]
-
-SPARE_SLOTS = 2  # per worker: the one that is written, and the one that is read
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -27,8 +20,7 @@ class MultiAsyncCollector(MultiCollector):
 
     def _begin(self) -> None:
         super()._begin()
-        self._slots: dict[int, Slots] = {}
-        self._unlike: dict[int, Arrangement] = {}  # of the latest batch that did not fit
+        self._places = [self._group.places([worker], -1) for worker in range(self.num_workers)]
 
     def _split(self, frames: int) -> list[int]:
         return [frames] * self.num_workers
@@ -36,56 +28,44 @@ class MultiAsyncCollector(MultiCollector):
     def _frames_of_a_batch(self) -> int:
         return max(self._requested)
 
-    def _produce(self) -> Producing:
+    async def _produce(self) -> Made:
         if self._made is None:
             for worker in range(self.num_workers):
                 self._ask_if_wanted(worker)
-            self._post_rollouts()
-            while (first := self._first_message()) is None:
-                yield MESSAGES
-            worker, message = first
-            batch = None if self.replay_buffer is not None else self._batch(self._busy[worker], worker, message)
-            since, frames = self._since, message[4]
-            self._made = (worker, batch)
-            self._frames += frames
+            self._request_rollouts()
+            result = await self._group.until(self._next_result)
+            worker = result.worker
+            places, place = self._places[worker], self._busy.pop(worker).request.place
+            self._made = Made(places, place, [result])
+            self._frames += result.frames
             self._iter += 1
-            since[worker] += 1
-            del self._busy[worker]
-        self._first_message()  # the one that was dealt with leaves the inbox
-        worker, _ = self._made
+            self._since[worker] += 1
+            if self.replay_buffer is None:
+                places.learn(place, [result])
+        worker = self._made.results[0].worker
         if self._is_due(worker):
-            yield Update([worker])
+            await self._update([worker])
         self._ask_if_wanted(worker)
-        self._post_rollouts()
-        return (yield from self._hand_out())
+        self._request_rollouts()
+        made, self._made = self._made, None
+        return made
 
     def _ask_if_wanted(self, worker: int) -> None:
         if worker in self._busy or self._asked >= self.total_frames:
             return
-        slot, grant = self._slots[worker].grant() if worker in self._slots else (None, None)
         self._serial += 1
-        self._busy[worker] = self._rollout(worker, slot, grant)
+        self._busy[worker] = self._rollout(worker, self._places[worker].next())
 
-    def _let_go(self) -> None:
-        self._slots.clear()
-        self._busy.clear()
+    def _is_in_place(self, made: Made) -> bool:
+        return True  # one part, wherever it lies, is the batch
 
-    def _batch(self, rollout: Rollout, worker: int, message: tuple[Any, ...]) -> TensorDictBase:
-        _, _, written, steps, _, pickled, layout = message
-        slots = self._slots.get(worker)
-        before = self._unlike.pop(worker, None)
-        if written:
-            assert slots is not None
-            batch = slots.batch(rollout.slot)
-            return batch if batch.batch_size[-1] == steps else batch[..., :steps]
-        if slots is not None and rollout.slot is not None:
-            slots.give_back(rollout.slot)
-        arrangement = Arrangement.of([layout], -1)
-        if arrangement is None:
-            self._slots.pop(worker, None)
-        elif slots is None or (slots.arrangement != arrangement and before == arrangement):
-            self._slots.pop(worker, None)
-            self._slots[worker] = self._taught(arrangement, SPARE_SLOTS, [worker])
-        elif slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
-            self._unlike[worker] = arrangement
-        return loads(pickled)
+    def _assembled(self, made: Made) -> TensorDictBase:
+        if made.places.is_complete(made.place, made.results):
+            return made.places.whole(made.place)
+        [batch] = made.places.parts(made.place, made.results)
+        return batch
+
+    def _close_batches(self) -> None:
+        super()._close_batches()
+        for places in self._places:
+            places.close()

@@ -1,16 +1,16 @@
-"""Storing: where the steps of one rollout go until they are a batch.
+"""Where the steps of one rollout go until they are a batch.
 
-    store = Store(steps, batch_size, storing_device, allocate)      # one per collector
-    store.begin()                                                   # once per rollout
-    store.append(step)                                              # once per environment step; copies
-    batch = store.finish()                                          # [*batch_size, steps], last dimension named "time"
+    buffer = RolloutBuffer(steps, batch_size, storing_device, allocate)     # one per collector
+    buffer.begin()                                                          # once per rollout
+    buffer.append(step)                                                     # once per environment step; copies
+    batch = buffer.finish()                                                 # [*batch_size, steps], time last
 
 The first step of a rollout determines the :class:`BatchLayout`: the key paths, shapes, dtypes and devices of its
 leaves. For a layout, the memory of the whole batch is asked for once per rollout, through ``allocate(layout)``, and
 every step is written with one ``torch._foreach_copy_`` into views that were split beforehand: no TensorDict is made
 per step, nothing is stacked at the end, and what was appended is a snapshot. A step that does not fit (other keys,
 shapes or dtypes) or is no plain nested TensorDict of strided tensors (NonTensorData, lazy stacks, nested tensors)
-makes the rest of that rollout a list of clones, which :meth:`Store.finish` stacks (lazily, where shapes differ).
+makes the rest of that rollout a list of clones, which ``finish`` stacks (lazily, where shapes differ).
 
 What an ``allocate`` of one's own can rely on (MultiSync and MultiAsync put batches into shared memory with it):
 
@@ -20,98 +20,30 @@ What an ``allocate`` of one's own can rely on (MultiSync and MultiAsync put batc
 - It returns a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)``, of the leaf's dtype. They may
   be strided views into something larger and need not be initialised; :meth:`BatchLayout.build` makes the TensorDict of
   such tensors.
-- The very TensorDict that it returned is what :meth:`Store.finish` returns, if the rollout was complete and every step
-  fitted; ``batch[..., :t]`` of it if the rollout was ended early. Otherwise its contents are meaningless.
+- The very TensorDict that it returned is what ``finish`` returns, if the rollout was complete and every step fitted;
+  ``batch[..., :t]`` of it if the rollout was ended early. Otherwise its contents are meaningless.
 - An exception that it raises ends the rollout and propagates; the next rollout asks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-__all__ = ["BatchLayout", "Leaf", "Node", "Store", "empty_batch"]
+from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Node, Path, empty_batch, with_time
 
-Path = tuple[str, ...]
+__all__ = ["RolloutBuffer"]
 
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
 STAGED_STEPS = 64
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of every step: its key path, and its shape (with the environment's batch size), dtype and device."""
-
-    path: Path
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Node:
-    """One nested TensorDict of every step: its key path and the batch dimensions it has beyond the environment's."""
-
-    path: Path
-    tail: torch.Size
-
-
-@dataclass(frozen=True)
-class BatchLayout:
-    """What a batch of ``steps`` steps looks like: enough to allocate it, here or in another process.
-
-    Attributes:
-        batch_size: the environment's; the batch has ``[*batch_size, steps]``.
-        steps: length of the last batch dimension, which is named ``"time"``.
-        device: of the TensorDict (None: none); the leaves name their own.
-        nodes: nested TensorDicts, parents before children, without the root.
-        leaves: in the order of the first step.
-    """
-
-    batch_size: torch.Size
-    steps: int
-    device: torch.device | None
-    nodes: tuple[Node, ...]
-    leaves: tuple[Leaf, ...]
-
-    def shape(self, leaf: Leaf) -> torch.Size:
-        """Shape of a leaf in the batch: ``[*batch_size, steps, …]``."""
-        n = len(self.batch_size)
-        return torch.Size([*leaf.shape[:n], self.steps, *leaf.shape[n:]])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves of the batch, without padding between them."""
-        return self.steps * sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves)
-
-    def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
-        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied.
-
-        Raises:
-            ValueError: another number of tensors.
-        """
-        root = TensorDict({}, [*self.batch_size, self.steps], device=self.device)
-        for node in self.nodes:
-            root.set(node.path, TensorDict({}, [*root.batch_size, *node.tail], device=self.device))
-        for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            root.set(leaf.path, tensor)
-        return _named(root)
-
-
-def empty_batch(layout: BatchLayout) -> TensorDict:
-    """Uninitialised private memory for one batch: the default ``allocate``."""
-    return layout.build(
-        [torch.empty(layout.shape(leaf), dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves]
-    )
-
-
-class Store:
+class RolloutBuffer:
     """Takes the steps of one rollout after another.
 
     Args:
@@ -149,7 +81,7 @@ class Store:
         self.count = 0
         self._batch = self._loose = None
         if self._stage is not None:
-            self._stage.let_go()
+            self._stage.detach()
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
         """Copy one step. If this raises, the step is not part of the rollout.
@@ -168,7 +100,7 @@ class Store:
         self.count += 1
 
     def finish(self) -> TensorDictBase:
-        """The batch: ``[*batch_size, count]``, last dimension named ``"time"``. The store lets go of it.
+        """The batch: ``[*batch_size, count]``, last dimension named ``"time"``. The buffer forgets it.
 
         Raises:
             ValueError: no step was appended.
@@ -176,7 +108,7 @@ class Store:
         if not self.count:
             raise ValueError("a batch needs at least one step")
         if self._loose is not None:
-            batch = _named(TensorDict.maybe_dense_stack(self._loose, dim=len(self._batch_size)))
+            batch = with_time(TensorDict.maybe_dense_stack(self._loose, dim=len(self._batch_size)))
         else:
             batch = self._written()
         self.begin()
@@ -194,7 +126,7 @@ class Store:
         values = None if self._scan is None else self._scan.values(step)
         if self._batch is not None:
             return values
-        # (Within a rollout, what comes from another device is copied to where the others are.)
+        # Within a rollout, what comes from another device is copied to where the others are.
         if values is None or (self._scan is not None and not self._scan.has_devices_of(values)):
             self._scan = self._stage = None
             try:
@@ -273,8 +205,8 @@ class _Stage:
             )
             self._flushed = count
 
-    def let_go(self) -> None:
-        """Of the batch."""
+    def detach(self) -> None:
+        """Forget the batch."""
         self._targets = []
         if not self._length:
             self._views = []
@@ -312,8 +244,7 @@ class _Scan:
         if step.batch_size != batch_size:
             raise ValueError(
                 f"a step has batch size {tuple(step.batch_size)}, but the environment's is {tuple(batch_size)}: look "
-                "for a policy or an "
-                "environment that returns TensorDicts of another shape"
+                "for a policy or an environment that returns TensorDicts of another shape"
             )
         self._root = self._branch(step, ())
         self.layout = BatchLayout(batch_size, steps, device, tuple(self._nodes), tuple(self._leaves))
@@ -371,8 +302,3 @@ def _collect(branch: _Branch, step: TensorDictBase, found: list[Any]) -> None:
     found += branch.leaves(entries)
     for name, inner in branch.nested:
         _collect(inner, entries[name], found)
-
-
-def _named(batch: TensorDictBase) -> Any:
-    batch.refine_names(..., "time")
-    return batch

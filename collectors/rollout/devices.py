@@ -1,70 +1,20 @@
 """Devices: what is where, when it is copied, and what then waits for the copy.
 
-The names and the table of synchronisation functions follow TorchRL's "Collector Internals" page (Sync points, Device
-casting flags):
-
-    destination                  synchronisation
-    cuda, or none given          nothing
-    other, CUDA available        torch.cuda.synchronize, if CUDA is initialised
-    other, MPS available         torch.mps.synchronize
-    other, NPU available         torch.npu.synchronize
-    other                        nothing
+The table of what waits follows TorchRL's "Collector Internals" page; docs/collector-internals.md has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.arguments import Device, exact_device
 from asyncsync.collectors.envs.environment import device_of, moved
 
-__all__ = ["Device", "DeviceSetup", "check_devices", "exact_device"]
-
-Device = int | str | torch.device
-
-
-def check_devices(devices: Mapping[str, Device | None]) -> None:
-    """That these are there, by the names of their arguments. Initialises nothing.
-
-    Raises:
-        TypeError: something that is no device.
-        ValueError: a device that this machine does not have.
-    """
-    for name, given in devices.items():
-        if given is None:
-            continue
-        try:
-            device = torch.device(given)
-        except (RuntimeError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{name}={given!r} is no device here: {error}") from error
-        if device.type == "cuda":
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        elif device.type == "mps":
-            count = int(torch.backends.mps.is_available())
-        else:
-            continue
-        if (device.index or 0) >= count:
-            there = ["'cpu'", *(f"'{device.type}:{index}'" for index in range(count))]
-            raise ValueError(
-                f"{name}={str(given)!r}, but torch finds {count} {device.type} device{'s' * (count != 1)} here: leave "
-                f"{name} out, or pass {' or '.join(there)}"
-            )
-
-
-def exact_device(device: Device | None) -> torch.device | None:
-    """A device with its index, as tensors name it: ``"cuda"`` is the current CUDA device."""
-    if device is None:
-        return None
-    device = torch.device(device)
-    if device.index is not None or device.type in ("cpu", "meta"):
-        return device
-    module = getattr(torch, device.type, None)
-    current = module.current_device() if module is not None and hasattr(module, "current_device") else 0
-    return torch.device(device.type, current)
+__all__ = ["RolloutDevices", "synchronisation"]
 
 
 def _nothing() -> None:
@@ -77,81 +27,79 @@ def _synchronize_cuda() -> None:
         torch.cuda.synchronize()
 
 
-class DeviceSetup:
-    """The devices of a collector; part of it.
+def synchronisation(device: torch.device | None) -> Callable[[], None]:
+    """What waits for copies *to* a device; see the table in docs/collector-internals.md."""
+    if device is None or device.type == "cuda":
+        return _nothing
+    if torch.cuda.is_available():
+        return _synchronize_cuda
+    if torch.backends.mps.is_available():
+        return torch.mps.synchronize
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        synchronize: Callable[[], None] = npu.synchronize
+        return synchronize
+    return _nothing
+
+
+class RolloutDevices:
+    """The devices of a collector's rollouts.
+
+    Args:
+        device: fills those of the next three that are not given.
+        storing, policy, env: where batches are, where the policy acts, and where the environment is moved to.
+        no_cuda_sync: nothing waits for copies.
 
     Attributes:
-        storing_device, policy_device, env_device: as given, or filled from ``device``; ``env_device`` may come from
-            the environment.
-        no_cuda_sync: whether the ``_sync_*`` functions are skipped.
+        sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
+        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before the policy or the environment
+            reads it.
     """
 
-    env: Any
-    device: torch.device | None
-    storing_device: torch.device | None
-    policy_device: torch.device | None
-    env_device: torch.device | None
-    no_cuda_sync: bool
-    _cast_to_policy_device: bool
-    _cast_to_env_device: bool
-    _carrier_has_no_device: bool
-    _sync_policy: Callable[[], None]
-    _sync_env: Callable[[], None]
-    _sync_storage: Callable[[], None]
-
-    def _setup_devices(
+    def __init__(
         self,
         device: Device | None,
-        storing_device: Device | None,
-        policy_device: Device | None,
-        env_device: Device | None,
+        storing: Device | None,
+        policy: Device | None,
+        env: Device | None,
         no_cuda_sync: bool,
     ) -> None:
-        """Fill unset devices from ``device``, and install the synchronisation functions."""
         self.device = exact_device(device)
-        self.storing_device = exact_device(device if storing_device is None else storing_device)
-        self.policy_device = exact_device(device if policy_device is None else policy_device)
-        self.env_device = exact_device(device if env_device is None else env_device)
+        self.storing = exact_device(device if storing is None else storing)
+        self.policy = exact_device(device if policy is None else policy)
+        self.env = exact_device(device if env is None else env)
         self.no_cuda_sync = no_cuda_sync
-        self._sync_storage = self._get_sync_fn(self.storing_device)
-        self._sync_policy = self._get_sync_fn(self.policy_device)
-        self._sync_env = self._get_sync_fn(self.env_device)
-        self._cast_to_policy_device = self.policy_device != self.env_device
+        self.sync_storage = synchronisation(self.storing)
+        self.sync_policy = synchronisation(self.policy)
+        self.sync_env = synchronisation(self.env)
+        self.cast_to_policy_device = self.policy != self.env
+        self.cast_to_env_device = self.cast_to_policy_device
 
-    def _get_sync_fn(self, device: torch.device | None) -> Callable[[], None]:
-        """What waits for copies *to* a device; see the module's table."""
-        if device is None or device.type == "cuda":
-            return _nothing
-        if torch.cuda.is_available():
-            return _synchronize_cuda
-        if torch.backends.mps.is_available():
-            return torch.mps.synchronize
-        npu = getattr(torch, "npu", None)
-        if npu is not None and npu.is_available():
-            synchronize: Callable[[], None] = npu.synchronize
-            return synchronize
-        return _nothing
+    def place(self, environment: Any) -> Any:
+        """The environment, moved to its device; or its own device becomes that of the environment."""
+        if self.env is not None:
+            environment = moved(environment, self.env)
+        elif (own := exact_device(device_of(environment))) is not None:
+            self.env = own
+            self.sync_env = synchronisation(own)
+        if exact_device(device_of(environment)) != self.storing:
+            self.cast_to_env_device = True
+        return environment
 
-    def _apply_env_device(self) -> None:
-        """Move the environment to its device, or learn the device from the environment."""
-        if self.env_device is not None:
-            self.env = moved(self.env, self.env_device)
-        elif (own := exact_device(device_of(self.env))) is not None:
-            self.env_device = own
-            self._sync_env = self._get_sync_fn(own)
-        self._cast_to_env_device = self._cast_to_policy_device or (
-            exact_device(device_of(self.env)) != self.storing_device
-        )
+    @property
+    def carrier_has_no_device(self) -> bool:
+        """Whether policy and environment cannot share one."""
+        return self.env is None or self.policy not in (None, self.env)
 
-    def _non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
+    def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """A copy may return before it is done only if something waits for it, or the device's own order does."""
         return device.type == "cuda" or (synchronize is not _nothing and not self.no_cuda_sync)
 
-    def _cast(self, data: TensorDictBase, device: torch.device, synchronize: Callable[[], None]) -> TensorDictBase:
+    def cast(self, data: TensorDictBase, device: torch.device, synchronize: Callable[[], None]) -> TensorDictBase:
         """A TensorDict on another device; the same object where it is there already."""
         if data.device == device:
             return data
-        there = data.to(device, non_blocking=self._non_blocking(device, synchronize))
+        there = data.to(device, non_blocking=self.is_non_blocking(device, synchronize))
         if not self.no_cuda_sync:
             synchronize()
         return there

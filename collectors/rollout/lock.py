@@ -1,13 +1,13 @@
-"""Turns: one thread rolls out at a time, and others may have it stand still between two steps.
+"""The lock of a collector's rollouts: one thread rolls out at a time, and others may stop it between two steps.
 
-turns = Turns("Collector")
-with turns.rolling():            # the thread that rolls out
+lock = RolloutLock("Collector")
+with lock.rolling():            # the thread that rolls out
     for _ in range(n):
-        if turns.wanted:         # cheap: asked before every step
-            turns.give_way()
+        if lock.wanted:         # cheap: asked before every step
+            lock.give_way()
         step()
 
-with turns.standing(timeout):    # any other thread: no step is under way inside this block
+with lock.standing(timeout):    # any other thread: no step is under way inside this block
     ...
 """
 
@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from asyncsync.collectors.pausing import is_caller
+from asyncsync.collectors.base import is_caller
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime.threads import interruptibly
 
-__all__ = ["Turns"]
+__all__ = ["RolloutLock"]
 
 
-class Turns:
+class RolloutLock:
     """Who may step.
 
     Attributes:

@@ -16,7 +16,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
-__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "wrapped"]
+from asyncsync.collectors.envs import environment as environments
+
+__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "with_spec", "wrapped"]
 
 Key = str | tuple[str, ...]
 
@@ -92,6 +94,15 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
         return tensordict
 
 
+def with_spec(policy: Any, env: Any) -> Any:
+    """The policy; without one, random actions of this environment, from which a RandomPolicy may have its spec."""
+    if policy is None:
+        return RandomPolicy(environments.action_spec(env), environments.action_keys(env)[0])
+    if isinstance(policy, RandomPolicy) and policy.action_spec is None:
+        policy.action_spec = environments.action_spec(env)
+    return policy
+
+
 def as_module(policy: Any) -> nn.Module:
     """The policy, made a module if it is another callable.
 
@@ -117,8 +128,7 @@ def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) 
         if not isinstance(policy, RandomPolicy):
             warnings.warn(
                 f"policy_device={str(device)!r} was given, but {_name(policy)} has no parameters or buffers to move: "
-                "it is trusted to "
-                "compute there; trust_policy=True silences this",
+                "it is trusted to compute there; trust_policy=True silences this",
                 stacklevel=4,
             )
         return policy

@@ -12,20 +12,25 @@ carrier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import set_interaction_type
+from torch import nn
 
-from asyncsync.collectors.base import BaseCollector
+from asyncsync.collectors.arguments import RolloutArguments
+from asyncsync.collectors.base import Signals
+from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import Key
-from asyncsync.collectors.rollout.buffer import BatchLayout, Store, empty_batch
-from asyncsync.collectors.rollout.devices import DeviceSetup
-from asyncsync.collectors.rollout.lock import Turns
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.rollout.devices import RolloutDevices
+from asyncsync.collectors.rollout.lock import RolloutLock
+from asyncsync.collectors.rollout.policies import wrapped
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
+from asyncsync.collectors.weights.acting import ActingWeights
 
 __all__ = ["LAG_SECONDS", "Rollouts"]
 
@@ -33,113 +38,131 @@ LAG_SECONDS = 60.0
 """How long a step waits for a version that max_lag demands."""
 
 
-class Above(Protocol):
-    """Who may want something of a rollout between two of its steps."""
+class Rollouts:
+    """One rollout after another, of one environment and one policy. Whoever calls holds the lock.
 
-    @property
-    def calls(self) -> bool:
-        """Whether :meth:`interrupts` is to be asked. Looked at after each step, inside its hold: it never waits."""
-
-    def interrupts(self) -> bool:
-        """Whether the rollout ends early. Asked before a step, outside any hold; it may wait."""
-
-
-class Rollouts(DeviceSetup, BaseCollector):
-    """The rolling half of a collector; the other half says when and what for.
+    Args:
+        env: the environment, not moved yet.
+        arguments: of the collector.
+        weights: of the models that act.
+        lock: says whether somebody wants the steps to stop for a while.
+        traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
-        frames_per_batch: environment steps per rollout.
-        requested_frames_per_batch: frames per rollout: steps times environments.
+        env: the environment; after :meth:`place`, on its device.
+        devices: after :meth:`place`.
+        policy: what acts, as a module that takes a TensorDict; set after :meth:`make_carrier`.
+        carrier: what the next call of the policy reads.
+        frames: how many have been collected.
+        random: whether whoever runs this collector as its worker wants the policy left out.
+        signals: of whoever runs this collector as its worker; None: nobody does.
+        allocate: memory for a batch: see :mod:`asyncsync.collectors.rollout.buffer`.
     """
 
-    frames_per_batch: int
-    requested_frames_per_batch: int
-    total_frames: float
-    reset_at_each_iter: bool
-    exploration_type: InteractionType
-    set_truncated: bool
-    track_traj_ids: bool
-    replay_buffer: Any
-    extend_buffer: bool
-    max_lag: int | None
-    init_random_frames: int
-    _carrier: TensorDictBase
-    _wrapped_policy: Any
-    _turns: Turns
-    _traj_pool_value: _TrajectoryPool | None
-    _frames: int
-    _random: bool
-    _above: Above | None
+    devices: RolloutDevices
+    policy: Any
+    carrier: TensorDictBase
+    buffer: RolloutBuffer
 
-    def _setup_rollouts(self, traj_pool: _TrajectoryPool | None, profiling: bool) -> None:
-        """The first reset, and what follows from its result."""
-        self._traj_pool_value = traj_pool
-        self._random = False
-        self._above = None
-        self._make_carrier()
-        if profiling:
-            self._act = _recorded("Collector.policy", self._act)  # type: ignore[method-assign]
-            self._step_env = _recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
-            self._advance = _recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
-            self._roll = _recorded("Collector.rollout", self._roll)  # type: ignore[method-assign]
+    def __init__(
+        self,
+        env: Any,
+        arguments: RolloutArguments,
+        weights: ActingWeights,
+        lock: RolloutLock,
+        traj_pool: _TrajectoryPool | None,
+    ) -> None:
+        self.env = env
+        self.arguments = arguments
+        self.frames = 0
+        self.random: bool | None = False
+        self.signals: Signals | None = None
+        self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
+        self.allocate: Callable[[BatchLayout], TensorDictBase] = empty_batch
+        self._weights = weights
+        self._lock = lock
+
+    def place(self, devices: RolloutDevices) -> None:
+        """Move the environment to its device."""
+        self.devices = devices
+        self.env = devices.place(self.env)
+
+    def set_policy(self, policy: nn.Module, trust: bool, compiled: bool | Mapping[str, Any] | None) -> None:
+        """Act with this policy, which is on its device; ``trust`` and ``compiled`` as of the collector."""
+        if environments.is_torchrl(self.env):
+            from torchrl.modules import set_exploration_modules_spec_from_env
+
+            set_exploration_modules_spec_from_env(policy, self.env)
+        self.policy = policy
+        if not trust:
+            root = self.carrier.exclude("collector")
+            observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
+            self.policy = wrapped(policy, observed, environments.action_keys(self.env))
+        if compiled:
+            self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
+
+    def make_buffer(self) -> None:
+        """Where the steps of each rollout go."""
+        self.buffer = RolloutBuffer(
+            self.arguments.steps, self.batch_size, self.devices.storing, lambda layout: self.allocate(layout)
+        )
+
+    def profile(self) -> None:
+        """Have torch's profiler show parts of a rollout as ranges."""
+        self._act = _recorded("Collector.policy", self._act)  # type: ignore[method-assign]
+        self._step_env = _recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
+        self._advance = _recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
+        self.roll = _recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
 
     # -- the carrier --------------------------------------------------------------------------------------------------
 
-    def _make_carrier(self) -> None:
+    def make_carrier(self) -> None:
         """Reset the environment; its result is the carrier, with trajectory ids and the policy's version."""
         root = self._reset()
-        self._batch_size = environments.batch_size_of(self.env)
-        self._n_env = self._batch_size.numel()
-        if root.batch_size != self._batch_size:
+        self.batch_size = environments.batch_size_of(self.env)
+        self.n_env = self.batch_size.numel()
+        if root.batch_size != self.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
-                "but its own batch_size "
-                f"is {tuple(self._batch_size)}"
+                f"but its own batch_size is {tuple(self.batch_size)}"
             )
-        self._carrier_has_no_device = self.env_device is None or self.policy_device not in (None, self.env_device)
+        self._carrier_has_no_device = self.devices.carrier_has_no_device
         self._done_keys = environments.done_keys(self.env, root)
-        self._state_keys = _keys_that_end_state(self._done_keys)
-        self._own_keys = _own_keys(self.env, root, self._done_keys)
-        self._truncated_keys = environments.truncated_keys(self.env, root) if self.set_truncated else []
-        if self.set_truncated and not self._truncated_keys:
+        self._state_keys = environments.state_end_keys(self._done_keys)
+        self._own_keys = environments.own_keys(self.env, root, self._done_keys)
+        self._truncated_keys = environments.truncated_keys(self.env, root) if self.arguments.set_truncated else []
+        if self.arguments.set_truncated and not self._truncated_keys:
             raise RuntimeError(
                 f"set_truncated=True, but {type(self.env).__name__} has no 'truncated' entry: give it one "
-                "(env.add_truncated_keys() of a "
-                "TorchRL environment), or leave set_truncated out"
+                "(env.add_truncated_keys() of a TorchRL environment), or leave set_truncated out"
             )
-        self._metadata = TensorDict({}, self._batch_size, device=self.env_device)
+        self.metadata = TensorDict({}, self.batch_size, device=self.devices.env)
         self._acting_version = -1
-        self._begin_trajectories(root)
+        self.begin_trajectories(root)
 
     @torch.no_grad()
     def _reset(self) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
-        with self._holds():
+        with self._weights.holds():
             root: TensorDictBase = self.env.reset()
         return root
 
-    def _reset_all(self) -> None:
-        self._begin_trajectories(self._reset())
+    def reset_all(self) -> None:
+        self.begin_trajectories(self._reset())
 
-    def _begin_trajectories(self, root: TensorDictBase) -> None:
+    def begin_trajectories(self, root: TensorDictBase) -> None:
         """The carrier after a reset of all environments."""
-        if self.track_traj_ids:
-            fresh = self._traj_pool().get_traj_and_increment(self._n_env, device=self.env_device)
-            self._metadata.set("traj_ids", fresh.view(self._batch_size))
+        if self.arguments.track_traj_ids:
+            fresh = self.traj_pool.get_traj_and_increment(self.n_env, device=self.devices.env)
+            self.metadata.set("traj_ids", fresh.view(self.batch_size))
         self._carry(root)
 
     def _carry(self, root: TensorDictBase) -> None:
         """Make this the carrier."""
         if self._carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
-        root.set("collector", self._metadata)
-        self._carrier = root
-
-    def _traj_pool(self) -> _TrajectoryPool:
-        """Where fresh trajectory ids come from: this collector's own pool, or the one that it was given."""
-        if self._traj_pool_value is None:
-            self._traj_pool_value = _TrajectoryPool()
-        return self._traj_pool_value
+        root.set("collector", self.metadata)
+        self.carrier = root
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
         """Fresh ids for the environments whose trajectory has ended with this step."""
@@ -151,10 +174,10 @@ class Rollouts(DeviceSetup, BaseCollector):
         else:
             return
         ended = _aggregate_end_of_traj(after, self._done_keys)
-        ids = self._metadata.get("traj_ids")
-        fresh = self._traj_pool().get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
+        ids = self.metadata.get("traj_ids")
+        fresh = self.traj_pool.get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
         # a new tensor: the old one may belong to somebody's snapshot
-        self._metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
+        self.metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -163,14 +186,15 @@ class Rollouts(DeviceSetup, BaseCollector):
         if random:
             environments.rand_action(self.env, carrier)
             return
-        if not self._cast_to_policy_device or self.policy_device is None:
-            output = self._wrapped_policy(carrier)
+        devices = self.devices
+        if not devices.cast_to_policy_device or devices.policy is None:
+            output = self.policy(carrier)
             if output is not carrier:
                 carrier.update(self._checked(output))
             return
-        given = self._cast(carrier, self.policy_device, self._sync_policy)
+        given = devices.cast(carrier, devices.policy, devices.sync_policy)
         before = dict(given.items(True, True))
-        output = self._checked(self._wrapped_policy(given))
+        output = self._checked(self.policy(given))
         if output is not carrier:
             # Only what the policy wrote: the rest of the carrier stays on its device.
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
@@ -180,8 +204,7 @@ class Rollouts(DeviceSetup, BaseCollector):
         if not isinstance(output, TensorDictBase):
             raise TypeError(
                 f"the policy returned a {type(output).__name__}, not a TensorDict: a policy whose only parameter is a "
-                "TensorDict must return "
-                "it; any other is wrapped if its parameters fit the observations"
+                "TensorDict must return it; any other is wrapped if its parameters fit the observations"
             )
         return output
 
@@ -189,8 +212,9 @@ class Rollouts(DeviceSetup, BaseCollector):
         """Step the environment; returns the root of the next step. The carrier has ``"next"`` then."""
         written = carrier.get("next", None)  # by a recurrent policy
         given = carrier
-        if self._cast_to_env_device and self.env_device is not None:
-            given = self._cast(carrier, self.env_device, self._sync_env)
+        devices = self.devices
+        if devices.cast_to_env_device and devices.env is not None:
+            given = devices.cast(carrier, devices.env, devices.sync_env)
         output, root = self.env.step_and_maybe_reset(given)
         if output is not carrier:
             after = output.get("next")
@@ -203,7 +227,7 @@ class Rollouts(DeviceSetup, BaseCollector):
 
     def _advance(self, carrier: TensorDictBase, root: TensorDictBase) -> None:
         """From one step's carrier to the next's."""
-        if self.track_traj_ids:
+        if self.arguments.track_traj_ids:
             self._update_traj_ids(carrier)
         self._carry(root)
 
@@ -212,14 +236,14 @@ class Rollouts(DeviceSetup, BaseCollector):
 
         If it raises, the carrier is as good as before.
         """
-        carrier = self._carrier
-        version = self._version_now()
+        carrier = self.carrier
+        version = self._weights.version()
         if version != self._acting_version:
-            self._metadata.set(
-                "policy_version", torch.full(self._batch_size, version, dtype=torch.int64, device=self._metadata.device)
+            self.metadata.set(
+                "policy_version", torch.full(self.batch_size, version, dtype=torch.int64, device=self.metadata.device)
             )
             self._acting_version = version
-            carrier.set("collector", self._metadata)
+            carrier.set("collector", self.metadata)
         if "next" in carrier.keys():  # noqa: SIM118 - of a step that Ctrl-C has ended: nothing that a policy wrote
             carrier.del_("next")
         known = dict(carrier.items())
@@ -240,54 +264,46 @@ class Rollouts(DeviceSetup, BaseCollector):
 
     # -- one rollout --------------------------------------------------------------------------------------------------
 
-    def _allocate(self, layout: BatchLayout) -> TensorDictBase:
-        """Memory for a batch: see :mod:`asyncsync.collectors.rollout.buffer`."""
-        return empty_batch(layout)
-
-    def _make_store(self) -> None:
-        self._store = Store(
-            self.frames_per_batch, self._batch_size, self.storing_device, lambda layout: self._allocate(layout)
-        )
-
     def _acts_randomly(self) -> bool:
         """Whether this rollout ignores the policy: whole rollouts do."""
-        return self._random or self._frames < self.init_random_frames
+        return bool(self.random) or self.frames < self.arguments.init_random_frames
 
     @torch.no_grad()
-    def _roll(self) -> TensorDictBase | None:
-        """One rollout, by the thread whose turn it is."""
-        self._receivers.check()
-        if self.reset_at_each_iter:
-            self._reset_all()
-        turns, above, store = self._turns, self._above, self._store
-        random, adds, left = self._acts_randomly(), self._adds, self.frames_per_batch
-        device = self.storing_device
-        non_blocking = device is not None and self._non_blocking(device, self._sync_storage)
-        store.begin()
-        with set_interaction_type(self.exploration_type):
+    def roll(self) -> TensorDictBase | None:
+        """One rollout, by the thread that holds the lock: ``[*env.batch_size, time]``; None: its frames were added to
+        the replay buffer."""
+        arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
+        weights.check()
+        if arguments.reset_at_each_iter:
+            self.reset_all()
+        random, adds, max_lag, left = self._acts_randomly(), arguments.adds, arguments.max_lag, arguments.steps
+        device = self.devices.storing
+        non_blocking = device is not None and self.devices.is_non_blocking(device, self.devices.sync_storage)
+        buffer.begin()
+        with set_interaction_type(arguments.exploration_type):
             while left:
-                if turns.wanted:
-                    turns.give_way()
-                if left < self.frames_per_batch and above is not None and above.interrupts():
+                if lock.wanted:
+                    lock.give_way()
+                if left < arguments.steps and signals is not None and signals.interrupts():
                     break
-                if self.max_lag is not None:
-                    self._keep_up(self.max_lag, LAG_SECONDS)
+                if max_lag is not None:
+                    weights.keep_up(max_lag, LAG_SECONDS)
                 # Steps share a hold until somebody waits for its end: to enter one takes as long as a small policy.
-                with self._holds() as holds:
+                with weights.holds() as holds:
                     while True:
                         left -= 1
                         frame = self._frame(random, adds, non_blocking)
-                        if adds or not left or holds.awaited or turns.wanted or self.max_lag is not None:
+                        if adds or not left or holds.awaited or lock.wanted or max_lag is not None:
                             break
-                        if above is not None and above.calls:
+                        if signals is not None and signals.calls:
                             break
-                if frame is not None:  # outside: a buffer may wait, or change weights
+                if frame is not None:  # outside: a replay buffer may wait, or change weights
                     self._add(frame, last=not left)
-                    if self._frames >= self.total_frames:
+                    if self.frames >= arguments.total_frames:
                         break
         if adds:
             return None
-        batch = store.finish()
+        batch = buffer.finish()
         self._truncate(batch, -1)
         return batch
 
@@ -303,31 +319,27 @@ class Rollouts(DeviceSetup, BaseCollector):
             if adds:
                 clone: TensorDictBase = stepped[0].clone()
                 return clone
-            self._store.append(stepped[0], non_blocking)
-            if self.storing_device is not None and not self.no_cuda_sync:
-                self._sync_storage()
+            self.buffer.append(stepped[0], non_blocking)
+            devices = self.devices
+            if devices.storing is not None and not devices.no_cuda_sync:
+                devices.sync_storage()
             return None
         finally:
             if stepped is not None:  # the environment has moved on, whatever became of the frame
                 self._advance(*stepped)
 
-    @property
-    def _adds(self) -> bool:
-        """Whether frames go to the replay buffer one by one."""
-        return self.replay_buffer is not None and not self.extend_buffer
-
     def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
-        if last or self._frames + frame.numel() >= self.total_frames:
+        if last or self.frames + frame.numel() >= self.arguments.total_frames:
             self._truncate(frame, None)
-        self.replay_buffer.add(frame)
-        self._frames += frame.numel()
+        self.arguments.replay_buffer.add(frame)
+        self.frames += frame.numel()
 
     def _truncate(self, batch: TensorDictBase, last: int | None) -> None:
         """Mark the last step of a batch (or this one step) as truncated."""
         for key in self._truncated_keys:
             path = (key,) if isinstance(key, str) else tuple(key)
-            n = len(self._batch_size)
+            n = len(self.batch_size)
             for name in ("truncated", "done"):
                 flag = batch.get(("next", *path[:-1], name), None)
                 if flag is not None:
@@ -356,7 +368,7 @@ def _keep_written(
     Not what is the environment's own: one that has it from a reset (by a TensorDictPrimer, say) hands it on by itself.
     Any other would show the policy the old state again, or none.
     """
-    keys = [key for key in written.keys(True, True) if _path(key) not in own]
+    keys = [key for key in written.keys(True, True) if environments.path_of(key) not in own]
     if not keys:
         return
     ended = _aggregate_end_of_traj(after, state_keys)
@@ -365,21 +377,3 @@ def _keep_written(
         after.set(key, state)
         mask = ended.to(state.device).reshape(*ended.shape, *[1] * (state.ndim - ended.ndim))
         root.set(key, torch.where(mask, torch.zeros_like(state), state))
-
-
-def _path(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
-def _own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> frozenset[tuple[str, ...]]:
-    """What a policy cannot write under ``"next"``, because it is the environment's result: what a reset returns, the
-    rewards, and what says that a trajectory has ended."""
-    rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
-    ends = {(*_path(key)[:-1], name) for key in done_keys for name in ("done", "terminated", "truncated")}
-    return frozenset({*map(_path, root.keys(True, True)), *map(_path, rewards), *map(_path, done_keys), *ends})
-
-
-def _keys_that_end_state(done_keys: list[Key]) -> list[Key]:
-    """By which recurrent state is zeroed: those at the root, where there are any. One dead agent of several has a
-    trajectory of its own that ends, but not an episode: the others remember."""
-    return [key for key in done_keys if len(_path(key)) == 1] or done_keys

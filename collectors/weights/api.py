@@ -9,38 +9,22 @@ Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.collectors.weights.in_process import Holds, LocalUpdates
-from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, make_updater, mark_counted, pushing
-from asyncsync.collectors.weights.models import find_model, fitted
-from asyncsync.collectors.weights.plan import as_update, check_spelling, chosen
+from asyncsync.collectors.weights.acting import ActingWeights
+from asyncsync.collectors.weights.in_process import LocalUpdates, fitted
+from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted
+from asyncsync.collectors.weights.plan import Planned, as_update, chosen, find_model, plan, worker_indices
 from asyncsync.collectors.weights.receivers import Receivers
 from asyncsync.collectors.weights.senders import Senders, shut_down_all
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.schemes.blocking import Bus
-from asyncsync.schemes.state import by_worker
 
-__all__ = ["Planned", "WeightsAPI", "WorkerIds"]
-
-WorkerIds = int | torch.device | Iterable[int | torch.device] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What one call of ``update_policy_weights_`` is to do, checked."""
-
-    timeout: float
-    sent: Mapping[str, Any] | None = None
-    applied: Mapping[str, Any] | None = None
-    push: Callable[[], None] | None = None
-    workers: list[int] | None = None
+__all__ = ["WeightsAPI"]
 
 
 class WeightsAPI:
@@ -60,9 +44,7 @@ class WeightsAPI:
         self._senders = Senders({})
         self._receivers = Receivers()
         self._local = LocalUpdates()
-        self._version = 0
-        self._newest: Callable[[], int] | None = None
-        self._counted: Callable[[], int] | None = None
+        self._weights = ActingWeights(self._local.gate, self._receivers)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +79,7 @@ class WeightsAPI:
         for prepared in [fitted(self._acting(model_id), source) for model_id, source in weights.items()]:
             if prepared is not None:
                 prepared.apply()
-        self._version += 1
+        self._weights.own += 1
 
     def _workers_of(self, device: torch.device) -> list[int]:
         """The workers whose policy is on this device. Raises ValueError: there are none."""
@@ -184,6 +166,10 @@ class WeightsAPI:
         if synchronize_weights:
             self._receivers.connect(weight_recv_schemes, timeout)
 
+    def _connect_receivers(self, schemes: Mapping[str, Any], timeout: float) -> None:
+        """The rendezvous of schemes that were registered without it. Raises NotConnected, SchemaMismatch."""
+        self._receivers.connect(schemes, timeout)
+
     def _joined_by(self, scheme: Any) -> None:
         """A receiver's scheme has this collector as its context."""
         self._receivers.joined(scheme)
@@ -236,9 +222,8 @@ class WeightsAPI:
             PartialSendError: which workers have not applied it, and why. Not final: they still converge.
             NotConnected, ClosedError: there are no workers to send to.
         """
-        self._carry_out(
-            self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs), wait
-        )
+        given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
+        self._carry_out(plan(self, given, worker_ids, kwargs), wait)
 
     def _carry_out(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
@@ -262,8 +247,8 @@ class WeightsAPI:
     ) -> None:
         """:meth:`update_policy_weights_` for a coroutine of any event loop. The source must not change until it
         returns."""
-        update = self._plan(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, kwargs)
-        await self._carry_out_async(update, wait)
+        given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
+        await self._carry_out_async(plan(self, given, worker_ids, kwargs), wait)
 
     async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
@@ -277,92 +262,22 @@ class WeightsAPI:
             try:
                 await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
             finally:
-                self._tell(before, update.workers)
+                self._count_published(before, update.workers)
         if (applied := update.applied) is not None:
             await self._local.apply_async(lambda: self._apply_locally(applied), update.timeout)
-
-    def _plan(
-        self,
-        policy_or_weights: Any,
-        weights: Any,
-        policy: Any,
-        worker_ids: WorkerIds,
-        model_id: str | None,
-        weights_dict: Mapping[str, Any] | None,
-        kwargs: dict[str, Any],
-    ) -> Planned:
-        """Check everything; nothing is done yet."""
-        if "policy_weights" in kwargs:
-            raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
-        given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
-        check_timeout(timeout)
-        updater = self.weight_updater
-        if updater is None:
-            check_spelling(kwargs)
-        if worker_ids is not None and updater is None and not self._senders.schemes:
-            raise TypeError(
-                f"worker_ids={worker_ids!r}, but this {type(self).__name__} has neither weight_sync_schemes nor a "
-                "weight_updater: there are no workers to choose from"
-            )
-        if updater is not None and "policy" in given:
-            if len(given) > 1:
-                raise ValueError(
-                    f"a weight updater pushes the policy alone, not {sorted(given)} together: use weight_sync_schemes"
-                )
-            return Planned(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
-        sent = {m: w for m, w in given.items() if m in self._senders.schemes}
-        own = {m: w for m, w in given.items() if m not in sent and m not in self._receivers.schemes}
-        if sent and (apart := sorted(m for m in own if not self._goes_with_workers(m))):
-            raise ValueError(
-                f"{apart} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
-                "alone, or give every model one in weight_sync_schemes"
-            )
-        applied = None
-        if own:
-            if by_worker_alone := sorted(m for m, w in own.items() if by_worker(w)):
-                raise ValueError(
-                    f"{{worker_idx: weights}} was given for {by_worker_alone}, but no workers of this "
-                    f"{type(self).__name__} receive that: pass the weights themselves, or give it a scheme in "
-                    "weight_sync_schemes"
-                )
-            if worker_ids is not None:
-                raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(self._senders.schemes)}")
-            applied = {m: self._registered(m) if w is None else w for m, w in own.items()}
-            if not sent:
-                return Planned(timeout, applied=applied)
-            for model_id, source in applied.items():  # before anything is sent
-                fitted(self._acting(model_id), source)
-        if sent:
-            self._senders.check(sent)
-        elif not self.cascades:
-            raise ValueError(
-                f"{sorted(given)} comes to this {type(self).__name__} by its weight_recv_schemes, and nobody is below "
-                "it: update it where it is sent"
-            )
-        return Planned(timeout, sent=sent or None, applied=applied, workers=self._indices(worker_ids))
 
     def _goes_with_workers(self, model_id: str) -> bool:
         """Whether a model that acts here may be updated together with what is sent to workers."""
         return False
-
-    def _indices(self, worker_ids: WorkerIds) -> list[int] | None:
-        if worker_ids is None:
-            return None
-        chosen = [worker_ids] if isinstance(worker_ids, int | torch.device) else list(worker_ids)
-        indices: list[int] = []
-        for worker in chosen:
-            indices += self._workers_of(worker) if isinstance(worker, torch.device) else [worker]
-        return as_workers(indices)
 
     def _send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
         before = self._senders.version
         try:
             self._senders.send(update, workers, timeout)
         finally:
-            self._tell(before, workers)
+            self._count_published(before, workers)
 
-    def _tell(self, before: int, workers: list[int] | None) -> None:
+    def _count_published(self, before: int, workers: list[int] | None) -> None:
         # Also of a version that not every worker has applied: it is published, and they still converge.
         if (version := self._senders.version) > before:
             mark_counted()
@@ -378,7 +293,7 @@ class WeightsAPI:
                 f"this {type(self).__name__} has no scheme that brings a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
             )
-        self._send({"policy": weights}, self._indices(worker_id), DEFAULT_TIMEOUT)
+        self._send({"policy": weights}, worker_indices(self, worker_id), DEFAULT_TIMEOUT)
 
     def _between_steps(self, function: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
         """Run a function that writes this collector's own models when no step is under way. Raises AckTimeout."""
@@ -442,71 +357,26 @@ class WeightsAPI:
         """Whether updates that are received go further down; see :mod:`asyncsync.bus.cascade`."""
         return bool(self._senders.schemes) or self.weight_updater is not None
 
-    # -- around a step ------------------------------------------------------------------------------------------------
-
-    def _holds(self) -> Holds:
-        """For steps, policy and environment: no weights of this collector change within."""
-        return Holds([self._local.gate, *self._receivers.gates])
-
-    def _version_now(self) -> int:
-        """What frames are labelled with: the version that acts; with a trainer above, that of its schemes and what its
-        updaters have counted."""
-        if self._counted is not None:
-            return self._receivers.version + self._counted()
-        return self._applied_version()
-
-    def _applied_version(self) -> int:
-        """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the
-        count of updates applied here."""
-        return self._receivers.version if self._receivers else self._version
-
-    def _newest_version(self) -> int:
-        """The newest version that the trainer has published, as far as is known here, by the count of
-        :meth:`_applied_version`."""
-        if self._newest is not None:
-            return self._newest()
-        return self._receivers.newest if self._receivers else self._version
-
-    def _await_version(self, version: int, timeout: float) -> None:
-        """Wait, outside any hold, until this version or a newer one acts.
-
-        Raises:
-            AckTimeout: not within the timeout (seconds).
-            ClosedError, Fenced: it will not come.
-        """
-        check_timeout(timeout)
-        self._receivers.wait(version, timeout)
-
-    def _keep_up(self, max_lag: int, timeout: float) -> None:
-        """Wait, outside any hold, until the acting weights are at most so many versions behind the newest, on each bus
-        by its own count.
-
-        Raises:
-            AckTimeout: not within the timeout (seconds), for any of the waits.
-            ClosedError, Fenced: it will not come.
-        """
-        self._receivers.keep_up(max_lag, timeout)
-        while self._newest is not None and (newest := self._newest()) - self._applied_version() > max_lag:
-            self._await_version(newest - max_lag, timeout)
+    # -- versions -----------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
         """The newest version: published, where there are workers below; else the one that acts here. In a tree of
         collectors, that of its root."""
         published = self._senders.schemes and not self._receivers
-        return self._senders.version if published else self._version_now()
+        return self._senders.version if published else self._weights.version()
 
     def increment_version(self) -> None:
         """Count the version of this collector's own policy up by one."""
-        self._version += 1
+        self._weights.own += 1
 
     def _versions(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that versions go on where they were."""
-        return {"own": self._version, "sent": self._senders.versions()}
+        return {"own": self._weights.own, "sent": self._senders.versions()}
 
     def _carry_on(self, versions: Mapping[str, Any]) -> None:
         """Go on from what :meth:`_versions` returned. Versions never go back: a count that is beyond it goes on."""
-        self._version = max(self._version, versions["own"])
+        self._weights.own = max(self._weights.own, versions["own"])
         self._senders.carry_on(versions["sent"])
 
     # -- the end ------------------------------------------------------------------------------------------------------

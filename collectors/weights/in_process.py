@@ -5,16 +5,36 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
 
 from asyncsync.errors import AckTimeout
-from asyncsync.model.gate import Gate, Hold
+from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.gate import Gate
+from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime.threads import interruptibly
 
-__all__ = ["Holds", "LocalUpdates"]
+__all__ = ["LocalUpdates", "fitted"]
 
 
 POLL_SECONDS = 0.05
+
+
+def fitted(model: Any, source: Any) -> Prepared | None:
+    """What copies these weights into the model, checked; None: the model is their source itself.
+
+    Raises:
+        SchemaMismatch: they do not fit.
+    """
+    if source is model:
+        return None
+    is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
+    strategy = WeightStrategy("state_dict" if is_state_dict else "tensordict")
+    prepared = Binding(model, strategy).prepare_flat(flat_weights(strategy, source))
+    prepared.resolve()
+    return prepared
 
 
 class _Change:
@@ -142,36 +162,3 @@ class LocalUpdates:
 
 def _ignore(error: BaseException | None) -> None:
     """Each change has its own ``done``."""
-
-
-class Holds:
-    """Several gates held at once, as one context manager for one use."""
-
-    __slots__ = ("_gates", "_open")
-
-    def __init__(self, gates: list[Gate]) -> None:
-        self._gates = gates
-        self._open: list[Hold] = []
-
-    @property
-    def awaited(self) -> bool:
-        """Whether an update waits for the end of this block."""
-        return any(gate.pending for gate in self._gates)
-
-    def __enter__(self) -> Holds:
-        try:
-            for gate in self._gates:
-                self._open.append(hold := gate.hold())
-                hold.__enter__()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._open:
-            try:
-                self._open[-1].__exit__(None, None, None)
-            finally:  # the others, too, whatever this one raises
-                self._open.pop()
-                self.__exit__()

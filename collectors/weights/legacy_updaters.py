@@ -25,6 +25,7 @@ __all__ = [
     "MultiProcessedWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
+    "WorkerIds",
     "make_updater",
     "mark_counted",
     "pushing",

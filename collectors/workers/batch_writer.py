@@ -1,6 +1,6 @@
-"""Window: a worker's side of batches through shared memory. Its collector stores each step where the trainer reads it.
+"""BatchWriter: a worker's side of batches through shared memory. Each step is stored where the trainer reads it.
 
-What the worker's own code keeps of a batch (a hook, say) is that code's: then the batch goes by value.
+A batch of which the worker's own code keeps something, as a hook may, goes by value: the tensors stay that code's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.rollout.buffer import BatchLayout
+from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.control_page import MemoryPlace, open_place
-from asyncsync.collectors.workers.shared_batches import Arrangement, Grant, layout_of, mapped
+from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, mapped
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["Window"]
+__all__ = ["BatchWriter"]
 
 
 class _Mapped:
@@ -29,18 +29,18 @@ class _Mapped:
             self._memory = mapped(number, place.size)
         finally:
             os.close(number)
-        self._lent: weakref.ref[memoryview] | None = None
+        self._leased: weakref.ref[memoryview] | None = None
 
-    def lend(self) -> memoryview:
+    def lease(self) -> memoryview:
         """The memory. Tensors that are made of it keep this very object alive."""
         memory = memoryview(self._memory)  # type: ignore[arg-type]
-        self._lent = weakref.ref(memory)
+        self._leased = weakref.ref(memory)
         return memory
 
     @property
-    def lent(self) -> memoryview | None:
-        """What was lent, if somebody has it still."""
-        return None if self._lent is None else self._lent()
+    def leased(self) -> memoryview | None:
+        """What was leased, if somebody has it still."""
+        return None if self._leased is None else self._leased()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in here, wherever."""
@@ -48,7 +48,7 @@ class _Mapped:
         return begin <= tensor.untyped_storage().data_ptr() < begin + self._memory.nbytes
 
 
-class Window:
+class BatchWriter:
     """What a worker writes through: a collector's ``_allocate``."""
 
     def __init__(self) -> None:
@@ -57,33 +57,33 @@ class Window:
         self._slots: dict[tuple[int, int], _Mapped] = {}
         self._slot: _Mapped | None = None
         self._arrangement: Arrangement | None = None
-        self._granted: list[torch.Tensor] | None = None
+        self._views: list[torch.Tensor] | None = None
 
     def learn(self, number: int, arrangement: Arrangement, index: int) -> None:
-        """There is a new arrangement, of which this worker's is the part with this index; grants of older ones will not
+        """There is a new arrangement, of which this worker's is the part with this index; leases of older ones will not
         come any more."""
         self._index = index
         self._arrangements = {number: arrangement}
         self._slots.clear()
 
-    def open(self, grant: Grant | None) -> None:
+    def open(self, lease: Lease | None) -> None:
         """The next rollout may go there; not if this process has tensors of the slot yet.
 
         Raises:
             WeightSyncError, OSError: the slot cannot be mapped.
         """
-        self._slot = self._arrangement = self._granted = None
-        if grant is None:
+        self._slot = self._arrangement = self._views = None
+        if lease is None:
             return
-        for key in [key for key in self._slots if key[1] not in grant.alive]:
+        for key in [key for key in self._slots if key[1] not in lease.alive]:
             del self._slots[key]
-        key = (grant.place.device, grant.place.inode)
+        key = (lease.place.device, lease.place.inode)
         if key not in self._slots:
-            self._slots[key] = _Mapped(grant.place)
+            self._slots[key] = _Mapped(lease.place)
         slot = self._slots[key]
-        if slot.lent is None:
-            self._slot, self._arrangement = slot, self._arrangements[grant.arrangement]
-            self._granted = self._parts(slot.lend())
+        if slot.leased is None:
+            self._slot, self._arrangement = slot, self._arrangements[lease.arrangement]
+            self._views = self._parts(slot.lease())
 
     def _parts(self, memory: memoryview) -> list[torch.Tensor]:
         assert self._arrangement is not None
@@ -95,10 +95,10 @@ class Window:
         return self._arrangement.parts[self._index]
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
-        """Memory for a batch of this layout in the slot; None if it is not what was granted."""
-        if self._granted is None or layout != self._layout:
+        """Memory for a batch of this layout in the slot; None if it is not what was leased."""
+        if self._views is None or layout != self._layout:
             return None
-        return layout.build(self._granted)
+        return layout.build(self._views)
 
     def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
         """Have the batch in the slot, if it fits: it lies there already, or is copied.
@@ -107,15 +107,15 @@ class Window:
             Whether it is there, and its layout (None: there is none that describes it).
         """
         found = layout_of(batch)
-        granted, self._granted = self._granted, None
-        if granted is None or found is None or found.steps > self._layout.steps:
+        views, self._views = self._views, None
+        if views is None or found is None or found.steps > self._layout.steps:
             return False, found
         if replace(found, steps=self._layout.steps) != self._layout:
             return False, found
         assert self._slot is not None
         n = len(found.batch_size)
         targets, sources = [], []
-        for view, leaf in zip(granted, found.leaves, strict=True):
+        for view, leaf in zip(views, found.leaves, strict=True):
             target, source = view.narrow(n, 0, found.steps), batch.get(leaf.path)
             if target.numel() and not _is_same(target, source):
                 targets.append(target)
@@ -127,9 +127,9 @@ class Window:
         return True, found
 
     def kept(self, steps: int) -> TensorDictBase | None:
-        """Once the caller has let go of the batch that was written: a copy of it, of so many steps, if somebody else
+        """When the caller has dropped the batch that was written: a copy of it, of so many steps, if somebody else
         here keeps tensors of it. What the trainer writes there later would change them."""
-        memory = None if self._slot is None else self._slot.lent
+        memory = None if self._slot is None else self._slot.leased
         if memory is None:
             return None
         return self._layout.build(self._parts(memory))[..., :steps].clone()

@@ -1,7 +1,7 @@
 """Messages between a collector and its workers: one packet each, so that nobody ever reads or writes half of one.
 
     here, there = Channel.pair()                       # sockets; each process wraps its own: Channel(here)
-    packet = encode(("rollout", 1))                    # by pickle; encode_any: by cloudpickle, with tensors apart
+    packet = encode(("rollout", 1))                    # by pickle; Parcel.of: by cloudpickle, with tensors apart
     here.send(packet)                                  # False: there is no room now, and nothing was sent
     there.receive()                                    # None: there is nothing now
 
@@ -31,7 +31,7 @@ from asyncsync.errors import AckTimeout
 from asyncsync.transports.slots import F_ADD_SEALS, open_memory
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "encode_any", "loads"]
+__all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "loads"]
 
 MAX_PACKET = 32 << 10
 _HEAD = struct.Struct("<QQ")  # parts, and bytes of all of them with their lengths
@@ -133,11 +133,6 @@ def encode(message: Any) -> Packet:
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     return _packet(pickled, buffers)
-
-
-def encode_any(message: Any) -> Packet:
-    """Of whatever :func:`dumps` takes."""
-    return _packet(*_pickled(message))
 
 
 def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:

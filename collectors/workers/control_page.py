@@ -1,7 +1,7 @@
 """Control page: what workers look up between two steps, in one page of memory that the trainer shares with them.
 
 The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, and the newest version that
-was published for each of them. Two counters are everybody's: trajectory identifiers, and frames. A reader needs no
+was published for each of them. Two counters are written by all: trajectory identifiers, and frames. A reader needs no
 lock: a slot is an aligned 64-bit number. The counters have one, which the kernel frees when its holder is killed.
 
 Like every memory of this library, the page is a file without a name, opened as ``/proc/<pid>/fd/<n>``: nothing stays
@@ -26,7 +26,6 @@ from asyncsync.transports.slots import open_memory
 
 __all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
 
-MAX_WORKERS = 480
 _STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 5, 16
 
 
@@ -67,10 +66,10 @@ def open_place(place: MemoryPlace) -> int:
 
 
 class ControlPage:
-    """The page, in the trainer (without arguments) or in a worker.
+    """The control page, in the trainer or in a worker.
 
     Args:
-        place: of the trainer's page; None: make one.
+        place: of the trainer's control page; None: make one.
 
     Raises:
         WeightSyncError: there is none, or it cannot be opened.
@@ -147,7 +146,7 @@ class ControlPage:
         with self._lock:
             self._slots[_COUNTED] += 1
 
-    # -- everybody's --------------------------------------------------------------------------------------------------
+    # -- written by all -----------------------------------------------------------------------------------------------
 
     @property
     def frames(self) -> int:
@@ -198,7 +197,7 @@ class SharedPool(_TrajectoryPool):
 
 
 def page_at(place: MemoryPlace) -> ControlPage:
-    """The page there, opened once per process: two descriptors of one file would free each other's locks."""
+    """The control page there, opened once per process: two descriptors of one file would free each other's locks."""
     key = (os.getpid(), place)
     page = _opened.get(key)
     if page is None:

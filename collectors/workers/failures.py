@@ -1,6 +1,6 @@
 """Failures of worker processes: their exceptions, as something that travels through a pipe and is raised again.
 
-What is raised in the trainer has the worker's type where that can be, a note that says which worker it was, and a
+What is raised in the trainer has the worker's type where that can be, a note that names the worker, and a
 :class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. What does not survive the way (an
 exception that cannot be pickled, or whose class is not importable here) is a RemoteError itself.
 """
@@ -45,7 +45,7 @@ class Failure:
         return cls(f"{kind.__module__}.{kind.__qualname__}", message, text, pickled)
 
     def error(self, where: str) -> Exception:
-        """The exception to be raised here; ``where`` tells which worker it is from."""
+        """The exception to be raised here; ``where`` names the worker that it is from."""
         remote = RemoteError(self.type_name, self.message, self.remote_traceback)
         error: Any = None
         if self.pickled is not None:

@@ -1,34 +1,35 @@
-"""Member: one worker process of a crew, as the trainer sees it."""
+"""WorkerProcess: one worker process, as the trainer sees it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import struct
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncsync.collectors.workers.channel import Channel, Packet
+from asyncsync.runtime.signals import sigint_blocked
 
-__all__ = ["Member"]
+__all__ = ["WorkerProcess", "check_platform", "check_start_method"]
 
 logger = logging.getLogger("asyncsync")
 
-KILLED_SECONDS = 1.0
 MAX_WAITING = 1000
 
 
-class Member:
+class WorkerProcess:
     """One worker."""
 
     def __init__(self, index: int, process: Any, channel: Channel, bell: Connection) -> None:
         self.index = index
         self.process = process
         self.channel = channel
-        self.bell = bell  # tells the worker's second thread that it is to end; closed by the kernel, that we are gone
+        self.bell = bell  # ends the worker, by its second thread: with a message, or when the kernel closes it
         self.sentinel: int = process.sentinel
         self.pid: int = process.pid
         self.is_alive = True
@@ -36,19 +37,39 @@ class Member:
         self._waiting: deque[Packet] = deque()
         self._sending = threading.Lock()
 
+    @classmethod
+    def start(
+        cls, context: Any, owner: str, index: int, target: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> WorkerProcess:
+        """Start ``target(end, bell, index, *arguments)`` in a process of a multiprocessing context."""
+        here, there = Channel.pair()
+        listening, bell = context.Pipe(duplex=False)
+        try:
+            # No daemon: environments and nested collectors have processes of their own.
+            process = context.Process(
+                target=target,
+                args=(there, listening, index, *arguments),
+                name=f"asyncsync-{owner}-{index}",
+                daemon=False,
+            )
+            with sigint_blocked():
+                process.start()
+        except BaseException:
+            here.close()
+            bell.close()
+            raise
+        finally:
+            there.close()
+            listening.close()
+        return cls(index, process, Channel(here), bell)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.bell.closed
+
     @property
     def name(self) -> str:
         return f"worker {self.index} (pid {self.pid})"
-
-    @property
-    def interests(self) -> list[tuple[int, int]]:
-        """Descriptors to wait for, and for what."""
-        if not self.is_alive:
-            return []
-        found = [(self.sentinel, select.POLLIN)]
-        if self.is_open:
-            found.append((self.channel.fileno(), select.POLLIN | (select.POLLOUT if self._waiting else 0)))
-        return found
 
     def send(self, packet: Packet) -> bool:
         """Send it, after what waits; whether nothing waits now.
@@ -96,17 +117,34 @@ class Member:
 
     def close(self) -> None:
         """After its end. Idempotent."""
-        if self.bell.closed:
+        if self.is_closed:
             return
         self.is_open = False
         with self._sending:
             self._forget()
             self.channel.close()
         self.bell.close()
-        if self.is_alive:
-            self.process.join(KILLED_SECONDS)
-            if self.process.exitcode is None:
-                logger.error("%s has been killed, and has not ended yet", self.name)
-                return
+        if self.is_alive and self.process.exitcode is None:
+            logger.error("%s has been killed, and has not ended yet", self.name)
+            return
         self.is_alive = False
         self.process.close()
+
+
+def check_platform(owner: str) -> None:
+    """Raises NotImplementedError: there can be no worker processes here."""
+    if sys.platform != "linux":
+        raise NotImplementedError(
+            f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use Collector, "
+            "in this process or in processes of your own"
+        )
+
+
+def check_start_method(name: str) -> str:
+    """Raises ValueError: not a way to start workers."""
+    if name not in ("spawn", "forkserver"):
+        raise ValueError(
+            f"start_method must be 'spawn' or 'forkserver', not {name!r}: a forked worker would inherit the trainer's "
+            "threads and event loop, half alive"
+        )
+    return name

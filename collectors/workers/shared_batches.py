@@ -1,15 +1,14 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the memory (:class:`Slots`) and lends it: a worker that is asked for a rollout is told of a slot, and
-its collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.Window`.
-So when the last step is done,
-one short message makes the batch readable, whatever its size. An :class:`Arrangement` says how the parts of several
-workers lie in one slot: stacked, or one after another along a dimension.
+The trainer owns the memory (:class:`Slots`) and leases it. A request for a rollout names a slot, and the worker's
+collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So when the last
+step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the
+parts of several workers lie in one slot: stacked, or one after another along a dimension.
 
-A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. What a worker's own
-code keeps of it (a hook, say) is that code's: then the batch goes by value.
+A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. A batch of
+which the worker's own code keeps something goes by value.
 
-The first batch of an arrangement comes by value, since nobody knows before what it looks like.
+The first batch of an arrangement comes by value, since its layout is not known before.
 """
 
 from __future__ import annotations
@@ -22,57 +21,26 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from asyncsync.collectors.rollout.buffer import BatchLayout, Leaf, Node
+from asyncsync.collectors.batch_layout import BatchLayout
+from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import MemoryPlace
+from asyncsync.collectors.workers.group import BatchPlaces, RolloutResult
 from asyncsync.transports.slots import F_ADD_SEALS, no_memory, open_memory
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["Arrangement", "Grant", "Slots", "layout_of", "mapped"]
+__all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
 
 ALIGNMENT = 64
-MAX_LENT = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
+MAX_HELD = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
 _CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
-
-
-def layout_of(batch: TensorDictBase) -> BatchLayout | None:
-    """The layout of a batch (time last); None where none describes it: lazy stacks, entries that are no tensors."""
-    *batch_size, steps = batch.batch_size
-    leaves: list[Leaf] = []
-    nodes: list[Node] = []
-    if not _scan(batch, (), batch.batch_size, leaves, nodes):
-        return None
-    return BatchLayout(torch.Size(batch_size), steps, batch.device, tuple(nodes), tuple(leaves))
-
-
-# Not a function within the other: that would be a cycle of references, which keeps the batch alive for a while.
-def _scan(td: TensorDictBase, path: tuple[str, ...], size: torch.Size, leaves: list[Leaf], nodes: list[Node]) -> bool:
-    n = len(size) - 1
-    if type(td) is not TensorDict or td.batch_size[: n + 1] != size:
-        return False
-    nested = []  # after the leaves, as in asyncsync.collectors.rollout.buffer
-    for name, value in td.items():
-        here = (*path, name)
-        if not isinstance(value, torch.Tensor):
-            nested.append((here, value))
-        elif type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
-            return False
-        else:
-            leaves.append(Leaf(here, torch.Size([*value.shape[:n], *value.shape[n + 1 :]]), value.dtype, value.device))
-    for here, value in nested:
-        if not isinstance(value, TensorDictBase):
-            return False
-        nodes.append(Node(here, value.batch_size[n + 1 :]))
-        if not _scan(value, here, size, leaves, nodes):
-            return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -137,12 +105,23 @@ class Arrangement:
         leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
         return replace(first, batch_size=size, leaves=leaves)
 
+    @property
+    def has_private(self) -> bool:
+        """Whether the name of an entry begins with an underscore."""
+        leaves = [leaf.path for part in self.parts for leaf in part.leaves]
+        nodes = [node.path for part in self.parts for node in part.nodes]
+        return any(name.startswith("_") for path in leaves + nodes for name in path)
+
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """One worker's part of a leaf of the whole batch: a view."""
         if self.dim is None:
             return tensor.select(0, index)
         start = sum(self._extent(before) for before in self.parts[:index])
         return tensor.narrow(self.dim, start, self._extent(self.parts[index]))
+
+    def part_of(self, batch: TensorDictBase, index: int) -> TensorDictBase:
+        """One worker's part of the whole batch: a view."""
+        return self.parts[index].build([self.part(batch.get(leaf.path), index) for leaf in self.layout.leaves])
 
     def _extent(self, part: BatchLayout) -> int:
         assert self.dim is not None
@@ -170,13 +149,13 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Grant:
+class Lease:
     """A slot that a worker may write its part into.
 
     Attributes:
         place: of the slot.
         arrangement: number of the arrangement.
-        alive: inodes of all slots that will be granted again: what is not among them can be let go of.
+        alive: inodes of all slots that will be leased again: what is not among them can be unmapped.
     """
 
     place: MemoryPlace
@@ -242,45 +221,51 @@ class Slots:
     Args:
         number: of the arrangement.
         arrangement: what lies in a slot.
-        spare: how many are kept for later use.
+        spare: how many free slots are left open for later use: the one that is written, and the one that is read.
     """
 
-    def __init__(self, number: int, arrangement: Arrangement, spare: int) -> None:
+    def __init__(self, number: int, arrangement: Arrangement, spare: int = 2) -> None:
         self.number = number
         self.arrangement = arrangement
+        self.has_private = arrangement.has_private
         self._spare = spare
         self._free: deque[_Slot] = deque()
-        self._lent: set[_Slot] = set()
+        self._held: set[_Slot] = set()
+        self._pinned: set[_Slot] = set()
 
-    def grant(self) -> tuple[_Slot, Grant]:
+    def lease(self) -> tuple[_Slot, Lease]:
         """A slot to be written. Raises MemoryError."""
         slot = None
         while slot is None and self._free:
             slot = self._free.popleft()
         if slot is None:
             slot = _Slot(self.arrangement.offsets[-1])
-        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_lent())
-        return slot, Grant(slot.place, self.number, alive)
+        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_in_use())
+        return slot, Lease(slot.place, self.number, alive)
 
-    def _inodes_lent(self) -> list[int]:
-        return [slot.place.inode for slot in list(self._lent)]
+    def _inodes_in_use(self) -> list[int]:
+        return [slot.place.inode for slot in list(self._held | self._pinned)]
 
-    def give_back(self, slot: _Slot) -> None:
-        """It was granted, but nothing came of it. Idempotent."""
-        if slot not in self._free:
-            self._free.append(slot)
+    def pin(self, slot: _Slot) -> None:
+        """Whatever becomes of its tensors, the slot is not leased again before :meth:`release`."""
+        self._pinned.add(slot)
+
+    def release(self, slot: _Slot) -> None:
+        """The slot may be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
+        self._pinned.discard(slot)
+        self._returned(slot)
 
     def batch(self, slot: _Slot) -> TensorDictBase:
         """The whole batch in this slot. The slot is used again when its last tensor has gone."""
         slot.close_file()
         batch = self.arrangement.layout.build(self.tensors(slot))
-        return batch.clone() if len(self._lent) > MAX_LENT else batch
+        return batch.clone() if len(self._held) > MAX_HELD else batch
 
     def tensors(self, slot: _Slot) -> list[torch.Tensor]:
         memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
         slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]
-        self._lent.add(slot)
+        self._held.add(slot)
         with contextlib.suppress(ValueError):  # a second time, as the first was interrupted
             self._free.remove(slot)
         # The tensors hold this very object; the slots are not kept alive by what users keep.
@@ -289,10 +274,10 @@ class Slots:
 
     def _returned(self, slot: _Slot) -> None:
         # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
-        if slot.is_read:
+        if slot in self._pinned or slot.is_read:
             return
-        self._lent.discard(slot)
-        if slot.forked == _forked and len(self._free) < self._spare:
+        self._held.discard(slot)
+        if slot.forked == _forked and len(self._free) < self._spare and slot not in self._free:
             self._free.append(slot)
 
 
@@ -300,3 +285,91 @@ def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
     found = slots()
     if found is not None:
         found._returned(slot)
+
+
+class SharedPlace(NamedTuple):
+    """A slot for one batch.
+
+    Attributes:
+        slots: those that it is one of.
+        slot: it.
+        lease: what is sent to the workers.
+    """
+
+    slots: Slots
+    slot: _Slot
+    lease: Lease
+
+
+class SharedPlaces(BatchPlaces):
+    """Slots for the batches of some workers: none for the first batch, whose layout is not known before.
+
+    Args:
+        dim: of :class:`Arrangement`.
+        teach: makes slots for an arrangement, and sends that to the workers, which forget the one before.
+    """
+
+    def __init__(self, dim: int | None, teach: Callable[[Arrangement], Slots]) -> None:
+        self._dim = dim
+        self._teach = teach
+        self._slots: Slots | None = None
+        self._unlike: Arrangement | None = None  # of the latest batch that did not fit
+
+    def next(self) -> SharedPlace | None:
+        slots = self._slots
+        if slots is None:
+            return None
+        slot, lease = slots.lease()
+        slots.pin(slot)
+        return SharedPlace(slots, slot, lease)
+
+    def is_complete(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> bool:
+        if place is None or not all(result.in_place for result in results):
+            return False
+        parts = place.slots.arrangement.parts
+        return self._dim is None or all(result.steps == part.steps for result, part in zip(results, parts, strict=True))
+
+    def whole(self, place: SharedPlace) -> TensorDictBase:
+        return place.slots.batch(place.slot)
+
+    def parts(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
+        whole = None
+        if place is not None and any(result.in_place for result in results):
+            whole = place.slots.batch(place.slot)
+        found = []
+        for index, result in enumerate(results):
+            if result.in_place:
+                assert place is not None
+                assert whole is not None
+                found.append(place.slots.arrangement.part_of(whole, index)[..., : result.steps])
+            else:
+                found.append(loads(result.payload))
+        return found
+
+    def has_private(self, place: SharedPlace | None) -> bool:
+        return place is None or place.slots.has_private
+
+    def missing(self, place: SharedPlace, results: Sequence[RolloutResult]) -> list[int]:
+        return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
+
+    def release(self, place: SharedPlace | None) -> None:
+        if place is not None:
+            place.slots.release(place.slot)
+
+    def learn(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> None:
+        unlike, self._unlike = self._unlike, None
+        if all(result.in_place for result in results):
+            return
+        known = () if place is None else place.slots.arrangement.parts
+        layouts = [known[index] if result.in_place else result.layout for index, result in enumerate(results)]
+        arrangement = Arrangement.of(layouts, self._dim)
+        if arrangement is None:
+            self._slots = None
+        elif self._slots is None or (self._slots.arrangement != arrangement and unlike == arrangement):
+            self._slots = None  # the workers forget these first
+            self._slots = self._teach(arrangement)
+        elif self._slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
+            self._unlike = arrangement
+
+    def close(self) -> None:
+        self._slots = None

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors import Collector
+from asyncsync.collectors.rollout import devices as rollout_devices
 from helpers.collecting_single import KINDS, Actor, WalkEnv, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
@@ -76,26 +77,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_r099_r100_r101_r102_r103_r104_what_waits_depends_on_the_destination(
     machine: Any, destination: str | None, devices: tuple[str, ...], waited: list[str]
 ) -> None:
-    with collector() as c:
-        found = machine(*devices)
-        c._get_sync_fn(None if destination is None else torch.device(destination))()
+    found = machine(*devices)
+    rollout_devices.synchronisation(None if destination is None else torch.device(destination))()
     assert found == waited
 
 
 def test_r100_cuda_that_is_not_initialised_is_left_alone(machine: Any) -> None:
-    with collector() as c:
-        found = machine("cuda", initialized=False)
-        c._get_sync_fn(torch.device("cpu"))()
+    found = machine("cuda", initialized=False)
+    rollout_devices.synchronisation(torch.device("cpu"))()
     assert found == []
 
 
 def test_r098_the_functions_that_wait_are_installed_for_the_three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(self: Any, device: torch.device | None) -> Any:
-        return lambda: device
-
-    monkeypatch.setattr(Collector, "_get_sync_fn", of)
+    monkeypatch.setattr(rollout_devices, "synchronisation", lambda device: lambda: device)
     with collector(policy_device="cpu", env_device="cpu:0", storing_device="cpu:1") as c:
-        found = [c._sync_policy(), c._sync_env(), c._sync_storage()]
+        used = c._rollouts.devices
+        found = [used.sync_policy(), used.sync_env(), used.sync_storage()]
     assert found == [torch.device("cpu"), torch.device("cpu:0"), torch.device("cpu:1")]
 
 
@@ -116,8 +113,8 @@ def test_r106_r107_r132_casts_follow_from_the_devices_and_are_decided_once(
     devices: dict[str, str], own: str | None, to_policy: bool, to_env: bool
 ) -> None:
     with collector(Movable(own), **devices) as c:
-        assert c._cast_to_policy_device is to_policy
-        assert c._cast_to_env_device is to_env
+        assert c._rollouts.devices.cast_to_policy_device is to_policy
+        assert c._rollouts.devices.cast_to_env_device is to_env
         assert len(c.rollout()) == 4
 
 
@@ -144,7 +141,7 @@ def test_r106_what_the_policy_wrote_comes_back_and_nothing_else() -> None:
         return td.set("action", td["score"] * 2)
 
     with collector(Movable(), policy, trust_policy=True, policy_device="cpu") as c:
-        act = c._act
+        act = c._rollouts._act
 
         def acted(carrier: TensorDictBase, random: bool) -> None:
             carriers.append(carrier)
@@ -152,7 +149,7 @@ def test_r106_what_the_policy_wrote_comes_back_and_nothing_else() -> None:
             act(carrier, random)
             assert carrier["observation"] is observation
 
-        c._act = acted
+        c._rollouts._act = acted
         batch = c.rollout()
     assert torch.equal(batch["action"], batch["score"] * 2)
 

@@ -86,9 +86,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, events: list[str], **kwargs: Any) 
         Policy(events),
         **({"policy_device": "cpu", "env_device": "cpu:0", "storing_device": "cpu:1"} | kwargs),
     )
-    for name in ("_sync_policy", "_sync_env", "_sync_storage"):
-        monkeypatch.setattr(c, name, lambda name=name: events.append(name))
-    append, advance = c._store.append, c._advance
+    for name in ("sync_policy", "sync_env", "sync_storage"):
+        monkeypatch.setattr(c._rollouts.devices, name, lambda name=name: events.append(name))
+    append, advance = c._rollouts.buffer.append, c._rollouts._advance
 
     def store(step: TensorDictBase, *args: Any) -> None:
         assert "next" in step.keys()  # noqa: SIM118
@@ -99,12 +99,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch, events: list[str], **kwargs: Any) 
         events.append("carrier")
         advance(*args)
 
-    monkeypatch.setattr(c._store, "append", store)
-    monkeypatch.setattr(c, "_advance", go_on)
+    monkeypatch.setattr(c._rollouts.buffer, "append", store)
+    monkeypatch.setattr(c._rollouts, "_advance", go_on)
     return c
 
 
-STEP = ["_sync_policy", "policy", "_sync_env", "env", "store", "_sync_storage", "carrier"]
+STEP = ["sync_policy", "policy", "sync_env", "env", "store", "sync_storage", "carrier"]
 
 
 def test_r089_r092_policy_environment_and_storage_follow_the_documented_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_r091_direct_additions_are_neither_cast_nor_synchronised(monkeypatch: py
     options: dict[str, Any] = {"replay_buffer": buffer, "extend_buffer": False, "frames_per_batch": 3}
     with recorded(monkeypatch, events, **options) as c:
         assert c.rollout() is None
-    assert events == [event for event in STEP if event not in ("store", "_sync_storage")] * 3
+    assert events == [event for event in STEP if event not in ("store", "sync_storage")] * 3
     assert all(frame.device is None for frame in buffer.added)
 
 
@@ -128,7 +128,7 @@ def test_r105_without_cuda_synchronisation_nothing_is_waited_for(monkeypatch: py
     events: list[str] = []
     with recorded(monkeypatch, events, frames_per_batch=3, no_cuda_sync=True) as c:
         c.rollout()
-    assert events == [event for event in STEP if not event.startswith("_sync")] * 3
+    assert events == [event for event in STEP if not event.startswith("sync_")] * 3
 
 
 def test_r089_what_was_stored_is_a_snapshot() -> None:
@@ -275,7 +275,7 @@ def test_r093_the_environments_own_container_is_the_carrier() -> None:
     with collector(env, frames_per_batch=2) as c, collector(WalkEnv(), frames_per_batch=2) as other:
         for _ in range(4):
             assert (c.rollout() == other.rollout()).all()
-            assert c._carrier is env.kept
+            assert c._rollouts.carrier is env.kept
 
 
 def test_r093_policy_and_environment_work_in_the_carrier_itself() -> None:
@@ -283,21 +283,21 @@ def test_r093_policy_and_environment_work_in_the_carrier_itself() -> None:
     env, policy = Recorder(events), Policy(events)
     with collector(env, policy, frames_per_batch=1) as c:
         for _ in range(3):
-            carrier = c._carrier
+            carrier = c._rollouts.carrier
             c.rollout()
             assert policy.given is carrier
             assert env.given is carrier
-            assert c._carrier is not carrier
+            assert c._rollouts.carrier is not carrier
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_r094_the_carrier_is_made_by_a_reset(kind: str) -> None:
     with collector(environment(kind, (2,))) as c:
-        assert c._carrier["observation"].shape == (2, 3)
+        assert c._rollouts.carrier["observation"].shape == (2, 3)
         c.rollout()
-        c._make_carrier()
-        assert (c._carrier["observation"][:, 0] == 0).all()
-        assert c._carrier["collector", "traj_ids"].unique().numel() == 2
+        c._rollouts.make_carrier()
+        assert (c._rollouts.carrier["observation"][:, 0] == 0).all()
+        assert c._rollouts.carrier["collector", "traj_ids"].unique().numel() == 2
 
 
 @pytest.mark.parametrize(
@@ -326,10 +326,10 @@ def test_r095_r096_a_carrier_that_no_device_owns_has_none_and_neither_has_next(
     buffer = Looking()
     options: dict[str, Any] = {"replay_buffer": buffer, "extend_buffer": False, "trust_policy": True}
     with collector(Owned([]), Policy([]), **devices, **options) as c:
-        assert c._carrier_has_no_device is cleared
-        assert (c._carrier.device is None) is cleared
+        assert c._rollouts.devices.carrier_has_no_device is cleared
+        assert (c._rollouts.carrier.device is None) is cleared
         c.rollout()
-        assert (c._carrier.device is None) is cleared
+        assert (c._rollouts.carrier.device is None) is cleared
     assert len(buffer.added) == 8
 
 
@@ -337,7 +337,7 @@ def test_r097_metadata_goes_round_the_environment() -> None:
     env = WalkEnv()
     with collector(env) as c:
         batch = c.rollout()
-        assert "collector" in c._carrier.keys()  # noqa: SIM118
+        assert "collector" in c._rollouts.carrier.keys()  # noqa: SIM118
     assert env.seen == {"observation", "action", "done", "terminated", "truncated"}
     assert {("collector", "traj_ids"), ("collector", "policy_version")} < set(batch.keys(True, True))
     assert not [key for key in batch["next"].keys() if key == "collector"]  # noqa: SIM118

@@ -59,7 +59,7 @@ def test_r122_a_tensordict_module_is_used_as_it_is(kind: str) -> None:
     policy = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
     with collector(environment(kind), policy) as c:
         assert c.policy is policy
-        assert c._wrapped_policy is policy
+        assert c._rollouts.policy is policy
         c.rollout()
 
 
@@ -96,7 +96,7 @@ class Callable:
 def test_r122_r123_what_takes_a_tensordict_becomes_a_module_and_is_not_wrapped(policy: Any) -> None:
     with collector(WalkEnv(), policy) as c:
         assert isinstance(c.policy, nn.Module)
-        assert c._wrapped_policy is c.policy
+        assert c._rollouts.policy is c.policy
         assert (c.policy is policy) is isinstance(policy, nn.Module)
         batch = c.rollout()
     assert torch.equal(batch["action"], batch["observation"][:, :1])
@@ -109,10 +109,10 @@ def test_r122_r123_what_takes_a_tensordict_becomes_a_module_and_is_not_wrapped(p
 def test_r122_r124_what_takes_tensors_is_wrapped_from_observations_to_actions(kind: str, policy: Any) -> None:
     with collector(environment(kind), policy) as c:
         assert isinstance(c.policy, nn.Module)
-        assert isinstance(c._wrapped_policy, TensorDictModule)
-        assert c._wrapped_policy.module is c.policy
-        assert c._wrapped_policy.in_keys == ["observation"]
-        assert c._wrapped_policy.out_keys == ["action"]
+        assert isinstance(c._rollouts.policy, TensorDictModule)
+        assert c._rollouts.policy.module is c.policy
+        assert c._rollouts.policy.in_keys == ["observation"]
+        assert c._rollouts.policy.out_keys == ["action"]
         assert c.rollout()["action"].shape == (8, 1)
 
 
@@ -163,9 +163,9 @@ def test_r134_random_frames_are_whole_batches_in_which_the_policy_is_ignored(
 
 def test_r134_who_counts_elsewhere_decides_about_random_actions() -> None:
     with collector(WalkEnv(), Actor()) as c:
-        c._random = True
+        c._rollouts.random = True
         assert is_random(c.rollout())
-        c._random = False
+        c._rollouts.random = False
         assert not is_random(c.rollout())
 
 
@@ -187,5 +187,5 @@ def test_r138_the_exploration_type_is_set_while_the_policy_acts(kind: str, kwarg
 
 def test_a_trusted_policy_is_neither_looked_at_nor_wrapped() -> None:
     with collector(WalkEnv(), lambda anything: _tensordict(anything), trust_policy=True) as c:
-        assert c._wrapped_policy is c.policy
+        assert c._rollouts.policy is c.policy
         c.rollout()

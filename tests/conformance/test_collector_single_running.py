@@ -187,11 +187,11 @@ def test_r158_a_pause_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPat
     with collector(env, replay_buffer=Buffer()) as c:
         c.start()
         assert env.inside.wait(20)
-        monkeypatch.setattr("asyncsync.collectors.rollout.iteration.PAUSE_SECONDS", 0.05)
+        monkeypatch.setattr("asyncsync.collectors.single.PAUSE_SECONDS", 0.05)
         with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s"):
             c.pause().__enter__()
         threading.Timer(0.05, env.go.set).start()
-        monkeypatch.setattr("asyncsync.collectors.rollout.iteration.PAUSE_SECONDS", 20)
+        monkeypatch.setattr("asyncsync.collectors.single.PAUSE_SECONDS", 20)
         with c.pause():
             steps = env.steps
             assert steps == 4
@@ -235,7 +235,7 @@ def test_two_that_wait_for_the_end_of_a_pause_do_not_both_roll_out() -> None:
         with c.pause():
             for thread in threads:
                 thread.start()
-            while len(c._turns._changed._waiters) < 2:
+            while len(c._lock._changed._waiters) < 2:
                 time.sleep(0.001)
         assert env.inside.wait(20)
         while not outcomes:
@@ -257,7 +257,7 @@ def test_an_interrupt_while_a_pause_waits_pauses_nothing(monkeypatch: pytest.Mon
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(c._turns._changed, "wait_for", interrupted)
+            patch.setattr(c._lock._changed, "wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 c.pause().__enter__()
         env.go.set()
@@ -348,7 +348,7 @@ def test_r208_who_waits_for_a_step_finds_the_collector_closed() -> None:
     threads = [threading.Thread(target=use, args=(wanted,)) for wanted in (c.reset, c.pause().__enter__)]
     for thread in threads:
         thread.start()
-    while len(c._turns._asking) < 2:
+    while len(c._lock._asking) < 2:
         time.sleep(0.001)
     c.shutdown(timeout=0.05)
     env.go.set()
@@ -405,7 +405,7 @@ def test_a_step_that_ends_together_with_the_timeout_of_shutdown_leaves_no_enviro
     c = collector(env, replay_buffer=Buffer())
     c.start()
     assert env.inside.wait(20)
-    close = c._turns.close
+    close = c._lock.close
 
     def late(*args: Any) -> bool:
         over = close(*args)
@@ -413,7 +413,7 @@ def test_a_step_that_ends_together_with_the_timeout_of_shutdown_leaves_no_enviro
         c._free.join(20)
         return over
 
-    c._turns.close = late
+    c._lock.close = late
     c.shutdown(timeout=0.05)
     assert env.closed == 1
 
@@ -432,8 +432,8 @@ def test_seed_reset_and_state(kind: str) -> None:
     policy = Actor(0.3)
     with collector(environment(kind), policy) as c:
         assert isinstance(c.set_seed(4), int)
-        assert c._carrier["observation"].tolist() == [0.0, 1.0, 0.0], "it resets"
-        assert c._carrier["collector", "traj_ids"] == 1
+        assert c._rollouts.carrier["observation"].tolist() == [0.0, 1.0, 0.0], "it resets"
+        assert c._rollouts.carrier["collector", "traj_ids"] == 1
         list(zip(range(2), c, strict=False))
         state = c.state_dict()
     assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "versions", "traj_pool"}
@@ -441,7 +441,7 @@ def test_seed_reset_and_state(kind: str) -> None:
     with collector(environment(kind), Actor(), total_frames=24) as c:
         c.load_state_dict(state)
         assert c.policy.gain == policy.gain
-        assert c._carrier["collector", "traj_ids"] == state["traj_pool"]["traj_id"]
+        assert c._rollouts.carrier["collector", "traj_ids"] == state["traj_pool"]["traj_id"]
         [batch] = list(c)
         assert batch["collector", "policy_version"].unique().tolist() == [1], "not that of the weights before"
         with pytest.raises(KeyError, match="'frames', 'iter'"):
@@ -479,12 +479,12 @@ class After:
 def test_an_interrupted_rollout_gives_the_frames_so_far() -> None:
     env = WalkEnv((2,))
     with collector(env, frames_per_batch=20) as c, collector(WalkEnv((2,)), frames_per_batch=20) as other:
-        c._above = After(env, 3, c)
+        c._rollouts.signals = After(env, 3, c)
         batch = c.rollout()
         assert batch.names == [None, "time"]
         assert (batch == other.rollout()[:, :3]).all()
         assert c.rollout().shape == (2, 1), "one step at least"
-        c._above = After(env, 1000, c)
+        c._rollouts.signals = After(env, 1000, c)
         assert c.rollout().shape == (2, 10)
 
 
@@ -492,14 +492,14 @@ def test_max_lag_waits_outside_the_hold_for_a_newer_version() -> None:
     with collector(max_lag=1) as c:
         newest = itertools.chain([1], itertools.repeat(2))
         waited = []
-        c._newest = lambda: next(newest)
+        c._weights.newest_above = lambda: next(newest)
 
         def wait(version: int, timeout: float) -> None:
             waited.append((version, c._local.gate.held_by_caller))
             if len(waited) == 3:
                 c.increment_version()
 
-        c._await_version = wait
+        c._weights.wait = wait
         batch = c.rollout()
         assert waited == [(1, False)] * 3
         assert batch["collector", "policy_version"].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]

@@ -39,26 +39,26 @@ def test_r108_every_frame_has_an_id_that_no_other_trajectory_has(kind: str, size
 
 def test_r109_the_pool_belongs_to_the_collector_or_is_given() -> None:
     with collector(WalkEnv()) as one, collector(WalkEnv()) as other:
-        assert isinstance(one._traj_pool(), _TrajectoryPool)
-        assert one._traj_pool() is one._traj_pool()
-        assert one._traj_pool() is not other._traj_pool()
+        assert isinstance(one._rollouts.traj_pool, _TrajectoryPool)
+        assert one._rollouts.traj_pool is one._rollouts.traj_pool
+        assert one._rollouts.traj_pool is not other._rollouts.traj_pool
     shared = _TrajectoryPool()
     with collector(WalkEnv(), traj_pool=shared) as one, collector(WalkEnv(), traj_pool=shared) as other:
-        assert one._traj_pool() is shared
+        assert one._rollouts.traj_pool is shared
         assert not set(one.rollout()[IDS].tolist()) & set(other.rollout()[IDS].tolist())
     assert shared.get_traj_and_increment(3).tolist() == list(range(shared._next - 3, shared._next))
 
 
 def test_r110_one_fresh_id_per_environment_that_has_finished() -> None:
     with collector(WalkEnv((4,))) as c:
-        assert c._metadata["traj_ids"].tolist() == [0, 1, 2, 3]
-        before = c._metadata["traj_ids"]
+        assert c._rollouts.metadata["traj_ids"].tolist() == [0, 1, 2, 3]
+        before = c._rollouts.metadata["traj_ids"]
         done = torch.tensor([[False], [True], [False], [True]])
-        c._update_traj_ids(TensorDict({"next": {"done": done}}, [4]))
-        assert c._metadata["traj_ids"].tolist() == [0, 4, 2, 5]
+        c._rollouts._update_traj_ids(TensorDict({"next": {"done": done}}, [4]))
+        assert c._rollouts.metadata["traj_ids"].tolist() == [0, 4, 2, 5]
         assert before.tolist() == [0, 1, 2, 3]  # of earlier frames
-        c._update_traj_ids(TensorDict({"next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4]))
-        assert c._metadata["traj_ids"].tolist() == [0, 4, 2, 5]
+        c._rollouts._update_traj_ids(TensorDict({"next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4]))
+        assert c._rollouts.metadata["traj_ids"].tolist() == [0, 4, 2, 5]
 
 
 def test_r110_the_end_of_a_trajectory_is_that_of_any_of_its_flags() -> None:
@@ -84,7 +84,7 @@ def test_r111_without_tracking_nothing_is_kept(kind: str) -> None:
 
     with collector(environment(kind), track_traj_ids=False, traj_pool=Untouched()) as c:
         assert IDS not in c.rollout().keys(True)
-        assert IDS not in c._carrier.keys(True)
+        assert IDS not in c._rollouts.carrier.keys(True)
 
 
 def test_r112_batches_cannot_be_split_by_ids_that_are_not_tracked() -> None:

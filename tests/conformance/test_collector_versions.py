@@ -34,7 +34,7 @@ def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_it
                     assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
             assert all(frozenset({version, 9}) == values for values, version in stepping.found)
             assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
-            waiting = threading.Thread(target=leaf._await_version, args=(8, 10))
+            waiting = threading.Thread(target=leaf._weights.wait, args=(8, 10))
             waiting.start()
             middle.update_policy_weights_(Model(7))
             waiting.join(0.1)
@@ -99,6 +99,8 @@ def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.Monkey
             assert found == [{newest}, {newest - 1}]
             assert all((part["action"] == value).all() for part in batch)
         told: list[tuple[int, list[int]]] = []
-        monkeypatch.setattr(collector._page, "publish", lambda version, workers: told.append((version, list(workers))))
+        monkeypatch.setattr(
+            collector._group._page, "publish", lambda version, workers: told.append((version, list(workers)))
+        )
         collector.update_policy_weights_()
         assert told == [(newest + 1, [0, 1])], "once, and for these workers"

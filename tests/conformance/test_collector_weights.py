@@ -104,7 +104,7 @@ def test_r011_r199_weights_dict_is_one_version(each: Tree) -> None:
     each.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
     assert (each.policies, each.values) == ([{5}, {5}], [{6}, {6}])
     assert each.top.policy_version == before + 1
-    assert [leaf._version_now() for leaf in each.leaves] == [before + 1] * 2
+    assert [leaf._weights.version() for leaf in each.leaves] == [before + 1] * 2
 
 
 def test_r199_a_worker_switches_all_models_between_two_steps_or_none(each: Tree) -> None:
@@ -207,7 +207,7 @@ def test_an_update_of_ones_own_models_waits_for_the_step_under_way() -> None:
 
 def test_an_update_from_within_a_step_is_refused() -> None:
     leaf = reading(0)
-    with leaf._holds(), pytest.raises(RuntimeError, match="between two steps"):
+    with leaf._weights.holds(), pytest.raises(RuntimeError, match="between two steps"):
         leaf.update_policy_weights_(Model(1))
     leaf.update_policy_weights_(Model(1))
     assert read(leaf.policy) == {1}

@@ -162,7 +162,7 @@ async def test_r189_collectors_run_their_schemes_on_the_loop_thread(module: Any,
 
 def test_max_lag_waits_for_the_newer_version() -> None:
     with receiving({"policy": Level(1)}, max_lag=0) as (leaf, bus):
-        leaf._newest = lambda: 2  # what the control page says
+        leaf._weights.newest_above = lambda: 2  # what the control page says
         batches: list[Any] = []
         thread = threading.Thread(target=lambda: batches.append(leaf.next()))
         thread.start()
@@ -190,9 +190,9 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         thread = threading.Thread(target=policies.send, args=(Level(5),))
         batches: list[Any] = []
         rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
-        with leaf._holds():
+        with leaf._weights.holds():
             thread.start()
-            while leaf._newest_version() < 5:
+            while leaf._weights.newest() < 5:
                 time.sleep(0.001)
             rolling.start()
         rolling.join(4)

@@ -213,7 +213,7 @@ def test_arguments_reach_the_environments_and_init_fn_comes_first(tmp_path: Path
 
     given = options(create_env_kwargs=[{"log": log} for log in logs], init_fn=first)
     with MultiSyncCollector(make_env, policy(), num_workers=2, **given) as collector:
-        assert [Path(log).read_text().split() for log in logs] == [[str(pid)] for pid in collector._crew.pids]
+        assert [Path(log).read_text().split() for log in logs] == [[str(pid)] for pid in collector._group.pids]
 
 
 @BOTH
@@ -230,7 +230,7 @@ def test_r116_hooks_run_in_the_workers_around_each_rollout(kind: Any, tmp_path: 
         total_frames=12,
     )
     with kind([make()], policy(), **given) as collector:
-        [pid] = collector._crew.pids
+        [pid] = collector._group.pids
         assert len(list(collector)) == 2
         assert log.read_text().splitlines() == [f"{pid} pre", f"{pid} post 6"] * 2
         log.unlink()
@@ -322,7 +322,7 @@ def test_r155_r158_r165_running_free(tmp_path: Path) -> None:
         collector.update_policy_weights_()
         with pytest.raises(RuntimeError, match="runs free"):
             collector.next()
-        pids = collector._crew.pids
+        pids = collector._group.pids
         collector.async_shutdown(timeout=3.0)
         assert collector.closed
         assert len(pids) == 2

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, split_trajectories
+from asyncsync.collectors.batch_layout import layout_of
 from asyncsync.collectors.workers import shared_batches as batches
 from helpers.collecting_multi import Counting, make, options, policy
 from helpers.pairs import until
@@ -59,7 +60,7 @@ def test_what_a_partial_asks_of_each_workers_collector_is_done_there() -> None:
     kind = functools.partial(Collector, postproc=postproc, post_collect_hook=hook, init_random_frames=6)
     with MultiSyncCollector([make(length=3)] * 2, policy(), **options(collector_class=kind)) as collector:
         found: list[Any] = [collector.next() for _ in range(4)]
-        pids = collector._crew.pids
+        pids = collector._group.pids
         for batch in found:
             assert batch["process"][:, 0].tolist() == pids
             assert torch.equal(batch["hooked"], batch["process"] + 1)
@@ -137,11 +138,11 @@ def test_layouts_that_alternate_cost_no_slot_each(kind: Any, monkeypatch: pytest
 def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python that was built for an old libc."""
     monkeypatch.delattr(os, "memfd_create")
-    part = batches.layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
+    part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
     arrangement = batches.Arrangement.of([part], None)
     assert arrangement is not None
-    slot, grant = batches.Slots(1, arrangement, 2).grant()
-    assert grant.place.size >= 48
+    slot, lease = batches.Slots(1, arrangement, 2).lease()
+    assert lease.place.size >= 48
     slot.close_file()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +17,9 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import AckTimeout, ClosedError
+from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import Counting, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -23,7 +27,7 @@ FACTORIES = [make(length=5), make(length=3)]
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[Any]:
+def collectors() -> Iterator[Any]:
     """A synchronous and an asynchronous collector for tests that only iterate."""
     with (
         MultiSyncCollector(FACTORIES, policy(), **options()) as waiting,
@@ -43,15 +47,15 @@ def settle(collector: Any) -> None:
 
 
 @pytest.fixture
-def waiting(crews: Any) -> Iterator[Any]:
-    yield crews[0]
-    settle(crews[0])
+def waiting(collectors: Any) -> Iterator[Any]:
+    yield collectors[0]
+    settle(collectors[0])
 
 
 @pytest.fixture
-def running(crews: Any) -> Iterator[Any]:
-    yield crews[1]
-    settle(crews[1])
+def running(collectors: Any) -> Iterator[Any]:
+    yield collectors[1]
+    settle(collectors[1])
 
 
 def steps(batch: Any) -> list[float]:
@@ -168,25 +172,23 @@ def test_threads_take_turns(waiting: Any) -> None:
     assert sorted(steps(batch)[0][0] for batch in batches) == sorted(3.0 * i % 5 for i in range(8))
 
 
-@pytest.mark.parametrize("sent", [True, False])
 @BOTH
 def test_an_interrupt_loses_no_rollout_and_mixes_none(
-    kind: Any, sent: bool, waiting: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+    kind: Any, waiting: Any, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while workers are asked, before or after the message was sent; and while a batch is assembled."""
+    """Ctrl-C while workers are asked, and while a batch is assembled."""
     is_sync = kind is MultiSyncCollector
     collector = waiting if is_sync else running
     collector.set_seed(0)
     batches = [collector.next() for _ in range(6)][0 if is_sync else 2 :]
-    post, left = collector._crew.post, 0
+    post, left = collector._group.post, 0
 
     def interrupted(worker: int, message: Any) -> None:
         nonlocal left
         left -= 1
-        if sent or left:
-            post(worker, message)
+        post(worker, message)
         if not left:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
     def at_once(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -197,15 +199,15 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
 
     for number in [1, 2, 1, 3, 2] if is_sync else [1, 1, 1]:
         left = number
-        with monkeypatch.context() as patch:
-            patch.setattr(collector._crew, "post", interrupted)
+        with monkeypatch.context() as patch, sigint_raises():
+            patch.setattr(collector._group, "post", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(collector, "_in_slot" if is_sync else "_batch", at_once)
+        patch.setattr(SharedPlaces, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
-    before = collector._frames
+    before = collector._frames - sum(result.frames for made in collector._left for result in made.results)
     batches += [collector.next() for _ in range(6)]
     assert collector._frames == before + sum(batch.numel() for batch in batches[-6:])
     for worker in range(2):
@@ -250,7 +252,7 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)
         collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)
-        assert not collector._crew._replies
+        assert not collector._group._replies
 
 
 def test_the_next_rollout_is_under_way_when_a_batch_is_handed_out() -> None:

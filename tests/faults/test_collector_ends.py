@@ -22,7 +22,17 @@ import pytest
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
 from helpers.blocking_interrupts import sigint_raises
-from helpers.collecting_multi import Counting, alive, gone_within, make, note_random_state, options, policy, trainer
+from helpers.collecting_multi import (
+    Counting,
+    alive,
+    ask,
+    gone_within,
+    make,
+    note_random_state,
+    options,
+    policy,
+    trainer,
+)
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -122,8 +132,8 @@ def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
 @BOTH
 def test_r208_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None:
     collector = kind([make(delay=60.0)], policy(), **options())
-    pids = collector._crew.pids
-    collector._wanted()  # asked for a rollout, whose first step takes a minute
+    pids = collector._group.pids
+    ask(collector)  # asked for a rollout, whose first step takes a minute
     time.sleep(0.2)
     began = time.monotonic()
     collector.shutdown(timeout=1.0)
@@ -135,18 +145,18 @@ def test_r208_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) ->
 def test_shutdown_stops_between_two_steps_and_closes_the_environment(kind: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=2000))
-    collector._wanted()
+    ask(collector)
     time.sleep(0.2)
     began = time.monotonic()
     collector.shutdown()
     assert time.monotonic() - began < 3.0
-    assert log.read_text().split() == [str(collector._crew.pids[0]), "closed"]
+    assert log.read_text().split() == [str(collector._group.pids[0]), "closed"]
 
 
 async def test_r208_shutdown_is_idempotent_and_comes_with_the_block() -> None:
     async with MultiSyncCollector([make()], policy(), **options()) as collector:
         await anext(collector)
-        pids = collector._crew.pids
+        pids = collector._group.pids
     assert collector.closed
     assert not alive(pids)
     collector.shutdown()
@@ -157,14 +167,14 @@ async def test_r208_shutdown_is_idempotent_and_comes_with_the_block() -> None:
 
 def test_ctrl_c_during_shutdown_kills_the_workers() -> None:
     collector: Any = MultiAsyncCollector([make(delay=60.0)], policy(), **options())
-    pids = collector._crew.pids
-    collector._wanted()
+    pids = collector._group.pids
+    ask(collector)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with sigint_raises(), pytest.raises(KeyboardInterrupt):
         collector.shutdown(timeout=30.0)
     timer.join()
-    assert collector._crew.is_over
+    assert collector._group.is_over
     assert not alive(pids)
     collector.shutdown()
 
@@ -194,20 +204,20 @@ def test_a_forked_copy_ends_nothing() -> None:
 
 def test_messages_to_a_worker_that_does_not_read_keep_nobody() -> None:
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
-        crew: Any = collector._crew
-        [pid] = crew.pids
+        group: Any = collector._group
+        [pid] = group.pids
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         for size in [1 << 20] * 3 + [30_000] * 50:
-            crew.post(0, ("nothing", bytes(size)))
+            group.post(0, ("nothing", bytes(size)))
         assert time.monotonic() - began < 2.0
         os.kill(pid, signal.SIGCONT)
         assert collector.next() is not None
-        crew.post(0, ("nothing", bytes(1 << 20)))
+        group.post(0, ("nothing", bytes(1 << 20)))
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         for _ in range(50):
-            crew.post(0, ("nothing", bytes(30_000)))
+            group.post(0, ("nothing", bytes(30_000)))
         collector.shutdown(timeout=1.0)
         assert time.monotonic() - began < 2.5
 
@@ -224,7 +234,7 @@ def test_workers_draw_different_numbers_and_end_quickly(tmp_path: Path) -> None:
 
 def test_a_stopped_worker_does_not_keep_shutdown() -> None:
     collector: Any = MultiSyncCollector([make()], policy(), **options())
-    [pid] = collector._crew.pids
+    [pid] = collector._group.pids
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     collector.shutdown(timeout=1.0)
@@ -235,7 +245,7 @@ def test_a_stopped_worker_does_not_keep_shutdown() -> None:
 @BOTH
 def test_a_collector_that_is_forgotten_ends_its_workers(kind: Any) -> None:
     collector = kind([make()], policy(), **options())
-    pids = collector._crew.pids
+    pids = collector._group.pids
     collector.next()
     del collector
     gc.collect()
@@ -254,7 +264,7 @@ def test_shutdown_in_another_thread_ends_a_waiting_one() -> None:
 @pytest.mark.thorough
 def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds() -> None:
     with MultiSyncCollector([make()], policy(), **options()) as collector:
-        [pid] = collector._crew.pids
+        [pid] = collector._group.pids
         collector.next()
         os.kill(pid, signal.SIGSTOP)
         time.sleep(1.0)
@@ -293,7 +303,7 @@ def test_close_env_false_holds_in_the_middle_of_a_rollout(kind: Any, tmp_path: P
     for close_env in (False, True):
         log = tmp_path / f"log-{close_env}"
         collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=1000))
-        collector._wanted()  # a rollout is under way
+        ask(collector)  # a rollout is under way
         while len(log.read_text().split()) < 1:
             time.sleep(0.01)
         time.sleep(0.2)

@@ -30,7 +30,7 @@ def check(error: BaseException, text: str) -> None:
 @BOTH
 def test_an_exception_of_the_environment(kind: Any) -> None:
     with kind([make(), make(fail_at=8)], policy(), **options()) as collector:
-        pids = collector._crew.pids
+        pids = collector._group.pids
         with pytest.raises(ValueError, match="the environment has failed") as caught:
             list(collector)
         check(caught.value, "in step_and_maybe_reset")
@@ -122,7 +122,7 @@ def test_a_model_that_the_workers_do_not_have() -> None:
 @BOTH
 def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
     with kind([make(delay=0.05)] * 2, policy(), **options(frames_per_batch=2000)) as collector:
-        victim = collector._crew.pids[1]
+        victim = collector._group.pids[1]
         killed = []
 
         def kill() -> None:
@@ -191,7 +191,7 @@ def test_r165_what_ends_a_free_running_collector_surfaces(way: str, caplog: pyte
 def test_an_update_that_does_not_reach_a_killed_worker_says_how_it_ended(style: str) -> None:
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
         collector.next()
-        os.kill(collector._crew.pids[0], signal.SIGKILL)
+        os.kill(collector._group.pids[0], signal.SIGKILL)
 
         def update() -> None:
             if style == "blocking":

@@ -103,11 +103,11 @@ def test_a_rollout_can_begin_again_after_its_turn_was_interrupted(strike: Strike
     class Condition(threading.Condition):
         def __exit__(self, *exc: Any) -> None:
             super().__exit__(*exc)
-            if one._turns._inside:
+            if one._lock._inside:
                 strike()
 
     with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
-        one._turns._changed = Condition()
+        one._lock._changed = Condition()
         with pytest.raises(KeyboardInterrupt):
             one.next()
         assert one.next() is not None
@@ -120,7 +120,7 @@ def test_the_end_of_a_turn_is_reached_whatever_interrupts_it(strike: Strike) -> 
             super().notify_all()
 
     with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
-        one._turns._changed = Condition()
+        one._lock._changed = Condition()
         with pytest.raises(KeyboardInterrupt):
             one.next()
         assert one.next() is not None

@@ -36,10 +36,10 @@ def test_a_step_that_fails_is_not_recorded_and_the_next_rollout_goes_on_before_i
         expected = torch.cat([other.rollout() for _ in range(3)])
         first = c.rollout()
         fail[-2:] = [True, False]
-        before = {key: value.clone() for key, value in c._carrier.items()}
+        before = {key: value.clone() for key, value in c._rollouts.carrier.items()}
         with pytest.raises(Broken):
             c.rollout()
-        assert c._carrier.keys() == before.keys()
+        assert c._rollouts.carrier.keys() == before.keys()
         fail[:] = [False] * 20
         again = c.rollout()
     # one step was taken, and its batch lost, before the one that failed
@@ -63,7 +63,7 @@ def test_a_policy_that_fails_changes_nothing() -> None:
         with pytest.raises(Broken):
             next(batches)
         assert env.steps == 5
-        assert set(c._carrier.keys()) == {"observation", "done", "terminated", "truncated", "collector"}
+        assert set(c._rollouts.carrier.keys()) == {"observation", "done", "terminated", "truncated", "collector"}
         assert next(iter(c)).shape == (4,)
 
 
@@ -110,17 +110,17 @@ def test_a_frame_that_could_not_be_stored_does_not_spoil_the_next(what: str, err
     with collector(WalkEnv(), **kwargs) as c, collector(WalkEnv()) as other:
         expected = torch.cat([other.rollout(), other.rollout()])
         if what == "append":
-            append = c._store.append
+            append = c._rollouts.buffer.append
 
             def breaking(*args: Any) -> None:
-                if c._store.count == 1 and fail:
+                if c._rollouts.buffer.count == 1 and fail:
                     raise fail.pop()
                 append(*args)
 
-            c._store.append = breaking
+            c._rollouts.buffer.append = breaking
         with pytest.raises(error):
             c.rollout()
-        assert "next" not in c._carrier.keys()  # noqa: SIM118
+        assert "next" not in c._rollouts.carrier.keys()  # noqa: SIM118
         batch = c.rollout()
     if what == "add":
         batch = torch.stack(buffer.added[1:])
@@ -129,7 +129,7 @@ def test_a_frame_that_could_not_be_stored_does_not_spoil_the_next(what: str, err
 
 def test_what_an_interrupted_step_left_under_next_is_not_the_policys() -> None:
     with collector(WalkEnv()) as c, collector(WalkEnv()) as other:
-        c._carrier.set("next", TensorDict({"stale": torch.ones(1)}))
+        c._rollouts.carrier.set("next", TensorDict({"stale": torch.ones(1)}))
         assert (c.rollout() == other.rollout()).all()
 
 
@@ -169,11 +169,11 @@ def test_a_reset_that_fails_leaves_the_carrier() -> None:
     env = Failing()
     with collector(env, reset_at_each_iter=True) as c:
         c.rollout()
-        carrier, env.broken = c._carrier, True
+        carrier, env.broken = c._rollouts.carrier, True
         for broken in (c.rollout, c.reset):
             with pytest.raises(Broken):
                 broken()
-        assert c._carrier is carrier
+        assert c._rollouts.carrier is carrier
         env.broken = False
         assert c.rollout().shape == (4,)
 

@@ -133,7 +133,7 @@ def test_r192_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
     with MultiSyncCollector([make(delay=0.5)] * 2, policy(), **options()) as collector:
         collector.next()
         with meanwhile(collector.next), sigint_elsewhere():
-            collector._crew.until(lambda: None, 30.0)
+            collector._group.wait(lambda: None, 30.0)
         assert collector.next().numel()
 
 
@@ -190,9 +190,9 @@ def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.Mo
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.next()
         told: list[object] = []
-        monkeypatch.setattr(collector._crew, "_dispatch", told.append)
+        monkeypatch.setattr(collector._group, "_notify", lambda: told.append(None))
         with pytest.raises(AckTimeout):
-            collector._crew.until(lambda: None, 0.5)
+            collector._group.wait(lambda: None, 0.5)
         assert told == []
 
 

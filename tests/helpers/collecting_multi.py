@@ -5,6 +5,8 @@ An observation tells where it comes from: ``[seed, trajectory of this environmen
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -24,6 +26,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from asyncsync.runtime import loop_thread
+
 __all__ = [
     "BadPolicy",
     "CannotTravel",
@@ -34,6 +38,7 @@ __all__ = [
     "WithModel",
     "acted",
     "alive",
+    "ask",
     "draw_many",
     "draw_one_and_die",
     "gone_within",
@@ -220,6 +225,17 @@ class CannotTravel:
         raise TypeError("stays here")
 
 
+def ask(collector: Any) -> None:
+    """Have the workers begin their rollouts, and wait for none."""
+
+    async def begin() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await collector._produce()
+
+    loop_thread.run(begin)
+
+
 def options(**changes: Any) -> dict[str, Any]:
     """Keyword arguments of a collector in a test: workers that start in a tenth of a second."""
     return {"frames_per_batch": 6, "start_method": "forkserver", **changes}
@@ -258,22 +274,22 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
     collector = classes[kind]([make(delay=delay)] * 2, policy(), **options(**arguments))
     if end == "nothing":
         collector.next()
-        pipe.send(collector._crew.pids)
+        pipe.send(collector._group.pids)
         return
     if end == "during shutdown":
-        collector._wanted()
-        pipe.send(collector._crew.pids)
+        ask(collector)
+        pipe.send(collector._group.pids)
         collector.shutdown(30.0)
     if end == "with a fork":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
-        pipe.send([*collector._crew.pids, child.pid])
+        pipe.send([*collector._group.pids, child.pid])
     if end == "while it forks":
         child_pid = ctypes.PyDLL(None).fork()  # without Python's hooks: it has not come to them yet
         if child_pid == 0:
             time.sleep(1.0)
             os._exit(0)
-    pipe.send(collector._crew.pids)
+    pipe.send(collector._group.pids)
     try:
         for _ in collector:
             pipe.send("batch")

@@ -11,29 +11,27 @@ import torch
 from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.collectors.base import BaseCollector
-from asyncsync.collectors.rollout.devices import exact_device
-from asyncsync.collectors.weights.api import Planned
-from asyncsync.collectors.weights.models import belongs_to, fitted
-from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.crew import Crew
+from asyncsync.collectors.arguments import exact_device
+from asyncsync.collectors.weights.api import WeightsAPI
+from asyncsync.collectors.weights.in_process import fitted
+from asyncsync.collectors.weights.plan import Planned, belongs_to
+from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime.threads import WorkThread, finish
 
 __all__ = ["WorkersWeights"]
 
-LAST_WORDS_SECONDS = 1.0
-"""How long a worker's own words are waited for when the bus says that it is lost."""
+FAILURE_SECONDS = 1.0
+"""How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
 
-class WorkersWeights(BaseCollector):
+class WorkersWeights(WeightsAPI):
     """Part of :class:`asyncsync.collectors.MultiCollector`."""
 
     acts_elsewhere = True
     num_workers: int
     postproc: Callable[[Any], Any] | None
-    _crew: Crew
-    _page: ControlPage
+    _group: WorkerGroup
     _acting_devices: dict[int, set[torch.device]]
     _since: list[int]
 
@@ -99,11 +97,11 @@ class WorkersWeights(BaseCollector):
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return None
         try:
-            self._crew.until(lambda: None, LAST_WORDS_SECONDS)
+            self._group.wait(lambda: None, FAILURE_SECONDS)
         except AckTimeout:
             return None
         except BaseException as failure:
-            if failure is not self._crew.failure:  # Ctrl-C, or the collector's end
+            if failure is not self._group.failure:  # Ctrl-C, or the collector's end
                 raise
             return failure
         return None
@@ -113,15 +111,15 @@ class WorkersWeights(BaseCollector):
     @property
     def policy_version(self) -> int:
         is_root = self._sender_schemes and not self._receivers
-        return self._page.counted + (self._senders.version if is_root else self._receivers.version)
+        return self._group.counted + (self._senders.version if is_root else self._receivers.version)
 
     def increment_version(self) -> None:
         """Count the policy's version up by one: for weights that reach the workers by other ways than schemes. Frames
         that they collect from now on are labelled with it."""
-        self._page.count()
+        self._group.count_version()
 
     def _versions(self) -> dict[str, Any]:
-        return super()._versions() | {"own": self._page.counted}
+        return super()._versions() | {"own": self._group.counted}
 
     def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
         own = versions["own"]
@@ -129,7 +127,7 @@ class WorkersWeights(BaseCollector):
             self._senders.carry_on(versions["sent"])
         else:  # workers keep the number that came with their weights: the rest is counted here
             own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
-        self._page.counted = max(self._page.counted, own)
+        self._group.counted = max(self._group.counted, own)
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
         self._updated(workers)

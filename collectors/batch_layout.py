@@ -1,0 +1,120 @@
+"""The layout of a batch: its entries, and their shapes, dtypes and devices. Enough to allocate it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+__all__ = ["BatchLayout", "Leaf", "Node", "empty_batch", "layout_of", "with_time"]
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of every step: its key path, and its shape (with the environment's batch size), dtype and device."""
+
+    path: Path
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Node:
+    """One nested TensorDict of every step: its key path and the batch dimensions it has beyond the environment's."""
+
+    path: Path
+    tail: torch.Size
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What a batch of ``steps`` steps looks like: enough to allocate it, here or in another process.
+
+    Attributes:
+        batch_size: the environment's; the batch has ``[*batch_size, steps]``.
+        steps: length of the last batch dimension, which is named ``"time"``.
+        device: of the TensorDict (None: none); the leaves name their own.
+        nodes: nested TensorDicts, parents before children, without the root.
+        leaves: in the order of the first step.
+    """
+
+    batch_size: torch.Size
+    steps: int
+    device: torch.device | None
+    nodes: tuple[Node, ...]
+    leaves: tuple[Leaf, ...]
+
+    def shape(self, leaf: Leaf) -> torch.Size:
+        """Shape of a leaf in the batch: ``[*batch_size, steps, …]``."""
+        n = len(self.batch_size)
+        return torch.Size([*leaf.shape[:n], self.steps, *leaf.shape[n:]])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves of the batch, without padding between them."""
+        return self.steps * sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
+        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied.
+
+        Raises:
+            ValueError: another number of tensors.
+        """
+        root = TensorDict({}, [*self.batch_size, self.steps], device=self.device)
+        for node in self.nodes:
+            root.set(node.path, TensorDict({}, [*root.batch_size, *node.tail], device=self.device))
+        for leaf, tensor in zip(self.leaves, tensors, strict=True):
+            root.set(leaf.path, tensor)
+        return with_time(root)
+
+
+def empty_batch(layout: BatchLayout) -> TensorDict:
+    """Uninitialised private memory for one batch: the default ``allocate``."""
+    return layout.build(
+        [torch.empty(layout.shape(leaf), dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves]
+    )
+
+
+def layout_of(batch: TensorDictBase) -> BatchLayout | None:
+    """The layout of a batch (time last); None where none describes it: lazy stacks, entries that are no tensors."""
+    *batch_size, steps = batch.batch_size
+    leaves: list[Leaf] = []
+    nodes: list[Node] = []
+    if not _scan(batch, (), batch.batch_size, leaves, nodes):
+        return None
+    return BatchLayout(torch.Size(batch_size), steps, batch.device, tuple(nodes), tuple(leaves))
+
+
+# Not a function within the other: that would be a cycle of references, which keeps the batch alive for a while.
+def _scan(td: TensorDictBase, path: tuple[str, ...], size: torch.Size, leaves: list[Leaf], nodes: list[Node]) -> bool:
+    n = len(size) - 1
+    if type(td) is not TensorDict or td.batch_size[: n + 1] != size:
+        return False
+    nested = []  # after the leaves, as of a step
+    for name, value in td.items():
+        here = (*path, name)
+        if not isinstance(value, torch.Tensor):
+            nested.append((here, value))
+        elif type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
+            return False
+        else:
+            leaves.append(Leaf(here, torch.Size([*value.shape[:n], *value.shape[n + 1 :]]), value.dtype, value.device))
+    for here, value in nested:
+        if not isinstance(value, TensorDictBase):
+            return False
+        nodes.append(Node(here, value.batch_size[n + 1 :]))
+        if not _scan(value, here, size, leaves, nodes):
+            return False
+    return True
+
+
+def with_time(batch: TensorDictBase) -> Any:
+    """The batch itself, with the name "time" for its last dimension."""
+    batch.refine_names(..., "time")
+    return batch

@@ -1,0 +1,274 @@
+"""WorkerGroup: the workers of a collector, wherever they run, as its driver sees them.
+
+    group.start(specifications, schemes, replay_buffer)
+    group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
+    result = await group.until(lambda: group.results and group.results.popleft())
+    batch = places.whole(place)                        # in the thread of whoever wants it
+    group.end(5.0)
+
+A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there.
+:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes, sockets or shared memory: a group knows
+how its workers are reached, and where the parts of a batch come to lie. What is to be rolled out when, and what becomes
+of the batches, is the driver's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.runtime import loop_thread
+
+__all__ = ["BatchPlaces", "Reply", "RolloutRequest", "RolloutResult", "WorkerGroup", "WorkerInfo"]
+
+T = TypeVar("T")
+
+
+class RolloutRequest(NamedTuple):
+    """A rollout that a worker is to do.
+
+    Attributes:
+        serial: number of the request; a worker that has it already ignores it.
+        random: whether random actions stand for the policy's.
+        place: where the worker writes it, as :meth:`BatchPlaces.next` gave it; None: it comes by value.
+    """
+
+    serial: int
+    random: bool
+    place: Any
+
+
+class RolloutResult(NamedTuple):
+    """A rollout that a worker has done.
+
+    Attributes:
+        worker: index of the worker.
+        serial: of its request.
+        in_place: whether it lies where the request's place is.
+        steps: time steps of it.
+        frames: environment frames of it.
+        payload: the batch, to be unpacked by whoever takes it; None: in place, or in a replay buffer.
+        layout: of a whole rollout; None: there is none that describes it.
+    """
+
+    worker: int
+    serial: int
+    in_place: bool
+    steps: int
+    frames: int
+    payload: Any
+    layout: Any
+
+
+class WorkerInfo(NamedTuple):
+    """What a worker reports of its collector when that is built.
+
+    Attributes:
+        frames: of one rollout.
+        dims: batch dimensions of its environment; None: it has workers of its own.
+        devices: that its policy acts on.
+    """
+
+    frames: int
+    dims: int | None
+    devices: set[torch.device]
+
+
+class Reply:
+    """An answer that is awaited: called, it is that, or None if there is none yet."""
+
+    def __init__(self, replies: dict[int, Any], number: int) -> None:
+        self._replies = replies
+        self._number = number
+
+    def __call__(self) -> Any:
+        return self._replies.get(self._number)
+
+    def forget(self) -> None:
+        """The answer is not awaited any more, whether it has come or not."""
+        self._replies.pop(self._number, None)
+
+
+class BatchPlaces(ABC):
+    """Where the rollouts of some workers come to lie, so that together they are one batch."""
+
+    @abstractmethod
+    def next(self) -> Any:
+        """The place of the next batch, for the requests of all these workers; None: their parts come by value."""
+
+    @abstractmethod
+    def is_complete(self, place: Any, results: Sequence[RolloutResult]) -> bool:
+        """Whether all these parts lie in this place as one batch, so that nothing is left to copy."""
+
+    @abstractmethod
+    def whole(self, place: Any) -> TensorDictBase:
+        """The whole batch as it lies in this place: every part is there."""
+
+    @abstractmethod
+    def parts(self, place: Any, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
+        """The part of each worker, as long as its rollout was."""
+
+    @abstractmethod
+    def has_private(self, place: Any) -> bool:
+        """Whether a batch in this place may have entries whose names begin with an underscore."""
+
+    @abstractmethod
+    def missing(self, place: Any, results: Sequence[RolloutResult]) -> list[int]:
+        """How many steps each part in this place lacks, since its rollout was cut."""
+
+    @abstractmethod
+    def release(self, place: Any) -> None:
+        """The batch has been handed out, or nobody wants it: the place may be used again when no tensor of it is left.
+        From any thread. Idempotent."""
+
+    @abstractmethod
+    def learn(self, place: Any, results: Sequence[RolloutResult]) -> None:
+        """Learn the layouts of these rollouts, for later places. To be called once for each batch."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget all places. Batches that were taken stay what they are."""
+
+
+class WorkerGroup(ABC):
+    """N workers of a collector.
+
+    Attributes:
+        results: rollouts that have been done, in the order in which they came.
+        infos: what each worker has reported.
+        failure: what has ended collection.
+        is_over: whether all workers have ended, and everything is closed.
+    """
+
+    results: deque[RolloutResult]
+    infos: dict[int, WorkerInfo]
+    failure: BaseException | None
+    is_over: bool
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
+        """Start one worker for each specification. Returns before any is ready."""
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool:
+        """Whether all workers have connected their schemes."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ClosedError: ended, or a copy in a forked process."""
+
+    @property
+    @abstractmethod
+    def is_ours(self) -> bool:
+        """Whether this is the process that has started the workers: a forked child has a copy of everything here."""
+
+    @abstractmethod
+    def stop(self, close_env: bool = True) -> None:
+        """Have all workers end before their next step. Waits for nothing."""
+
+    @abstractmethod
+    def end(self, timeout: float, close_env: bool = True) -> None:
+        """Have all workers end; returns within the timeout (seconds), and leaves none. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def request(self, worker: int, request: RolloutRequest) -> None:
+        """Ask a worker for a rollout. Waits for nothing."""
+
+    @abstractmethod
+    def places(self, workers: Sequence[int], dim: int | None) -> BatchPlaces:
+        """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]``; None:
+        stacked, first."""
+
+    @abstractmethod
+    def cut(self, serial: int) -> None:
+        """Rollouts with this serial number, or a smaller one, end after the step under way."""
+
+    @abstractmethod
+    def run_free(self, total: float, random: int) -> None:
+        """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
+        random actions."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether all workers that ran free have reached the total."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Have all workers stand still after their step under way."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Have them go on."""
+
+    @abstractmethod
+    def stand_still(self, workers: Iterable[int]) -> bool:
+        """Whether these workers have paused, or have nothing more to do."""
+
+    # -- calls and waiting --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def call(self, worker: int, message: bytes | tuple[Any, ...]) -> Reply:
+        """Have a worker do something between two rollouts; returns its answer-to-be, ``(failure, result)``."""
+
+    @abstractmethod
+    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+        """On the loop thread, until ``met()`` is true: what it returned. It is called whenever something has come.
+
+        Raises:
+            AckTimeout: not within the timeout (seconds).
+            ClosedError: the group was ended meanwhile.
+            BaseException: what a worker raised, or PeerLost if it has died.
+        """
+
+    def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+        """:meth:`until` for any other thread. Ctrl-C ends it."""
+        self.check()
+        return loop_thread.run(lambda: self.until(met, timeout))
+
+    @abstractmethod
+    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call it on the loop thread, from any thread; not after the end."""
+
+    @abstractmethod
+    def nudge(self) -> None:
+        """Have ``met`` of those who wait called again. From any thread."""
+
+    # -- numbers that the workers share -------------------------------------------------------------------------------
+
+    frames: int
+    """Collected by workers that run free, or write to a replay buffer."""
+    counted: int
+    """Versions of the policy that reached the workers without a scheme."""
+
+    @abstractmethod
+    def count_version(self) -> None:
+        """One more of those versions."""
+
+    @abstractmethod
+    def announce(self, version: int, workers: Iterable[int] | None) -> None:
+        """The newest version for these workers (None: all)."""
+
+    @abstractmethod
+    def follow(self, root: Any, index: int) -> None:
+        """Have the workers look up the newest version where the root of a tree of collectors announces it to its worker
+        of this index; None: what their own schemes have heard of is the newest."""
+
+    @abstractmethod
+    def trajectory_pool(self) -> _TrajectoryPool:
+        """Trajectory identifiers that are unique over all workers."""

@@ -1,0 +1,399 @@
+"""ProcessGroup: a collector's workers as processes of this host. Messages, failures, and one end for all.
+
+    group = ProcessGroup("spawn", MultiSyncCollector.__name__)
+    group.start(specifications, schemes, replay_buffer)
+    group.request(0, RolloutRequest(1, False, None))
+    result = await group.until(lambda: group.results and group.results.popleft(), None)
+    group.end(5.0)
+
+The process's loop thread watches the channels and the ends of all workers, from the start to the end. Nobody waits to
+send: what there is no room for is sent when there is. Only the process that has started the workers sends to them or
+ends them. What workers look up between two steps is on a control page; batches come through shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.workers.channel import encode
+from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
+from asyncsync.collectors.workers.failures import Failure, died
+from asyncsync.collectors.workers.group import Reply, RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
+from asyncsync.collectors.workers.main import run_worker
+from asyncsync.collectors.workers.process import WorkerProcess
+from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces, Slots
+from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.runtime import loop_thread
+
+__all__ = ["ProcessGroup"]
+
+logger = logging.getLogger("asyncsync")
+
+T = TypeVar("T")
+
+# Parts of a shutdown's time: to end by themselves, and after SIGTERM; then there is SIGKILL.
+BY_ITSELF, TERMINATED = 0.7, 0.9
+# To end after SIGKILL, which takes longer only in a process that the kernel cannot interrupt.
+KILLED_SECONDS = 1.0
+# A worker ends itself this long after its trainer should have ended it.
+GRACE_SECONDS = 2.0
+
+
+class ProcessGroup(WorkerGroup):
+    """Worker processes.
+
+    Args:
+        start_method: of multiprocessing: "spawn" or "forkserver".
+        owner: whose they are, for messages.
+
+    Attributes:
+        states: what each worker does: "connected", "paused", "running", "finished".
+        ending: whether the end has begun.
+    """
+
+    def __init__(self, start_method: str, owner: str) -> None:
+        self._context = multiprocessing.get_context(start_method)
+        self._owner = owner
+        self._workers: list[WorkerProcess] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()  # replaced whenever it is set
+        self._replies: dict[int, Any] = {}
+        self._calls = itertools.count()
+        self._pid = os.getpid()
+        self._page = ControlPage()
+        self._arrangements = 0
+        self.results: deque[RolloutResult] = deque()
+        self.infos: dict[int, WorkerInfo] = {}
+        self.states: dict[int, str] = {}
+        self.failure: BaseException | None = None
+        self.ending = self.is_over = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    @property
+    def is_ours(self) -> bool:
+        return self._pid == os.getpid()
+
+    @property
+    def connected(self) -> bool:
+        return len(self.states) == len(self._workers)
+
+    def check(self) -> None:
+        if not self.is_ours:
+            raise ClosedError(
+                f"this {self._owner} belongs to process {self._pid}, and this one was forked from it: use it there, or "
+                "make another one here"
+            )
+        if self.ending:
+            raise ClosedError(f"this {self._owner} has been shut down")
+
+    def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
+        loop_thread.run(self._watch)
+        for pickled in specifications:
+            index = len(self._workers)
+            worker = WorkerProcess.start(
+                self._context, self._owner, index, run_worker, (self._page.place, replay_buffer, schemes)
+            )
+            self._workers.append(worker)
+            self.call_soon(self._watch_worker, worker)
+            # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
+            # imported torch.
+            self.post(index, ("build", pickled))
+
+    async def _watch(self) -> None:
+        """Have the loop thread go on until the end."""
+        self._loop = asyncio.get_running_loop()
+        loop_thread.keep(self, True)
+
+    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended, and the workers before
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _watch_worker(self, worker: WorkerProcess) -> None:
+        assert self._loop is not None
+        if worker.is_alive:
+            self._loop.add_reader(worker.sentinel, self._on_end, worker)
+            self._loop.add_reader(worker.channel.fileno(), self._on_readable, worker)
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def request(self, worker: int, request: RolloutRequest) -> None:
+        serial, random, place = request
+        self.post(worker, ("rollout", serial, random, None if place is None else place.lease))
+
+    def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
+        def teach(arrangement: Arrangement) -> Slots:
+            self._arrangements += 1
+            for index, worker in enumerate(workers):
+                self.post(worker, ("learn", self._arrangements, arrangement, index))
+            return Slots(self._arrangements, arrangement)
+
+        return SharedPlaces(dim, teach)
+
+    def cut(self, serial: int) -> None:
+        self._page.cut(serial)
+
+    def run_free(self, total: float, random: int) -> None:
+        for worker in self._workers:
+            self.states[worker.index] = "running"
+            self.post(worker.index, ("run", total, random))
+
+    @property
+    def finished(self) -> bool:
+        return all(state == "finished" for state in self.states.values())
+
+    def pause(self) -> None:
+        self._page.paused = True
+
+    def resume(self) -> None:
+        self._page.paused = False
+        self.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        for index in [index for index, state in self.states.items() if state == "paused" and not self._page.paused]:
+            self._resume_one(index)
+
+    def _resume_one(self, index: int) -> None:
+        self.states[index] = "running"
+        try:
+            self.post(index, ("resume",))
+        except (RuntimeError, OSError) as error:
+            self._fail(error)
+
+    def stand_still(self, workers: Iterable[int]) -> bool:
+        return all(self.states[worker] in ("paused", "finished") for worker in workers)
+
+    # -- numbers on the control page ----------------------------------------------------------------------------------
+
+    @property
+    def frames(self) -> int:
+        return self._page.frames
+
+    @frames.setter
+    def frames(self, frames: int) -> None:
+        self._page.frames = frames
+
+    @property
+    def counted(self) -> int:
+        return self._page.counted
+
+    @counted.setter
+    def counted(self, counted: int) -> None:
+        self._page.counted = counted
+
+    def count_version(self) -> None:
+        self._page.count()
+
+    def announce(self, version: int, workers: Iterable[int] | None) -> None:
+        self._page.publish(version, range(len(self._workers)) if workers is None else workers)
+
+    def follow(self, root: Any, index: int) -> None:
+        for worker in self._workers:
+            self.post(worker.index, ("follow", root, index))
+
+    def trajectory_pool(self) -> _TrajectoryPool:
+        return SharedPool(self._page)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def post(self, index: int, message: tuple[Any, ...]) -> None:
+        """Send a message to a worker, from any thread, without waiting for anything.
+
+        Raises:
+            ClosedError: in a forked process.
+            RuntimeError: the worker has not read a thousand messages.
+            OSError: it cannot be sent, though the worker is there.
+        """
+        if not self.is_ours:
+            self.check()
+        worker = self._workers[index]
+        if not worker.send(encode(message)):
+            self.call_soon(self._send_later, worker)
+
+    def _send_later(self, worker: WorkerProcess) -> None:
+        if worker.is_alive and worker.is_open and self._loop is not None:
+            self._loop.add_writer(worker.channel.fileno(), self._on_writable, worker)
+
+    def _on_writable(self, worker: WorkerProcess) -> None:
+        try:
+            is_done = worker.flush()
+        except OSError as error:
+            error.add_note(f"What {worker.name} is to do cannot be sent.")
+            self._fail(error)
+            is_done = True
+        if is_done and self._loop is not None:
+            self._loop.remove_writer(worker.channel.fileno())
+
+    def call(self, worker: int, message: bytes | tuple[Any, ...]) -> Reply:
+        self.check()
+        number = next(self._calls)
+        self._replies[number] = None
+        self.post(worker, ("call", number, message))
+        return Reply(self._replies, number)
+
+    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+        scope = asyncio.timeout(timeout)
+        try:
+            async with scope:
+                while True:
+                    self.check()
+                    if self.failure is not None:
+                        raise self.failure
+                    if result := met():
+                        return result
+                    await self._changed.wait()
+        except TimeoutError:
+            if not scope.expired():  # a worker's own
+                raise
+            raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s") from None
+
+    def nudge(self) -> None:
+        self.call_soon(self._notify)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self._notify()
+
+    def _on_readable(self, worker: WorkerProcess) -> None:
+        self._read(worker)
+        if not worker.is_open and self._loop is not None:
+            self._loop.remove_reader(worker.channel.fileno())
+        self._notify()
+
+    def _read(self, worker: WorkerProcess) -> None:
+        while worker.is_open:
+            try:
+                message = worker.channel.receive()
+            except EOFError:
+                worker.is_open = False  # it is ending, and its exit code will show how
+                return
+            except Exception as error:
+                error.add_note(f"What {worker.name} has sent cannot be read here.")
+                self._fail(error)
+                return
+            if message is None:
+                return
+            self._take(worker, message)
+
+    def _take(self, worker: WorkerProcess, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if self.ending and kind != "failed":
+            return
+        if kind == "reply":
+            if message[1] in self._replies:
+                self._replies[message[1]] = message[2:]
+        elif kind == "failed":
+            failure: Failure = message[1]
+            if self.failure is None:
+                self.failure = failure.error(worker.name)
+                if self.ending:
+                    logger.error("%s failed while it was ending: %s", worker.name, failure.remote_traceback)
+            else:  # most often the same mistake, which the first one's error shows in full
+                logger.warning("%s has failed as well: %s: %.200s", worker.name, failure.type_name, failure.message)
+                logger.info("its traceback: %s", failure.remote_traceback)
+        elif kind == "built":
+            self.infos[worker.index] = WorkerInfo(*message[1:])
+        elif kind == "result":
+            self.results.append(RolloutResult(worker.index, *message[1:]))
+        elif kind == "paused" and not self._page.paused:  # it looked just before it was to go on
+            self._resume_one(worker.index)
+        else:
+            self.states[worker.index] = kind
+
+    def _on_end(self, worker: WorkerProcess) -> None:
+        assert self._loop is not None
+        self._read(worker)
+        self._unwatch(worker)
+        worker.is_alive = False
+        worker.process.join(1.0)
+        if self.failure is None and not self.ending:
+            self.failure = died(worker.name, worker.process.exitcode, starting=worker.index not in self.infos)
+        self._notify()
+
+    def _unwatch(self, worker: WorkerProcess) -> None:
+        if not worker.is_closed and self._loop is not None:
+            self._loop.remove_reader(worker.sentinel)
+            self._loop.remove_reader(worker.channel.fileno())
+            self._loop.remove_writer(worker.channel.fileno())
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def stop(self, close_env: bool = True) -> None:
+        self._page.stop(close_env)
+
+    def end(self, timeout: float, close_env: bool = True) -> None:
+        if self.is_ours and not self.is_over:
+            loop_thread.run(lambda: self._shutdown(timeout, close_env))
+
+    async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
+        """What has not ended by itself after most of the timeout is terminated, then killed. Cancelled, it kills at
+        once: nobody else would."""
+        is_first, self.ending = not self.ending, True
+        self._notify()
+        try:
+            if not is_first:
+                await self._happens(lambda: self.is_over, timeout)
+            elif self._workers:
+                await self._end(timeout, close_env)
+        finally:
+            for worker in self._workers:
+                worker.kill()
+            if not self.is_over:
+                await self._happens(self._have_ended, KILLED_SECONDS)
+            self._release()
+
+    async def _end(self, timeout: float, close_env: bool) -> None:
+        self.stop(close_env)
+        for worker in self._workers:
+            if worker.is_alive:
+                # A thousand messages wait for it, or it cannot be sent to: the bell comes first.
+                with contextlib.suppress(RuntimeError, OSError):
+                    self.post(worker.index, ("stop",))
+                worker.ring(timeout + GRACE_SECONDS)
+        if await self._happens(self._have_ended, BY_ITSELF * timeout):
+            return
+        for worker in self._workers:
+            if worker.is_alive:
+                logger.warning("%s has not ended within %.1f s and is terminated", worker.name, BY_ITSELF * timeout)
+                worker.process.terminate()
+        await self._happens(self._have_ended, (TERMINATED - BY_ITSELF) * timeout)
+
+    def _have_ended(self) -> bool:
+        return not any(worker.is_alive for worker in self._workers)
+
+    async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
+        """Whether that comes true within the timeout (seconds)."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not met():
+                    await self._changed.wait()
+        return met()
+
+    def _release(self) -> None:
+        if self.is_over:
+            return
+        for worker in self._workers:
+            self._unwatch(worker)
+            worker.close()
+        self.is_over = True
+        self._notify()
+        loop_thread.keep(self, False)
+
+    def close(self) -> None:
+        self._page.close()
