@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
-from helpers.command import EXAMPLES, private_directories, run
+from helpers.command import EXAMPLES, children_of, finish, private_directories, run, start
 
 pytestmark = pytest.mark.timeout(120)  # up to three processes, each of which imports torch
 
@@ -23,7 +25,7 @@ def example(path: Path, cwd: Path, *arguments: str) -> str:
 
 def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
-    here = {"async_trainer", "many_models", "mixed_trainer", "quickstart", "weight_sync_standalone"}
+    here = {"async_trainer", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "weight_sync_standalone"}
     there = {"async_collector", "multi_model", "replay_buffer", "weight_sync_collectors"}  # test_examples_collectors.py
     assert found == here | there
 
@@ -71,6 +73,33 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     acted = re.findall(r"version (\d+): acted on by \[([\d, ]*)\], \[([\d., ]*)\]", out)
     assert acted[-1] == ("11", "0, 1", "10.0")
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
+
+
+@pytest.mark.thorough
+def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    out = example(EXAMPLES / "ppo_plain.py", tmp_path)
+    shown = re.findall(r"version +(\d+)  mean return +([\d.]+)", out)
+    # The workers connect with version 1, and each update brings the next one.
+    assert [int(version) for version, _ in shown[:-1]] == [10 * k + 1 for k in range(1, len(shown))]
+    assert float(shown[0][1]) < 100
+    assert float(shown[-1][1]) >= 475, "has not learnt"
+
+
+@pytest.mark.thorough
+def test_ppo_plain_ends_by_ctrl_c_and_so_do_its_workers(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    with start(EXAMPLES / "ppo_plain.py", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert "mean return" in process.stdout.readline()
+        workers = children_of(process)
+        assert len(workers) == 2
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    assert out.endswith("stopped\n")
+    assert psutil.wait_procs(workers, timeout=0)[1] == []
+    assert private_directories() == []
 
 
 @pytest.mark.thorough
