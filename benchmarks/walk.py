@@ -7,9 +7,10 @@ function counts once, however often it is called. What is walked through:
     update, chosen workers   one that is meant for one of two workers
     update, two models       one of two models on one bus
     update, steady           one that follows others of its kind: a training loop
-    frame                    one batch of one frame of a MultiAsyncCollector
+    frame                    the worker of a MultiAsyncCollector, in the middle of a rollout
+    frame, whole way         from the trainer's request to its batch, of one frame
 
-`--list` prints the functions in the order of their first calls, as file:function. `--only update` leaves the frame out.
+`--list` prints the functions in the order of their first calls, as file:function. `--only update` leaves frames out.
 """
 
 from __future__ import annotations
@@ -35,16 +36,14 @@ import torch
 from torch import nn
 
 import asyncsync
-from asyncsync import Bus, SharedMemWeightSyncScheme
+from asyncsync import Bus, SharedMemWeightSyncScheme, collectors, transports
 
 ROOT = str(Path(asyncsync.__file__).resolve().parent.parent) + os.sep
-ROOMS = tuple(
-    str(Path(path).resolve() / room) for path in asyncsync.__path__ for room in ("", "transports", "collectors")
-)
+ROOMS = tuple(str(Path(module.__file__).resolve().parent) + os.sep for module in (asyncsync, transports, collectors))
 INSIDE = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<module>")  # parts of functions, in some Pythons
 TRIES = 3  # of each walk; the shortest counts, as a heartbeat may fall into one
 REST = 0.03  # seconds for what follows an update: it is part of the walk
-WALKS = ("update, first", "update, chosen workers", "update, two models", "update, steady", "frame")
+WALKS = ("update, first", "update, chosen workers", "update, two models", "update, steady", "frame", "frame, whole way")
 
 Calls = dict[str, int]  # "file:function" → when it was called first, in nanoseconds; of all processes of this host
 
@@ -146,8 +145,8 @@ async def worker(schemes: list[SharedMemWeightSyncScheme], index: int, pipe: Con
 # -- one frame ---------------------------------------------------------------------------------------------------------
 
 
-def walk_frames(recorder: Recorder, switch: str, directory: Path) -> list[dict[int, Calls]]:
-    """What the trainer and the worker of a MultiAsyncCollector pass for batches of one frame."""
+def walk_frames(recorder: Recorder, switch: str, walk: str, directory: Path) -> list[dict[int, Calls]]:
+    """What the trainer and the worker of a MultiAsyncCollector pass."""
     from tensordict.nn import TensorDictModule
 
     from asyncsync.collectors import GymEnv, MultiAsyncCollector
@@ -165,13 +164,16 @@ def walk_frames(recorder: Recorder, switch: str, directory: Path) -> list[dict[i
             super().close()
 
     policy = TensorDictModule(Choice(4, 2), ["observation"], ["action"])
-    with MultiAsyncCollector([Environment], policy, frames_per_batch=1, total_frames=-1) as collector:
+    frames, before = (1, 20) if walk == "frame, whole way" else (2000, 2)
+    with MultiAsyncCollector([Environment], policy, frames_per_batch=frames, total_frames=-1) as collector:
         batches = iter(collector)
         for attempt in range(TRIES):
-            for _ in range(20):
+            for _ in range(before):
                 next(batches)
-            with recorder.walk(WALKS.index("frame") * TRIES + attempt + 1):
-                next(batches)
+            time.sleep(REST)  # the worker has begun the next batch
+            with recorder.walk(WALKS.index(walk) * TRIES + attempt + 1):
+                if walk == "frame, whole way":
+                    next(batches)
                 time.sleep(REST)
     theirs = {int(number): calls for number, calls in json.loads(result.read_text()).items()}
     return [recorder.walks, theirs]
@@ -191,7 +193,7 @@ def shortest(walk: str, sides: list[dict[int, Calls]]) -> list[Calls]:
     """Of the tries of one walk that with the fewest functions: what the trainer passed, and what the worker."""
     first = WALKS.index(walk) * TRIES + 1
     tries = [[side.get(number, {}) for side in sides] for number in range(first, first + TRIES)]
-    return min((each for each in tries if all(each)), key=lambda each: len({*each[0], *each[1]}))
+    return min((each for each in tries if any(each)), key=lambda each: len({*each[0], *each[1]}))
 
 
 def report(walk: str, sides: list[dict[int, Calls]], listed: bool) -> None:
@@ -224,8 +226,9 @@ def main() -> None:
                 sides = walk_updates(recorder, switch, walks)
                 for walk in walks:
                     report(walk, sides, options.list)
-        if options.only != "update":
-            report("frame", walk_frames(recorder, switch, Path(directory)), options.list)
+        for walk in ("frame", "frame, whole way"):
+            if options.only != "update":
+                report(walk, walk_frames(recorder, switch, walk, Path(directory)), options.list)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_r217_the_flow_names_every_station_of_a_step_in_its_order() -> None:
 
 
 def test_r217_every_internal_that_the_page_names_exists() -> None:
-    code = "".join(path.read_text() for path in (SOURCE / "collectors").glob("*.py"))
+    code = "".join(path.read_text() for path in (SOURCE / "collectors").rglob("*.py"))
     text = PAGE.read_text()
     for name in set(re.findall(r"`(_[a-z_]+)(?:\(\))?`", text)):
         assert re.search(rf"\b{name}\b", code), f"{name} is nowhere"

@@ -77,9 +77,13 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(260)  # it takes 10 s on two cores that nobody else uses
 def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    out = example(EXAMPLES / "ppo_plain.py", tmp_path)
+    with start(EXAMPLES / "ppo_plain.py", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=240)
+    assert (code, err) == (0, "")
+    assert private_directories() == []
     shown = re.findall(r"version +(\d+)  mean return +([\d.]+)", out)
     # The workers connect with version 1, and each update brings the next one.
     assert [int(version) for version, _ in shown[:-1]] == [10 * k + 1 for k in range(1, len(shown))]

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command import EXAMPLES, private_directories, run
+from helpers.command import EXAMPLES, finish, private_directories, start
 
 WALK = EXAMPLES.parent / "benchmarks" / "walk.py"
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(120)  # up to three processes, each of which imports torch
+@pytest.mark.timeout(240)  # one after the other, seven processes that import torch
 def test_every_walk_is_counted_and_listed(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    code, out, err = run(WALK, "--list", cwd=tmp_path)
+    with start(WALK, "--list", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=220)
     assert (code, err) == (0, "")
     assert private_directories() == []
     walks = {}
@@ -31,7 +32,8 @@ def test_every_walk_is_counted_and_listed(tmp_path: Path) -> None:
         assert len({name.partition(":")[0] for name in functions}) == int(found[3])
         walks[found[1]] = functions
     assert list(walks) == [
-        "update, first", "update, chosen workers", "update, steady", "update, two models", "frame",
+        "update, first", "update, chosen workers", "update, steady", "update, two models", "frame", "frame, whole way",
     ]  # fmt: skip
     assert "asyncsync/schemes/aio.py:WeightSyncScheme.send_async" in walks["update, steady"]
     assert len(walks["update, steady"]) < len(walks["update, chosen workers"])
+    assert len(walks["frame"]) < len(walks["frame, whole way"])
