@@ -21,13 +21,12 @@ def test_every_walk_is_counted_and_listed(tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert private_directories() == []
     walks = {}
-    for part in re.split(r"^(?! )", out, flags=re.MULTILINE)[1:]:
-        head, *listed = part.splitlines()
+    for head, listed in re.findall(r"^(\S.*)\n((?: .*\n)*)", out, re.MULTILINE):
         found = re.fullmatch(
             r"(\w+.*): (\d+) functions in (\d+) files \(trainer: \d+ in \d+, worker: \d+ in \d+\)", head
         )
         assert found is not None, head
-        functions = [line.split()[0] for line in listed]
+        functions = [line.split()[0] for line in listed.splitlines()]
         assert len(set(functions)) == len(functions) == int(found[2])
         assert len({name.partition(":")[0] for name in functions}) == int(found[3])
         walks[found[1]] = functions
