@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[1]))  # `make test` runs a copy of the tests
 PAGE = SOURCE / "docs/collector-internals.md"
 
@@ -48,3 +50,22 @@ def test_r217_every_internal_that_the_page_names_exists() -> None:
         assert re.search(rf"\b{name}\b", code), f"{name} is nowhere"
     for page in re.findall(r"\]\(([a-z-]+\.md)\)", text):
         assert (PAGE.parent / page).is_file()
+
+
+def test_the_seam_to_workers_has_what_the_page_on_architecture_names() -> None:
+    """Both ways: every method of WorkerGroup is in the table, and nothing else."""
+    trees = [ast.parse(path.read_text()) for path in (SOURCE / "collectors/workers").glob("*.py")]
+    found = [
+        node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "WorkerGroup"
+    ]
+    if not found:
+        pytest.skip("there is no WorkerGroup yet")
+    defined = {node.name for node in found[0].body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    defined |= {
+        node.target.id
+        for node in found[0].body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    table = (SOURCE / "docs/architecture.md").read_text().split("| of `WorkerGroup` |", 1)[1].split("\n\n", 1)[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)(?:\(.*?\))?`", row.split("|")[1])}
+    assert named == {name for name in defined if not name.startswith("_")}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
-from helpers.command import EXAMPLES, private_directories, run
+from helpers.command import EXAMPLES, children_of, finish, private_directories, run, start
 
 pytestmark = pytest.mark.timeout(120)  # up to three processes, each of which imports torch
 
@@ -23,7 +26,7 @@ def example(path: Path, cwd: Path, *arguments: str) -> str:
 
 def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
-    here = {"async_trainer", "many_models", "mixed_trainer", "quickstart", "weight_sync_standalone"}
+    here = {"async_trainer", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "weight_sync_standalone"}
     there = {"async_collector", "multi_model", "replay_buffer", "weight_sync_collectors"}  # test_examples_collectors.py
     assert found == here | there
 
@@ -74,6 +77,37 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(260)  # it takes 10 s on two cores that nobody else uses
+def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    with start(EXAMPLES / "ppo_plain.py", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=240)
+    assert (code, err) == (0, "")
+    assert private_directories() == []
+    shown = re.findall(r"version +(\d+)  mean return +([\d.]+)", out)
+    # The workers connect with version 1, and each update brings the next one.
+    assert [int(version) for version, _ in shown[:-1]] == [10 * k + 1 for k in range(1, len(shown))]
+    assert float(shown[0][1]) < 100
+    assert float(shown[-1][1]) >= 475, "has not learnt"
+
+
+@pytest.mark.thorough
+def test_ppo_plain_ends_by_ctrl_c_and_so_do_its_workers(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    with start(EXAMPLES / "ppo_plain.py", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert "mean return" in process.stdout.readline()
+        workers = children_of(process)
+        assert len(workers) == 2
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    assert out.endswith("stopped\n")
+    assert psutil.wait_procs(workers, timeout=0)[1] == []
+    assert private_directories() == []
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -91,16 +125,126 @@ def test_r035_r037_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path,
     assert {worker for worker, _ in ends} == {"0", "1"}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", range(3), ids=["asyncio", "blocking", "collectors"])
-def test_the_readmes_programs_run(tmp_path: Path, number: int) -> None:
+# -- programs in pages -------------------------------------------------------------------------------------------------
+
+
+def blocks(page: str = "README.md") -> list[tuple[str, str]]:
+    """Language and text of a page's fenced blocks."""
     source = Path(os.environ.get("ASYNCSYNC_SOURCE", EXAMPLES.parent))  # `make test` runs a copy of the tests
-    programs = re.findall(r"^```python\n(.*?)^```", (source / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(programs) == 3
+    return re.findall(r"^```(\w+)\n(.*?)^```", (source / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def programs(page: str = "README.md") -> list[tuple[str, str]]:
+    """A page's whole programs, each with what the page says that it prints; "" where it does not."""
+    found = [*blocks(page), ("", "")]
+    pairs = itertools.pairwise(found)
+    return [(text, after[1] if after[0] == "text" else "") for (_, text), after in pairs if "__main__" in text]
+
+
+def fragment(word: str) -> str:
+    """The one block of Python with this word in it that is no whole program."""
+    [found] = [text for language, text in blocks() if language == "python" and word in text and "__main__" not in text]
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(4), ids=["asyncio", "blocking", "tutorial", "collectors"])
+def test_the_readmes_programs_run(tmp_path: Path, number: int) -> None:
+    assert len(programs()) == 4
+    program, told = programs()[number]
     path = tmp_path / "readme.py"
-    path.write_text(programs[number])
+    path.write_text(program)
     out = example(path, tmp_path)
-    if number < 2:
-        assert out == ""
-    else:
+    if number == 3:
         assert len(re.findall(r"tensor\(\[[\d, ]+\]\)", out)) == 10
+    else:
+        told = told or programs()[0][1]  # "It prints the same."
+        assert sorted(out.splitlines()) == sorted(told.splitlines()), "several processes print"
+
+
+@pytest.mark.thorough
+def test_the_transport_of_the_page_on_architecture_runs(tmp_path: Path) -> None:
+    [(program, told)] = programs("docs/architecture.md")
+    path = tmp_path / "transport.py"
+    path.write_text(program)
+    assert sorted(example(path, tmp_path).splitlines()) == sorted(told.splitlines())
+
+
+@pytest.mark.thorough
+def test_the_readmes_notebook_runs(tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(programs()[0][0])
+    (tmp_path / "cell.py").write_text(fragment("from workers import"))
+    notebook = (
+        "import ast, asyncio, pathlib\n"
+        "code = compile(pathlib.Path('cell.py').read_text(), 'cell', 'exec', ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)\n"
+        "async def cell(): await eval(code, {})\n"
+        "asyncio.run(cell())\n"
+    )
+    code, out, err = run("-c", notebook, cwd=tmp_path)
+    assert (code, err) == (0, "")
+    bias = [re.findall(r"worker (\d): bias \[(.*)\]", line) for line in sorted(out.splitlines())]
+    assert [each[0][0] for each in bias] == ["0", "1"]
+
+
+SHARDED = """
+import asyncio, multiprocessing, os, sys
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from asyncsync import SharedMemWeightSyncScheme
+
+{publish}
+
+def learn(rank, kind, store, scheme):
+    distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 5.0)
+    if kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = DistributedDataParallel(model)
+    asyncio.run(train(rank, model, scheme))
+    distributed.destroy_process_group()
+
+async def train(rank, model, scheme):
+    if rank:
+        await publish(scheme, model, rank)
+        return
+    scheme.init_on_sender(model_id="policy", num_workers=1)
+    async with scheme:
+        await scheme.connect(weights=nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+        await publish(scheme, model, rank)
+        await scheme.wait_version(scheme.version)
+
+async def act(scheme):
+    policy = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    scheme.init_on_receiver("policy", model=policy, worker_idx=0)
+    async with scheme:
+        await scheme.connect()
+        await scheme.receive(timeout=60)
+        print("worker:", sorted({{value for p in policy.parameters() for value in p.flatten().tolist()}}))
+
+def work(scheme):
+    asyncio.run(act(scheme))
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scheme, kind, store = SharedMemWeightSyncScheme(), sys.argv[1], os.path.abspath("store")
+    spawn = multiprocessing.get_context("spawn")
+    spawn.Process(target=work, args=(scheme,)).start()
+    spawn.Process(target=learn, args=(1, kind, store, None)).start()
+    learn(0, kind, store, scheme)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_readmes_learner_of_several_processes_publishes_whole_weights(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "sharded.py"
+    path.write_text(SHARDED.format(publish=fragment("get_model_state_dict")))
+    code, out, err = run(path, kind, cwd=tmp_path)
+    assert (code, out) == (0, "worker: [5.0]\n"), err  # on stderr torch may warn of what is none of ours
+    assert private_directories() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -14,9 +15,7 @@ import asyncsync
 import asyncsync.sync
 
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
-DOCUMENTS = [
-    "README.md", "docs/lifecycle.md", "docs/guarantees.md", "docs/checkpoints.md", "docs/collector-internals.md",
-]  # fmt: skip
+DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (SOURCE / "docs").glob("*.md"))]
 
 
 # Of init_on_sender, as the page has them.
@@ -93,3 +92,20 @@ def test_every_link_leads_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_path_that_a_document_names_exists(document: str) -> None:
+    text = (SOURCE / document).read_text()
+    folders = "asyncsync|transports|collectors|docs|examples|benchmarks|tests"
+    named = set(re.findall(rf"(?<![\w./-])((?:{folders})/(?:[\w-]+/)*(?:[\w-]+\.\w+)?)(?![\w*…-])", text))
+    assert [path for path in sorted(named) if not (SOURCE / path).exists()] == []
+
+
+def test_the_reference_is_what_its_script_makes_of_the_docstrings() -> None:
+    spec = importlib.util.spec_from_file_location("make_reference", SOURCE / "docs/make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page(), "run docs/make_reference.py"

@@ -1,0 +1,235 @@
+"""Counts the functions and files of this package that one update and one frame pass. Run me: python benchmarks/walk.py
+
+The trainer and its worker processes each record which functions are called between two moments (sys.setprofile), and a
+function counts once, however often it is called. What is walked through:
+
+    update, first            the first update after the workers have connected
+    update, chosen workers   one that is meant for one of two workers
+    update, two models       one of two models on one bus
+    update, steady           one that follows others of its kind: a training loop
+    frame                    the worker of a MultiAsyncCollector, in the middle of a rollout
+    frame, whole way         from the trainer's request to its batch, of one frame
+
+`--list` prints the functions in the order of their first calls, as file:function. `--only update` leaves frames out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import asyncsync
+from asyncsync import Bus, SharedMemWeightSyncScheme, collectors, transports
+
+ROOT = str(Path(asyncsync.__file__).resolve().parent.parent) + os.sep
+ROOMS = tuple(str(Path(module.__file__).resolve().parent) + os.sep for module in (asyncsync, transports, collectors))
+INSIDE = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<module>")  # parts of functions, in some Pythons
+TRIES = 3  # of each walk; the shortest counts, as a heartbeat may fall into one
+REST = 0.03  # seconds for what follows an update: it is part of the walk
+WALKS = ("update, first", "update, chosen workers", "update, two models", "update, steady", "frame", "frame, whole way")
+
+Calls = dict[str, int]  # "file:function" → when it was called first, in nanoseconds; of all processes of this host
+
+
+class Recorder:
+    """Records calls in this process while the first byte of a file that all processes map is not zero.
+
+    Attributes:
+        walks: by the number of the walk, which is that byte.
+    """
+
+    def __init__(self, switch: str) -> None:
+        with open(switch, "r+b") as file:
+            self.switch = mmap.mmap(file.fileno(), 1)
+        self.walks: dict[int, Calls] = {}
+        threading.setprofile(self)
+        sys.setprofile(self)
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        number = self.switch[0]
+        if number and event == "call":
+            code = frame.f_code
+            if code.co_filename.startswith(ROOMS) and not code.co_qualname.endswith(INSIDE):
+                calls = self.walks.setdefault(number, {})
+                calls.setdefault(f"{code.co_filename.removeprefix(ROOT)}:{code.co_qualname}", time.monotonic_ns())
+
+    @contextmanager
+    def walk(self, number: int) -> Iterator[None]:
+        """Have all processes record."""
+        self.switch[0] = number
+        try:
+            yield
+        finally:
+            self.switch[0] = 0
+
+
+# -- one update --------------------------------------------------------------------------------------------------------
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))  # 33 KiB
+
+
+def walk_updates(recorder: Recorder, switch: str, walks: list[str]) -> list[dict[int, Calls]]:
+    """What the trainer and worker 0 pass, with one model, or with two where the walk says so."""
+    bus = Bus(num_workers=2)
+    schemes = [SharedMemWeightSyncScheme(bus=bus) for _ in range(2 if "update, two models" in walks else 1)]
+    spawn = multiprocessing.get_context("spawn")
+    pipes, workers = [], []
+    for index in range(2):
+        mine, theirs = spawn.Pipe()
+        workers.append(spawn.Process(target=work, args=(schemes, index, switch, theirs), daemon=True))
+        workers[-1].start()
+        pipes.append(mine)
+    asyncio.run(trainer(recorder, bus, schemes, walks))
+    walked: list[dict[int, Calls]] = []
+    for pipe, process in zip(pipes, workers, strict=True):
+        pipe.send("that was all")
+        walked.append(pipe.recv())
+        process.join(10)
+    return [recorder.walks, walked[0]]
+
+
+async def trainer(recorder: Recorder, bus: Bus, schemes: list[SharedMemWeightSyncScheme], walks: list[str]) -> None:
+    for number, scheme in enumerate(schemes):
+        scheme.init_on_sender(model_id=f"model{number}", model=make_model())
+    async with bus:
+        await bus.connect()
+        for walk in walks:
+            update = partial(schemes[0].send_async, worker_ids=[0] if walk == "update, chosen workers" else None)
+            if walk == "update, two models":
+                update = partial(bus.send_async, {"model0": None, "model1": None})
+            for attempt in range(1 if walk == "update, first" else TRIES):
+                for _ in range(20 if walk == "update, steady" else 0):
+                    await update()
+                with recorder.walk(WALKS.index(walk) * TRIES + attempt + 1):
+                    await update()
+                    await asyncio.sleep(REST)
+                await asyncio.sleep(REST)
+
+
+def work(schemes: list[SharedMemWeightSyncScheme], index: int, switch: str, pipe: Connection) -> None:
+    recorder = Recorder(switch)
+    torch.set_num_threads(1)
+    asyncio.run(worker(schemes, index, pipe))
+    pipe.send(recorder.walks)
+
+
+async def worker(schemes: list[SharedMemWeightSyncScheme], index: int, pipe: Connection) -> None:
+    for number, scheme in enumerate(schemes):
+        scheme.init_on_receiver(f"model{number}", model=make_model(), worker_idx=index)
+    for scheme in schemes:
+        await scheme.connect()
+    await asyncio.to_thread(pipe.recv)  # the updates are applied meanwhile, with no call from here
+    for scheme in schemes:
+        await scheme.shutdown()
+
+
+# -- one frame ---------------------------------------------------------------------------------------------------------
+
+
+def walk_frames(recorder: Recorder, switch: str, walk: str, directory: Path) -> list[dict[int, Calls]]:
+    """What the trainer and the worker of a MultiAsyncCollector pass."""
+    from tensordict.nn import TensorDictModule
+
+    from asyncsync.collectors import GymEnv, MultiAsyncCollector
+
+    result = directory / "worker.json"
+
+    class Environment(GymEnv):
+        def __init__(self) -> None:
+            super().__init__("CartPole-v1", categorical_action_encoding=True)
+            self._recorder = Recorder(switch)
+
+        def close(self) -> None:
+            sys.setprofile(None)
+            result.write_text(json.dumps(self._recorder.walks))
+            super().close()
+
+    policy = TensorDictModule(Choice(4, 2), ["observation"], ["action"])
+    frames, before = (1, 20) if walk == "frame, whole way" else (2000, 2)
+    with MultiAsyncCollector([Environment], policy, frames_per_batch=frames, total_frames=-1) as collector:
+        batches = iter(collector)
+        for attempt in range(TRIES):
+            for _ in range(before):
+                next(batches)
+            time.sleep(REST)  # the worker has begun the next batch
+            with recorder.walk(WALKS.index(walk) * TRIES + attempt + 1):
+                if walk == "frame, whole way":
+                    next(batches)
+                time.sleep(REST)
+    theirs = {int(number): calls for number, calls in json.loads(result.read_text()).items()}
+    return [recorder.walks, theirs]
+
+
+class Choice(nn.Linear):
+    """A policy: observation → the number of an action."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation).argmax(-1)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def shortest(walk: str, sides: list[dict[int, Calls]]) -> list[Calls]:
+    """Of the tries of one walk that with the fewest functions: what the trainer passed, and what the worker."""
+    first = WALKS.index(walk) * TRIES + 1
+    tries = [[side.get(number, {}) for side in sides] for number in range(first, first + TRIES)]
+    return min((each for each in tries if any(each)), key=lambda each: len({*each[0], *each[1]}))
+
+
+def report(walk: str, sides: list[dict[int, Calls]], listed: bool) -> None:
+    trainer, worker = shortest(walk, sides)
+    both = {**worker, **trainer}
+    files = [len({name.partition(":")[0] for name in calls}) for calls in (both, trainer, worker)]
+    print(
+        f"{walk}: {len(both)} functions in {files[0]} files (trainer: {len(trainer)} in {files[1]}, "
+        f"worker: {len(worker)} in {files[2]})"
+    )
+    if listed:
+        both |= {name: min(trainer[name], worker[name]) for name in trainer.keys() & worker.keys()}
+        for name in sorted(both, key=both.__getitem__):
+            who = " ".join(side for side, calls in (("trainer", trainer), ("worker", worker)) if name in calls)
+            print(f"    {name}  ({who})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Counts the functions that one update and one frame pass")
+    parser.add_argument("--list", action="store_true", help="print them, in the order of their first calls")
+    parser.add_argument("--only", choices=["update", "frame"], help="one of the two")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        switch = str(Path(directory) / "switch")
+        Path(switch).write_bytes(b"\0")
+        recorder = Recorder(switch)
+        for walks in ([WALKS[0], WALKS[1], WALKS[3]], [WALKS[2]]):
+            if options.only != "frame":
+                sides = walk_updates(recorder, switch, walks)
+                for walk in walks:
+                    report(walk, sides, options.list)
+        for walk in ("frame", "frame, whole way"):
+            if options.only != "update":
+                report(walk, walk_frames(recorder, switch, walk, Path(directory)), options.list)
+
+
+if __name__ == "__main__":
+    main()
