@@ -73,8 +73,9 @@ def described(name: str, value: Any, public: list[type]) -> Iterator[str]:
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         doc = inspect.getdoc(getattr(value, method))
         if isinstance(member, property):
-            assert member.fget is not None
-            yield from block(f"{method}: {inspect.signature(member.fget).return_annotation}  # property", doc)
+            # An attribute of a part has no annotation.
+            kind = getattr(member.fget, "__annotations__", {}).get("return")
+            yield from block(f"{method}{f': {kind}' if kind else ''}  # property", doc)
         else:
             kind = "async def" if inspect.iscoroutinefunction(function) else "def"
             before = "@classmethod\n" if isinstance(member, classmethod) else ""
