@@ -14,21 +14,19 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from asyncsync.arguments import as_version, as_workers, check_count, check_forward, check_quorum, check_timeout
 from asyncsync.bus.link import EXIT_SECONDS
+from asyncsync.bus.member import Extract, ExtractAll, Member
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.bus.sender import SenderLink, Source
+from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.protocol.publisher import Settings
-
-if TYPE_CHECKING:
-    from asyncsync.schemes.core import SchemeCore
 
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
@@ -41,10 +39,6 @@ CONFIGURATION = (
 )  # fmt: skip
 
 T = TypeVar("T")
-
-Extract = Callable[[], Source]
-"""Takes a source's values, ready to be packed."""
-ExtractAll = Callable[[], Mapping[str, Source]]
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], BusCore] = weakref.WeakValueDictionary()
@@ -98,7 +92,7 @@ class BusCore:
     def _reset(self) -> None:
         self._role: str | None = None
         self._pid = 0
-        self._schemes: dict[str, SchemeCore] = {}
+        self._schemes: dict[str, Member] = {}
         self._link: SenderLink | ReceiverLink | None = None
         self._gate: Gate | None = None
         self._worker: int | None = None
@@ -145,7 +139,7 @@ class BusCore:
                 "(pickle it, or construct another)"
             )
 
-    def _join(self, scheme: SchemeCore, role: str, topic: str, num_workers: int | None = None) -> None:
+    def _join(self, scheme: Member, role: str, topic: str, num_workers: int | None = None) -> None:
         self._check_role(role)
         other = self._schemes.get(topic)
         if other is not None and other is not scheme:

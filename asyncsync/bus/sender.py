@@ -16,6 +16,7 @@ import zmq
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import INLINE_BYTES, LINGER_MS, MAX_TICK, Link
+from asyncsync.bus.member import Source
 from asyncsync.bus.starting import ended_process
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.fastpath.sender import Routine
@@ -62,8 +63,6 @@ BUSY_SECONDS = 0.0007
 BLOCKED_SECONDS = 1.0
 # Of more, workers do not say that they are done with it when they say that they have it.
 ROUTINE_BYTES = (1 << 20) - 1
-
-Source = FlatWeights | Mapping[int, FlatWeights]
 
 
 class _Job(NamedTuple):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from asyncsync.bus.core import BusCore
-
-if TYPE_CHECKING:
-    from asyncsync.schemes.core import SchemeCore
+from asyncsync.bus.member import Member
 
 __all__ = ["join_buses"]
 
 
-def join_buses(schemes: Iterable[SchemeCore]) -> BusCore | None:
+class Movable(Member, Protocol):
+    """A scheme that can be given another bus."""
+
+    _bus: BusCore
+
+
+def join_buses(schemes: Iterable[Movable]) -> BusCore | None:
     """Move schemes that have a bus of their own onto one bus, before they are initialised.
 
     The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled
