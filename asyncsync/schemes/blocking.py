@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.member import Extract, ExtractAll
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.model.gate import Hold
 from asyncsync.runtime import loop_thread

@@ -24,7 +24,8 @@ from torch import nn
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.core import BusCore, Extract
+from asyncsync.bus.core import BusCore
+from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.starting import check_processes
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected
