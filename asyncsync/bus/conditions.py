@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["Conditions"]
+__all__ = ["Conditions", "Order"]
 
 
 class Conditions:
@@ -62,3 +62,29 @@ class Conditions:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+class Order(asyncio.Lock):
+    """A lock that coroutines get in the order in which they ask for it, within a time limit.
+
+    Attributes:
+        waiting: how many there are that have asked for it in vain so far.
+    """
+
+    waiting = 0
+
+    async def acquire_until(self, deadline: float) -> None:
+        """Acquire it, until a time of the loop's clock.
+
+        Raises:
+            TimeoutError: the others have had it for too long.
+        """
+        if not self.waiting and not self.locked():
+            await self.acquire()  # at once
+            return
+        self.waiting += 1
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.acquire()
+        finally:
+            self.waiting -= 1

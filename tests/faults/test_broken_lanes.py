@@ -102,7 +102,7 @@ async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(SMALL, workers=2)
     await with_lanes(sender, receivers)
-    epoch = sender.bus._link.publisher.epoch
+    epoch = sender.bus._link.caught_up().epoch
     packets = [
         b"\x00",
         b"\x02\xff\xff\xff\xff",
@@ -177,7 +177,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
     for value in range(2, 12):
         await sender.send_async(sender.model.fill(value), worker_ids=[0], timeout=10)
         await sender.publish(sender.model)
-    nonce = sender.bus._link.publisher.peers[1].nonce
+    nonce = sender.bus._link.caught_up().peers[1].nonce
     one = lanes(sender).of[nonce]
     # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
     while one.write([bytes(30_000)]):
@@ -237,7 +237,7 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     await with_lanes(sender, [receiver])
     version = await sender.publish(sender.model.fill(3))
     receiver.bus._link.lane.drain()  # it applies the update and answers …
-    peer = sender.bus._link.publisher.peers[0]
+    peer = sender.bus._link.caught_up().peers[0]
     sender.bus._link._ender(0, peer.nonce, os.getpid())()  # … and its end is noticed before the answer is read
     assert sender.status()[0].state == "lost"
     await sender.wait_version(version)

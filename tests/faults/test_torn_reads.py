@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.fastpath.sender import Routine
+from asyncsync.fastpath.sender import SteadySender
 from asyncsync.protocol.leases import Loans
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
@@ -176,14 +176,14 @@ async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
     record_property: Callable[[str, object], None],
 ) -> None:
     by_routine: list[int] = []
-    publish = Routine.publish
+    publish = SteadySender.publish
 
-    def counting(routine: Routine, *arguments: Any) -> bool:
+    def counting(routine: SteadySender, *arguments: Any) -> bool:
         done = publish(routine, *arguments)
         by_routine.append(done)
         return done
 
-    monkeypatch.setattr(Routine, "publish", counting)
+    monkeypatch.setattr(SteadySender, "publish", counting)
     workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
     results = await read_under_fire(schemes, workers, numel, forwards, kind=kind, sends=True)
     record_property("versions seen by each worker", [seen for _, seen in results])

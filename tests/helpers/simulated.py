@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from asyncsync.errors import SchemaMismatch, WeightSyncError
-from asyncsync.fastpath.sender import Routine
-from asyncsync.fastpath.worker import WorkerRoutine
+from asyncsync.fastpath.sender import SteadySender
+from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.model.binding import Binding, Prepared
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
@@ -183,7 +183,7 @@ class Trainer:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.routine: Routine | None = None
+        self.routine: SteadySender | None = None
         self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
@@ -205,7 +205,7 @@ class Trainer:
     def epoch(self) -> wire.Epoch:
         return self._publisher.epoch
 
-    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> Routine | None:
+    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
         if not self.usable or target is None or target.slab not in self.slots or target.slab.in_place:
@@ -220,7 +220,7 @@ class Trainer:
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, lanes[peer.route]) for peer in peers]
         known = KnownWeights(slab.layout)
-        self.routine = Routine(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        self.routine = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
         return self.routine
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
@@ -383,7 +383,7 @@ class Worker:
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        subscriber.routine = WorkerRoutine(
+        subscriber.routine = SteadyWorker(
             subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
         )
 

@@ -228,7 +228,7 @@ class Simulation(Oracle):
             trainer.records.append(record)
             self.records[number] = record
             self.images[number] = bytes(routine._newest.memory)
-            if not routine.tell():
+            if not routine.announce():
                 break
             if turn < turns:
                 self._flow_up_and_down()
