@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.net import side_channel as lane
 from asyncsync.net.endpoint import Claim
-from asyncsync.net.side_channel import BY_LANE, MAX_FRAMES, MAX_PACKET, MAX_STRANGERS, Lane, Lanes, connect, join, split
+from asyncsync.net.packets import BY_LANE, MAX_FRAMES, MAX_PACKET, join, read, split
+from asyncsync.net.side_channel import INTRODUCTION, MAX_STRANGERS, Lane, Lanes, connect
 from asyncsync.protocol import wire
 from helpers.pairs import until
 
@@ -66,11 +66,11 @@ def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refuse
     for instruction in (wire.Ping(EPOCH, 1), wire.Bye(EPOCH, NONCE, "closed", ""), wire.Ready(EPOCH, {})):
         assert type(instruction) not in BY_LANE
         with pytest.raises(ProtocolError, match="by lane"):
-            lane.read(packet([wire.encode(instruction)]))
+            read(packet([wire.encode(instruction)]))
     staged = wire.Staged(EPOCH, 7)
-    assert lane.read(packet([wire.encode(staged)])) == (staged, [])
+    assert read(packet([wire.encode(staged)])) == (staged, [])
     with pytest.raises(ProtocolError):
-        lane.read(packet([wire.encode(staged), b"a payload that it has not"]))
+        read(packet([wire.encode(staged), b"a payload that it has not"]))
 
 
 # -- one connection ----------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(
 async def test_whoever_is_not_known_is_turned_away(listener: Listener) -> None:
     stranger = listener.connect(bytes(16))
     await until(lambda: stranger.closed)
-    for words in (b"GET /", lane.INTRODUCTION, NONCE, lane.INTRODUCTION + NONCE + b"!", bytes(MAX_PACKET + 1)):
+    for words in (b"GET /", INTRODUCTION, NONCE, INTRODUCTION + NONCE + b"!", bytes(MAX_PACKET + 1)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
             caller.connect(str(listener.path))
             caller.send(words)

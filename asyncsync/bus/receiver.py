@@ -23,8 +23,9 @@ from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import is_trustworthy, lane_path
+from asyncsync.net.packets import BY_LANE, read
 from asyncsync.net.processes import ProcessWatch, this_process
-from asyncsync.net.side_channel import BY_LANE, Lane, connect, read
+from asyncsync.net.side_channel import Lane, connect
 from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
 from asyncsync.protocol.publisher import Settings
 from asyncsync.protocol.staging import Acting

@@ -19,8 +19,9 @@ from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.net.descriptors import shortage
 from asyncsync.net.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
+from asyncsync.net.packets import BY_LANE, read
 from asyncsync.net.processes import ProcessWatch, this_process
-from asyncsync.net.side_channel import BY_LANE, Lanes, Receive, read
+from asyncsync.net.side_channel import Lanes, Receive
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher, Settings

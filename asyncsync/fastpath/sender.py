@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from asyncsync.net.side_channel import Lane, Lanes, alone
+from asyncsync.net.packets import alone
+from asyncsync.net.side_channel import Lane, Lanes
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.wire import Again, Buffer, Done

@@ -20,7 +20,7 @@ from functools import partial
 from struct import Struct
 
 from asyncsync.model.gate import Gate, Update
-from asyncsync.net.side_channel import ALONE
+from asyncsync.net.packets import ALONE
 from asyncsync.protocol import wire
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
@@ -35,7 +35,7 @@ logger = logging.getLogger("asyncsync")
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
 
-# A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
+# A packet: no payload frames (see asyncsync.net.packets), then the instruction.
 _AGAIN = Struct(f"<{len(ALONE) + wire.Again.head.size}s{wire.Again.rest}")
 KEPT_WINDOWS = 2  # as many slots as the sender's fast path has
 

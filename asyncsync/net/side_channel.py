@@ -11,8 +11,9 @@ or hangs up. Until the greeting has come the receiver writes nothing else. Both 
 (``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver gives its lane up too, and opens
 another one with the next WELCOME. That a lane ends means nothing else: deaths are the pidfd's affair.
 
-**Order.** Only :data:`BY_LANE` goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH, STAGED, APPLIED, DONE,
-FAILED and RELEASED to the trainer. Two channels do not keep their messages in order, and need not, because:
+**Order.** Only what :mod:`asyncsync.net.packets` lists goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH,
+STAGED, APPLIED, DONE, FAILED and RELEASED to the trainer. Two channels do not keep their messages in order, and need
+not, because:
 
 - What goes through ZeroMQ never overtakes what has gone by lane: a packet is in the other's buffer when the sending
   call returns, and each side empties the lane before it looks at a message from ZeroMQ. So BYE comes after the UPDATE
@@ -29,8 +30,7 @@ FAILED and RELEASED to the trainer. Two channels do not keep their messages in o
 
 What is lost with a lane that breaks is repaired like any lost message, by the next PING and PONG.
 
-**A packet** is the number of payload frames, their lengths, the frames, and the instruction's header: as large as what
-is left. Data that was written before a lane is closed still arrives."""
+Data that was written before a lane is closed still arrives. What a packet is made of: :mod:`asyncsync.net.packets`."""
 
 from __future__ import annotations
 
@@ -44,33 +44,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.protocol.wire import (
-    FIXED,
-    Again,
-    Applied,
-    Buffer,
-    Done,
-    Failed,
-    Fetch,
-    Granted,
-    Instruction,
-    Released,
-    Staged,
-    Update,
-    decode,
-    decode_fixed,
-)
+from asyncsync.net.packets import ALONE, MAX_FRAMES, MAX_PACKET, join
+from asyncsync.protocol.wire import Buffer
 
-__all__ = ["BY_LANE", "Lane", "Lanes", "alone", "connect", "join", "read", "split"]
+__all__ = ["Lane", "Lanes", "Receive", "connect"]
 
 logger = logging.getLogger("asyncsync")
 
-BY_LANE: frozenset[type[Instruction]] = frozenset(
-    {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
-)
-MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
-MAX_FRAMES = 255
 INTRODUCTION = b"asyncsync lane 1:"
 GREETING = b"asyncsync lane 1!"
 BACKLOG = 1024
@@ -80,63 +60,10 @@ MAX_STRANGERS = 64
 MAX_QUEUED = 10_000
 MAX_PATH = 107
 
-ALONE = b"\0"
 _CREDENTIALS = struct.Struct("3i")
 
 Receive = Callable[[memoryview], None]
 Crash = Callable[[BaseException], None]
-
-
-def join(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
-    if len(frames) == 1:
-        return [ALONE, frames[0]]
-    header, *payload = frames
-    return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
-
-
-def alone(header: bytes) -> bytes:
-    """The packet with this message, which has no payload frames."""
-    return ALONE + header
-
-
-def split(packet: memoryview) -> list[memoryview]:
-    """The message in a packet: views of its header and payload frames.
-
-    Raises:
-        LimitExceeded: longer than any of ours.
-        ProtocolError: anything else that :func:`join` does not make.
-    """
-    size = len(packet)
-    if size > MAX_PACKET:
-        raise LimitExceeded(f"a packet of more than {MAX_PACKET} bytes")
-    count = packet[0] if size else 0
-    start = 1 + 4 * count
-    if start >= size:
-        raise ProtocolError(f"a packet of {size} bytes for {count} payload frames and an instruction")
-    if not count:
-        return [packet[1:]]
-    frames = []
-    for length in struct.unpack_from(f"<{count}I", packet, 1):
-        frames.append(packet[start : start + length])
-        start += length
-    if start >= size:
-        raise ProtocolError(f"a packet of {size} bytes whose payload frames leave no room for the instruction")
-    return [packet[start:], *frames]
-
-
-def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
-    """The instruction in a packet and its payload frames: views, good as long as the packet.
-
-    Raises:
-        LimitExceeded, ProtocolError: malformed, or no instruction that goes by lane.
-    """
-    if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return decode_fixed(packet[1:], ())  # one of those that come by lane
-    instruction, payload = decode(split(packet))
-    if type(instruction) not in BY_LANE:
-        raise ProtocolError(f"{type(instruction).__name__} by lane")
-    return instruction, payload
 
 
 class Lane:

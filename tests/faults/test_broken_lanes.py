@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync.net import side_channel as lane
+from asyncsync.net.packets import MAX_PACKET
+from asyncsync.net.side_channel import INTRODUCTION
 from asyncsync.protocol import wire
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
@@ -107,7 +108,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         b"\x00",
         b"\x02\xff\xff\xff\xff",
         b"\x00" + b"\xc1" * 50,
-        bytes(lane.MAX_PACKET + 1),
+        bytes(MAX_PACKET + 1),
         b"\x00" + wire.encode(wire.Applied(epoch, {"policy": 1 << 40})),
         b"\x00" + wire.encode(wire.Applied((1, 1), {})),
         b"\x00" + wire.encode(wire.Bye(epoch, bytes(16), "closed", "")),
@@ -129,7 +130,7 @@ async def test_strangers_at_the_lane_disturb_nobody(schemes: Schemes) -> None:
     path = str(lanes(sender).path)
     callers = []
     try:
-        for words in [b"", lane.INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
+        for words in [b"", INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
             callers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
             callers[-1].connect(path)
             if words:

@@ -15,7 +15,7 @@ from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.model.binding import Binding, Prepared
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.net.side_channel import split
+from asyncsync.net.packets import split
 from asyncsync.protocol import wire
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
