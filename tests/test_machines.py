@@ -10,6 +10,7 @@ The machinery, and what is checked after each step, is in helpers/simulation.py.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
@@ -61,14 +62,15 @@ operations = st.lists(st.tuples(st.sampled_from(weighted), numbers, numbers), mi
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("fast", [True, False], ids=["with fast paths", "without"])
 @settings(max_examples=300, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), operations, st.sets(st.sampled_from(sorted(OPERATIONS.keys() - ALWAYS))))
 def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
-    world: World, steps: list[tuple[str, int, int]], never: set[str]
+    fast: bool, world: World, steps: list[tuple[str, int, int]], never: set[str]
 ) -> None:
     steps = [step for step in steps if step[0] not in never | {"rest"}]
     note(f"in short: {steps}")
-    simulation = Simulation(world)
+    simulation = Simulation(replace(world, fast=fast))
     simulation.run(steps)
     simulation.converge()
 

@@ -236,6 +236,17 @@ async def test_an_elastic_sender_has_its_routine_too(api: Api) -> None:
         assert sum(a is not b for a, b in itertools.pairwise(seen)) < 10  # only timers end it
 
 
+@pytest.mark.schemes("general")
+async def test_the_fast_paths_can_be_turned_off(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        links = [bare(receiver).bus._link for receiver in everybody.receivers]
+        for value in range(1, 10):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+            assert link_of(everybody).fast.steady is None
+            assert all(link.subscriber.routine is None for link in links)
+
+
 @pytest.mark.thorough
 async def test_r193_the_version_that_another_thread_reads_never_goes_back(api: Api) -> None:
     """Of 193: a sender's version is monotone in the eyes of another thread."""

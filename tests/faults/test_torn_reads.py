@@ -196,6 +196,20 @@ async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
 
 
 @pytest.mark.thorough
+async def test_r194_no_forward_is_torn_in_a_training_loop_without_fast_paths(
+    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCSYNC_FAST", "0")
+    monkeypatch.delattr(SteadySender, "publish")
+    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
+    results = await read_under_fire(
+        schemes, workers, 30_000, FORWARDS, kind=SharedMemWeightSyncScheme, receiver={"fast": False}, sends=True
+    )
+    assert [torn for torn, _ in results] == [0, 0]
+    assert min(seen for _, seen in results) >= VERSIONS
+
+
+@pytest.mark.thorough
 async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:

@@ -53,6 +53,7 @@ class World:
         eager, descriptors: how bytes travel (neither: as chunks).
         local: the workers share the trainer's host, so their death is noticed at once.
         lent: these models travel in slots that workers map, or copy out at once; only if local.
+        fast: there are fast paths.
     """
 
     workers: int = 2
@@ -64,10 +65,12 @@ class World:
     descriptors: bool = False
     local: bool = True
     lent: frozenset[str] = frozenset()
+    fast: bool = True
 
     @property
     def settings(self) -> Settings:
-        return Settings(eager_bytes=4096 if self.eager else 0, chunk_bytes=40, window_bytes=120, checksum=self.checksum)
+        eager = 4096 if self.eager else 0
+        return Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=120, checksum=self.checksum, fast=self.fast)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,7 +211,13 @@ class Trainer:
     def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
-        if not self.usable or target is None or target.slab not in self.slots or target.slab.in_place:
+        if (
+            not publisher.settings.fast
+            or not self.usable
+            or target is None
+            or target.slab not in self.slots
+            or target.slab.in_place
+        ):
             return None
         if target.slab.references > 1:
             return None
@@ -369,7 +378,11 @@ class Worker:
     def begin_routine(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
-        if subscriber.routine is not None or (steady := subscriber.steady(serial)) is None:
+        if (
+            not subscriber.settings.fast
+            or subscriber.routine is not None
+            or (steady := subscriber.steady(serial)) is None
+        ):
             return
         model, part = steady
         held = subscriber.held(model)
