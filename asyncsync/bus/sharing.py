@@ -36,7 +36,7 @@ def share(bus: B, worker: int) -> B:
         ValueError: some of them are asynchronous, others blocking.
     """
     key = (bus._uid, worker, os.getpid())
-    shared = _receiving.get(key)
+    shared: B | None = _receiving.get(key)
     if shared is None or shared._closed:
         _receiving[key] = shared = bus
     if type(shared) is not type(bus):
