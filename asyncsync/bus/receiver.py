@@ -22,10 +22,10 @@ from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
-from asyncsync.net.endpoint import is_trustworthy, lane_path
-from asyncsync.net.packets import BY_LANE, read
+from asyncsync.net.endpoint import is_trustworthy, side_channel_path
+from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
-from asyncsync.net.side_channel import Lane, connect
+from asyncsync.net.side_channel import SideChannel, connect
 from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
 from asyncsync.protocol.publisher import Settings
 from asyncsync.protocol.staging import Acting
@@ -53,7 +53,7 @@ class ReceiverLink(Link):
     Attributes:
         applying: how staged updates go through the gate.
         receiving: how callers wait for them.
-        lane: the side channel; None: there has been none yet.
+        side channel: the side channel; None: there has been none yet.
         shown: of each model, epoch and version of what it shows to its readers, and in a tree the version at its root
             that this one stands for, else the same. Switched where the model is: under the gate.
     """
@@ -72,7 +72,7 @@ class ReceiverLink(Link):
         self.subscriber.waits = self.applying.waits
         self._watch: ProcessWatch | None = None
         self._watched = 0
-        self.lane: Lane | None = None
+        self.side_channel: SideChannel | None = None
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             try:
@@ -110,15 +110,15 @@ class ReceiverLink(Link):
             self.settle()
 
     def _disconnected(self) -> None:
-        if self.lane is not None:
-            self.lane.drain()
-            self.lane.close()
+        if self.side_channel is not None:
+            self.side_channel.drain()
+            self.side_channel.close()
         self.subscriber.disconnected()
         self.settle()
 
     def _receive(self, frames: list[Any]) -> None:
-        if self.lane is not None:
-            self.lane.drain()
+        if self.side_channel is not None:
+            self.side_channel.drain()
         try:
             instruction, payload = decode([frame.buffer for frame in frames])
             self.subscriber.receive(instruction, payload, self.loop.time())
@@ -129,7 +129,7 @@ class ReceiverLink(Link):
                 self.sender_lost = True  # it writes nothing any more, and there may be another
             elif type(instruction) is Welcome and self.subscriber.welcomed:
                 self._watch_sender()
-                self._open_lane()
+                self._open_side_channel()
         self.settle()
 
     def _receive_packet(self, packet: memoryview) -> None:
@@ -163,7 +163,7 @@ class ReceiverLink(Link):
 
     def _repeated(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: answer, and do what :meth:`settle` does."""
-        if self.lane is None or not self.lane.send_alone(done):
+        if self.side_channel is None or not self.side_channel.send_alone(done):
             self.subscriber.outbox.append((Done.decode(done), ()))
             self.settle()
         elif self.conditions.waiters:
@@ -188,11 +188,11 @@ class ReceiverLink(Link):
         """In a tree, the version at its root that :meth:`version` stands for; else the same. From any thread."""
         return self._newest_shown(models)[2]
 
-    def _open_lane(self) -> None:
+    def _open_side_channel(self) -> None:
         """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
-        path = lane_path(self.endpoint)
-        if path is not None and (self.lane is None or self.lane.closed):
-            self.lane = connect(path, self.subscriber.nonce, self._receive_packet, self.crash)
+        path = side_channel_path(self.endpoint)
+        if path is not None and (self.side_channel is None or self.side_channel.closed):
+            self.side_channel = connect(path, self.subscriber.nonce, self._receive_packet, self.crash)
 
     def _watch_sender(self) -> None:
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
@@ -245,20 +245,20 @@ class ReceiverLink(Link):
             if type(instruction) is Done and self._send_done(instruction):
                 continue
             frames = (encode(instruction), *payload)
-            if not (type(instruction) in BY_LANE and self._send_by_lane(frames)):
+            if not (type(instruction) in BY_SIDE_CHANNEL and self._send_by_side_channel(frames)):
                 self._socket.send(frames)
                 by_zmq = True
         if by_zmq:
             self._socket.flushed()
 
     def _send_done(self, done: Done) -> bool:
-        lane = self.lane
-        return lane is not None and lane.open and self.subscriber.welcomed and lane.send_alone(done.encode())
+        channel = self.side_channel
+        return channel is not None and channel.open and self.subscriber.welcomed and channel.send_alone(done.encode())
 
-    def _send_by_lane(self, frames: Sequence[Buffer]) -> bool:
+    def _send_by_side_channel(self, frames: Sequence[Buffer]) -> bool:
         # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
-        lane = self.lane
-        return lane is not None and lane.open and self.subscriber.welcomed and lane.send(frames)
+        channel = self.side_channel
+        return channel is not None and channel.open and self.subscriber.welcomed and channel.send(frames)
 
     def _fetched(self) -> None:
         if not self.closed:
@@ -326,6 +326,6 @@ class ReceiverLink(Link):
             self._watch.close()
         self._raw.disable_monitor()
         self._monitor.close()
-        if self.lane is not None:
-            self.lane.close()
+        if self.side_channel is not None:
+            self.side_channel.close()
         self._socket.close(linger_ms)

@@ -18,10 +18,10 @@ from asyncsync.bus.workers import Workers
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.net.descriptors import shortage
-from asyncsync.net.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
-from asyncsync.net.packets import BY_LANE, read
+from asyncsync.net.endpoint import Claim, is_plaintext_beyond_loopback, side_channel_path
+from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
-from asyncsync.net.side_channel import Lanes, Receive
+from asyncsync.net.side_channel import Receive, SideChannels
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher, Settings
@@ -61,7 +61,7 @@ class SenderLink(Link):
 
     Attributes:
         publisher: the state machine. It stands still while the fast path is on: :meth:`caught_up` ends that.
-        lanes: the side channels.
+        side channels: the side channels.
         fast: the fast path.
         publishing: how weights are published.
         workers: how callers wait for them.
@@ -72,7 +72,9 @@ class SenderLink(Link):
     """
 
     def __init__(self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings) -> None:
-        self._per_worker = 3 if endpoint.startswith("ipc://") else 1  # its connection; its lane, and its process's end
+        self._per_worker = (
+            3 if endpoint.startswith("ipc://") else 1
+        )  # its connection; its side channel, and its process's end
         super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1))
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
@@ -110,9 +112,9 @@ class SenderLink(Link):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
-        self.lanes = Lanes(lane_path(endpoint), self._introduce, self.crash)
-        if self._claim is not None and self.lanes.path is not None:
-            self._claim.beside.append(self.lanes.path)
+        self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
+        if self._claim is not None and self.side_channels.path is not None:
+            self._claim.beside.append(self.side_channels.path)
 
     def caught_up(self) -> Publisher:
         """The state machine, with all that the fast path has done meanwhile; that ends here."""
@@ -153,8 +155,12 @@ class SenderLink(Link):
     def _receive(self, frames: list[Any]) -> None:
         self.fast.end()
         route = frames[0].bytes
-        if self.lanes.of and (whose := self.publisher.whose(route)) and (lane := self.lanes.of.get(whose[1])):
-            lane.drain()
+        if (
+            self.side_channels.of
+            and (whose := self.publisher.whose(route))
+            and (channel := self.side_channels.of.get(whose[1]))
+        ):
+            channel.drain()
         now = self.loop.time()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
@@ -169,7 +175,7 @@ class SenderLink(Link):
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Somebody asks for a side channel: the receiver of its packets, if that is a worker that has said HELLO."""
         self.fast.end()
-        # A newcomer's lane may be here before the READY by which it takes its place.
+        # A newcomer's side channel may be here before the READY by which it takes its place.
         return next((partial(self._receive_packet, p) for p in self.publisher.welcomed if p.nonce == nonce), None)
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
@@ -191,10 +197,10 @@ class SenderLink(Link):
         self.settle()
 
     def _watch(self) -> None:
-        """One process watch per co-located worker incarnation; no lane to one that is gone."""
+        """One process watch per co-located worker incarnation; no side channel to one that is gone."""
         publisher = self.publisher
-        if self.lanes.of:
-            self.lanes.keep({p.nonce for p in publisher.welcomed})
+        if self.side_channels.of:
+            self.side_channels.keep({p.nonce for p in publisher.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what it was lent.
         chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
@@ -213,8 +219,8 @@ class SenderLink(Link):
     def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
         def ended() -> None:
             with self.guard():
-                if nonce in self.lanes.of:
-                    self.lanes.of[nonce].drain()  # its last messages
+                if nonce in self.side_channels.of:
+                    self.side_channels.of[nonce].drain()  # its last messages
                 self.fast.end()
                 self.publisher.ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
                 self._watch()
@@ -259,7 +265,7 @@ class SenderLink(Link):
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
         served = self.publishing.served
-        self.fast.pause.take(self.lanes.of)
+        self.fast.pause.take(self.side_channels.of)
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -267,7 +273,7 @@ class SenderLink(Link):
                 route, instruction, payload = outbox.popleft()
                 if instruction is not last:  # mostly, all workers are sent the same
                     last, header = instruction, encode(instruction)
-                if type(instruction) in BY_LANE and self._send_by_lane(route, (header, *payload)):
+                if type(instruction) in BY_SIDE_CHANNEL and self._send_by_side_channel(route, (header, *payload)):
                     outcome = 0
                 else:
                     by_zmq = True
@@ -286,10 +292,10 @@ class SenderLink(Link):
         if failed:
             self.conditions.notify()
 
-    def _send_by_lane(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        nonce = self.publisher.settled_at(route) if self.lanes.of else None
-        lane = None if nonce is None else self.lanes.of.get(nonce)
-        return lane is not None and lane.send(frames)
+    def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
+        nonce = self.publisher.settled_at(route) if self.side_channels.of else None
+        channel = None if nonce is None else self.side_channels.of.get(nonce)
+        return channel is not None and channel.send(frames)
 
     def _drained(self) -> None:
         # Called by pyzmq's collector thread.
@@ -330,7 +336,7 @@ class SenderLink(Link):
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
-        self.lanes.close()
+        self.side_channels.close()
         self._socket.close(linger_ms)
         self._bound.forget()
 

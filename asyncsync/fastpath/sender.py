@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from asyncsync.net.packets import alone
-from asyncsync.net.side_channel import Lane, Lanes
+from asyncsync.net.side_channel import SideChannel, SideChannels
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.wire import Again, Buffer, Done
@@ -83,7 +83,7 @@ class Shell(Protocol):
 
     loop: asyncio.AbstractEventLoop
     publisher: Publisher
-    lanes: Lanes
+    side_channels: SideChannels
 
     def check(self) -> None:
         """Raise what keeps the link from working."""
@@ -172,7 +172,7 @@ class FastSender:
 
     def _begin(self, model_id: str, transport: Slots) -> bool:
         """Begin a steady state, if all is ready for one."""
-        pool, publisher, lanes = transport.pool, self._shell.publisher, self._shell.lanes
+        pool, publisher, side_channels = transport.pool, self._shell.publisher, self._shell.side_channels
         if pool is None or not transport.is_at_hand:
             return False
         model = publisher.targets.models.get(model_id)
@@ -191,10 +191,10 @@ class FastSender:
             return False  # the caller has to hear of one that is lost
         workers = []
         for peer in peers:
-            lane = lanes.of.get(peer.nonce)
-            if lane is None or peer.unsettled or peer.slow:
+            channel = side_channels.of.get(peer.nonce)
+            if channel is None or peer.unsettled or peer.slow:
                 return False
-            workers.append((peer, lane))
+            workers.append((peer, channel))
         known = self._known.get(model_id)
         if known is None or known.layout is not layout:  # that layout was only tried
             known = self._known[model_id] = KnownWeights(layout)
@@ -237,11 +237,11 @@ class SteadySender:
         model_id: str,
         known: KnownWeights,
         slots: tuple[Slab, Slab],
-        workers: Sequence[tuple[Peer, Lane]],
+        workers: Sequence[tuple[Peer, SideChannel]],
     ) -> None:
         self.model_id = model_id
         self.version, self._serial = publisher.version, publisher.serial
-        self.waiting: dict[Peer, Lane] = {}
+        self.waiting: dict[Peer, SideChannel] = {}
         self.waiter: asyncio.Future[None] | None = None
         self._publisher = publisher
         self._newest, self._next = slots
@@ -251,12 +251,12 @@ class SteadySender:
         self._known = known
         self.updates = 0
         self._is_over = False
-        self._reading: dict[Peer, Lane] | None = None
+        self._reading: dict[Peer, SideChannel] | None = None
         self._heard = workers[0][1]  # sent to last
-        for _, lane in workers[1:]:
-            lane.watch(False)
+        for _, channel in workers[1:]:
+            channel.watch(False)
         self._began = 0.0
-        self._unsent: list[tuple[Peer, Lane]] = []
+        self._unsent: list[tuple[Peer, SideChannel]] = []
         self._again: list[Buffer] = []
         self._done = b""
 
@@ -305,12 +305,12 @@ class SteadySender:
             self._read(waiting)
         return True
 
-    def _read(self, waiting: dict[Peer, Lane]) -> None:
+    def _read(self, waiting: dict[Peer, SideChannel]) -> None:
         """Take in what has come from the others; then listen to one from which nothing has."""
         self._reading = waiting
         try:
-            for lane in list(waiting.values()):
-                lane.take()
+            for channel in list(waiting.values()):
+                channel.take()
         finally:
             self._reading = None
         if waiting and not self._is_over:
@@ -331,8 +331,8 @@ class SteadySender:
             self._hand_over()
         finally:
             self.wake()
-            for _, lane in self._workers:
-                lane.watch(True)
+            for _, channel in self._workers:
+                channel.watch(True)
 
     def _hand_over(self) -> None:
         self._next.release()

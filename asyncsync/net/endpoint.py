@@ -22,7 +22,7 @@ from pathlib import Path
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["Claim", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "lane_path"]
+__all__ = ["Claim", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "side_channel_path"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -115,8 +115,8 @@ def is_trustworthy(endpoint: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def lane_path(endpoint: str) -> Path | None:
-    """Where a sender listens for lanes; None if the endpoint is no path."""
+def side_channel_path(endpoint: str) -> Path | None:
+    """Where a sender listens for side channels; None if the endpoint is no path."""
     return Path(endpoint.removeprefix("ipc://") + ".lane") if endpoint.startswith("ipc://") else None
 
 

@@ -27,9 +27,9 @@ from asyncsync.protocol.wire import (
     decode_fixed,
 )
 
-__all__ = ["ALONE", "BY_LANE", "MAX_FRAMES", "MAX_PACKET", "alone", "join", "read", "split"]
+__all__ = ["ALONE", "BY_SIDE_CHANNEL", "MAX_FRAMES", "MAX_PACKET", "alone", "join", "read", "split"]
 
-BY_LANE: frozenset[type[Instruction]] = frozenset(
+BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
     {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
@@ -79,11 +79,11 @@ def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
     """The instruction in a packet and its payload frames: views, good as long as the packet.
 
     Raises:
-        LimitExceeded, ProtocolError: malformed, or no instruction that goes by lane.
+        LimitExceeded, ProtocolError: malformed, or no instruction that goes by the side channel.
     """
     if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return decode_fixed(packet[1:], ())  # one of those that come by lane
+        return decode_fixed(packet[1:], ())  # one of those that come by the side channel
     instruction, payload = decode(split(packet))
-    if type(instruction) not in BY_LANE:
+    if type(instruction) not in BY_SIDE_CHANNEL:
         raise ProtocolError(f"{type(instruction).__name__} by lane")
     return instruction, payload

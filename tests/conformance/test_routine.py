@@ -120,7 +120,7 @@ async def test_several_tasks_that_send_at_once_interrupt_each_others_routine(api
 async def test_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(api: Api, which: int) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
-        broken = list(link.lanes.of.values())[which]
+        broken = list(link.side_channels.of.values())[which]
         link.loop.call_soon_threadsafe(broken.close)
         with Clock(0.1):  # nothing has to be found out by a timer
             for value in (10, 11, 12):

@@ -1,4 +1,4 @@
-"""Lanes that break, fill up, or are asked for by strangers: updates go on, through ZeroMQ where they must."""
+"""Side channels that break, fill up, or are asked for by strangers: updates go on, through ZeroMQ where they must."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL, LARGE = 1000, 1 << 18
 
 
 def lanes(scheme: Any) -> Any:
-    return scheme.bus._link.lanes
+    return scheme.bus._link.side_channels
 
 
 def sent(scheme: Any) -> int:
@@ -35,7 +35,7 @@ def sent(scheme: Any) -> int:
 async def with_lanes(sender: Any, receivers: list[Any]) -> None:
     """Until every receiver's lane may be used."""
     await eventually(lambda: len(lanes(sender).of) == len(receivers))
-    await eventually(lambda: all(r.bus._link.lane.open for r in receivers))
+    await eventually(lambda: all(r.bus._link.side_channel.open for r in receivers))
 
 
 async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
@@ -50,9 +50,9 @@ async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
 async def test_small_instructions_go_by_lane(schemes: Schemes, numel: int) -> None:
     sender, receivers = await schemes.connected(numel, workers=2)
     await with_lanes(sender, receivers)
-    before = [sent(sender), *(r.bus._link.lane.sent for r in receivers)]
+    before = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
     await all_well(sender, receivers, 10)
-    after = [sent(sender), *(r.bus._link.lane.sent for r in receivers)]
+    after = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
     assert after[0] - before[0] == 20
     assert all(a - b >= 10 for a, b in zip(after[1:], before[1:], strict=True))
     assert not sender.bus.dropped
@@ -65,7 +65,7 @@ async def test_there_is_no_lane_over_tcp(schemes: Schemes) -> None:
         endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     sender, receivers = await schemes.connected(SMALL, endpoint=endpoint)
     assert lanes(sender).path is None
-    assert receivers[0].bus._link.lane is None
+    assert receivers[0].bus._link.side_channel is None
     await all_well(sender, receivers)
 
 
@@ -76,10 +76,10 @@ async def test_updates_go_on_when_lanes_break(schemes: Schemes, side: str) -> No
     await all_well(sender, receivers)
     if side == "sender":
         lanes(sender).keep(set())
-        await eventually(lambda: all(r.bus._link.lane.closed for r in receivers))
+        await eventually(lambda: all(r.bus._link.side_channel.closed for r in receivers))
     else:
         for receiver in receivers:
-            receiver.bus._link.lane.close()
+            receiver.bus._link.side_channel.close()
         await eventually(lambda: not lanes(sender).of)
     await all_well(sender, receivers)
     assert all(s.state == "live" for s in sender.status().values())
@@ -92,10 +92,10 @@ async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
     await asyncio.gather(sender.connect(), receiver.connect())
     await with_lanes(sender, [receiver])
     loop = asyncio.get_running_loop()
-    loop.remove_reader(receiver.bus._link.lane._socket)  # the UPDATE is never read
+    loop.remove_reader(receiver.bus._link.side_channel._socket)  # the UPDATE is never read
     sending = asyncio.create_task(sender.send_async(sender.model.fill(9), timeout=10))
     await asyncio.sleep(0)
-    receiver.bus._link.lane.close()
+    receiver.bus._link.side_channel.close()
     await sending
     assert receiver.model.value == 9
 
@@ -114,7 +114,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         b"\x00" + wire.encode(wire.Bye(epoch, bytes(16), "closed", "")),
     ]
     for one, bus in [
-        (receivers[0].bus._link.lane, sender.bus),
+        (receivers[0].bus._link.side_channel, sender.bus),
         (lanes(sender).of[receivers[0].bus._link.subscriber.nonce], receivers[0].bus),
     ]:
         for packet in packets:
@@ -202,9 +202,9 @@ async def test_workers_have_a_lane_to_the_next_trainer_too(
     first = start(Trainer)
     receiver = schemes.receiver(plan)
     await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())
-    await eventually(lambda: receiver.bus._link.lane.open)
+    await eventually(lambda: receiver.bus._link.side_channel.open)
     assert (tmp_path / "bus.lane").is_socket()
-    before = receiver.bus._link.lane
+    before = receiver.bus._link.side_channel
     if how == "killed":
         await first.kill()
         await eventually(lambda: before.closed)
@@ -237,7 +237,7 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     sender, (receiver,) = await schemes.connected(SMALL)
     await with_lanes(sender, [receiver])
     version = await sender.publish(sender.model.fill(3))
-    receiver.bus._link.lane.drain()  # it applies the update and answers …
+    receiver.bus._link.side_channel.drain()  # it applies the update and answers …
     peer = sender.bus._link.caught_up().peers[0]
     sender.bus._link._ender(0, peer.nonce, os.getpid())()  # … and its end is noticed before the answer is read
     assert sender.status()[0].state == "lost"

@@ -263,7 +263,7 @@ class Trainer:
 
 
 class SimulatedLane:
-    """As :class:`asyncsync.net.side_channel.Lane`: what is written is on its way, unless the lane is broken."""
+    """As :class:`asyncsync.net.side_channel.SideChannel`: what is written is on its way, unless the lane is broken."""
 
     def __init__(self, connection: Connection, network: list[Message], *, broken: bool) -> None:
         self._connection = connection
