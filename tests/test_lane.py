@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.net.endpoint import Claim
+from asyncsync.net.endpoint import EndpointLock
 from asyncsync.net.packets import BY_SIDE_CHANNEL, MAX_FRAMES, MAX_PACKET, join, read, split
 from asyncsync.net.side_channel import INTRODUCTION, MAX_STRANGERS, SideChannel, SideChannels, connect
 from asyncsync.protocol import wire
@@ -203,9 +203,9 @@ async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(
     second = listener.connect()
     await until(lambda: second.open and first.closed)
     assert list(listener.lanes.of) == [NONCE]
-    listener.lanes.keep({NONCE})
+    listener.lanes.close_others({NONCE})
     assert list(listener.lanes.of) == [NONCE]
-    listener.lanes.keep(set())
+    listener.lanes.close_others(set())
     await until(lambda: second.closed)
     assert not listener.lanes.of
 
@@ -269,14 +269,14 @@ async def test_only_a_dead_predecessors_socket_is_replaced(tmp_path: Path) -> No
     path = tmp_path / "bus.lane"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(path))
-    claim = Claim(f"ipc://{tmp_path}/bus")
+    lock = EndpointLock(f"ipc://{tmp_path}/bus")
     first = SideChannels(path, lambda nonce: None, crash)
     assert first.path == path
-    claim.beside.append(path)
+    lock.beside.append(path)
     second = SideChannels(path, lambda nonce: None, crash)
     assert second.path is None
     first.close()
-    claim.release()
+    lock.release()
     assert os.listdir(tmp_path) == []
     path.write_text("somebody's")
     assert SideChannels(path, lambda nonce: None, crash).path is None

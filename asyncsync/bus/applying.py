@@ -132,7 +132,7 @@ class Applying:
         try:
             self._link.loop.call_soon_threadsafe(self._applied_later, passed)
         except RuntimeError:
-            pass  # the loop is closed: nobody is left to hear of it
+            pass  # the loop is closed: nobody waits
 
     def _applied_later(self, passed: list[Staging]) -> None:
         with self._link.guard():
@@ -177,7 +177,7 @@ class Applying:
             self._subscriber.failed(staging, error)
 
     def _clean_soon(self) -> None:
-        # Not at once: it takes a core for some time, and the sender may need that to hear that the update is applied.
+        # Not at once: it takes a core for some time, which the sender may need to read the acknowledgement.
         if self._cleaning is None:
             self._cleaning = self._link.loop.call_later(CLEAN_DELAY, self._clean)
 
@@ -188,7 +188,7 @@ class Applying:
                 transport.clean()
 
     def _poll_gate(self) -> None:
-        # Readers that ended abnormally leave no word: look for them while an update waits.
+        # Readers that ended abnormally never leave: find them while an update waits.
         self._gate_timer = None
         if self._gate.pending and not self._link.closed:
             self._gate.poll()

@@ -99,7 +99,7 @@ class BusCore:
         self._gate: Gate | None = None
         self._worker: int | None = None
         self._late = False
-        self._constructed = self.num_workers  # as the constructor said; init_on_sender() may say it instead
+        self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
         self._why_closed = "this scheme or bus was shut down"
@@ -225,8 +225,8 @@ class BusCore:
         return self._sender()
 
     def _stand_for(self, origin: Callable[[], int]) -> None:
-        """Sender: what is published from now on stands for the version of the root of a tree that this tells, when its
-        values are taken."""
+        """Sender: what is published from now on stands for the version of the root of a tree that ``origin`` returns
+        when the values are taken."""
         self._origin = origin
         if isinstance(self._link, SenderLink):
             self._link.publishing.origin = origin
@@ -348,7 +348,7 @@ class BusCore:
         return self._link.origin(self._schemes) if isinstance(self._link, ReceiverLink) else 0
 
     def _target(self) -> int:
-        """Receiver: the newest version that it has been told of; 0: none."""
+        """Receiver: the newest version that it is to have; 0: none."""
         if not isinstance(self._link, ReceiverLink):
             return 0
         return max([self.version, *list(self._link.subscriber.targets.values())])

@@ -135,7 +135,7 @@ class Link(ABC):
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:
             # Not computed anew for every message: what becomes due earlier than this waits a moment.
-            # (The handle itself cannot always be asked: uvloop's has no time when that is less than 0.5 ms away.)
+            # The handle itself does not always know when: uvloop's has no time if that is less than 0.5 ms away.
             self._timer_due = min(self._next_tick(now), now + MAX_TICK)
             self._timer = self.loop.call_at(self._timer_due, self._due)
 

@@ -30,7 +30,7 @@ from asyncsync.weights.tree import FlatWeights
 __all__ = ["Publishing"]
 
 assert KNOWN_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
-# A slab whose last bytes libzmq is just letting go of is worth a short wait: a new one would have to be faulted in.
+# A slab whose last bytes libzmq is just releasing is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
 
 
@@ -62,7 +62,7 @@ class Publishing:
         depart: sends what is to be sent.
 
     Attributes:
-        origin: in a tree, tells the version at its root that what is published stands for.
+        origin: in a tree, returns the version at its root that what is published stands for.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
     """

@@ -138,7 +138,7 @@ class ReceiverLink(Link):
             now = self.loop.time()
             try:
                 if (done := steady.take_if_it_can(packet, now)) is not None:
-                    self._repeated(done, now)
+                    self._acknowledge(done, now)
                     return
             except Exception:
                 raise
@@ -161,8 +161,8 @@ class ReceiverLink(Link):
                 self.subscriber, instruction, self.gate, self.applying.goes_straight, self._fetches.window, self._show
             )
 
-    def _repeated(self, done: bytes, now: float) -> None:
-        """The fast path has applied an update: answer, and do what :meth:`settle` does."""
+    def _acknowledge(self, done: bytes, now: float) -> None:
+        """The fast path has applied an update: send DONE, and do what :meth:`settle` does."""
         if self.side_channel is None or not self.side_channel.send_alone(done):
             self.subscriber.outbox.append((Done.decode(done), ()))
             self.settle()
@@ -172,7 +172,7 @@ class ReceiverLink(Link):
             self._set_timer(now)
 
     def _show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
-        """The models have these versions. Under the gate: who asks inside a hold hears what it reads."""
+        """The models have these versions. Under the gate: inside a hold, the version is that of what is read."""
         # A new dict, because other threads may be looking at this one.
         self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
 
@@ -189,7 +189,7 @@ class ReceiverLink(Link):
         return self._newest_shown(models)[2]
 
     def _open_side_channel(self) -> None:
-        """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
+        """The sender knows this worker now: connect the side channel, unless it is there already."""
         path = side_channel_path(self.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
             self.side_channel = connect(path, self.subscriber.nonce, self._receive_packet, self.crash)
@@ -226,7 +226,7 @@ class ReceiverLink(Link):
             self._fetches.start()
         self._send_all()
         if subscriber.borrows:
-            # The copy takes a core for some time, and the sender may need that to hear that the update is applied.
+            # The copy takes a core for some time, which the sender may need to read the acknowledgement.
             time.sleep(REST_SECONDS)
             if subscriber.give_back():
                 self._send_all()
@@ -314,7 +314,7 @@ class ReceiverLink(Link):
                 self.subscriber.close()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        # What the model has of the sender's memory stays, and the sender hears of it: the model outlives this link.
+        # What the model has of the sender's memory stays, and the BYE says so: the model outlives this link.
         return [self.subscriber.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
 
     def _say_goodbye(self) -> None:

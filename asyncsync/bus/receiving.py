@@ -27,7 +27,7 @@ class Receiving:
     Args:
         link: the receiver's.
         subscriber: its state machine.
-        applying: is told what somebody is receiving right now.
+        applying: has to know what somebody is receiving right now.
         gate: of the models.
         endpoint: where the sender is, for error messages.
         origin: the version at the root of a tree that these models show.
@@ -129,7 +129,7 @@ class Receiving:
     ) -> Mark | None:
         """The mark of an applied update newer than ``after``; None when the timeout expires.
 
-        ``left`` tells that the caller was shut down, and the bus not.
+        ``left`` returns whether the caller was shut down, and the bus not.
 
         Raises:
             ClosedError, Fenced: nothing newer is there, and nothing will come.

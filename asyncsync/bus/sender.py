@@ -18,7 +18,7 @@ from asyncsync.bus.workers import Workers
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.net.descriptors import shortage
-from asyncsync.net.endpoint import Claim, is_plaintext_beyond_loopback, side_channel_path
+from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import Receive, SideChannels
@@ -91,9 +91,9 @@ class SenderLink(Link):
         self._watches: dict[bytes, ProcessWatch] = {}
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
-            self._claim = Claim(endpoint) if endpoint.startswith("ipc://") else None
-            if self._claim is not None:
-                undo.callback(self._claim.release)
+            self._lock = EndpointLock(endpoint) if endpoint.startswith("ipc://") else None
+            if self._lock is not None:
+                undo.callback(self._lock.release)
             self._open(endpoint)
             undo.pop_all()
         self.opened()
@@ -113,8 +113,8 @@ class SenderLink(Link):
         self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
-        if self._claim is not None and self.side_channels.path is not None:
-            self._claim.beside.append(self.side_channels.path)
+        if self._lock is not None and self.side_channels.path is not None:
+            self._lock.beside.append(self.side_channels.path)
 
     def caught_up(self) -> Publisher:
         """The state machine, with all that the fast path has done meanwhile; that ends here."""
@@ -173,7 +173,7 @@ class SenderLink(Link):
         self.settle()
 
     def _introduce(self, nonce: bytes) -> Receive | None:
-        """Somebody asks for a side channel: the receiver of its packets, if that is a worker that has said HELLO."""
+        """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
         self.fast.end()
         # A newcomer's side channel may be here before the READY by which it takes its place.
         return next((partial(self._receive_packet, p) for p in self.publisher.welcomed if p.nonce == nonce), None)
@@ -200,9 +200,9 @@ class SenderLink(Link):
         """One process watch per co-located worker incarnation; no side channel to one that is gone."""
         publisher = self.publisher
         if self.side_channels.of:
-            self.side_channels.keep({p.nonce for p in publisher.welcomed})
+            self.side_channels.close_others({p.nonce for p in publisher.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
-        # One that has left may still be reading what it was lent.
+        # One that has left may still be reading what was leased to it.
         chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
         if chosen.keys() == self._watches.keys():
             return
@@ -342,5 +342,5 @@ class SenderLink(Link):
 
     def _release(self) -> None:
         self.pool.close()
-        if self._claim is not None:
-            self._claim.release()
+        if self._lock is not None:
+            self._lock.release()

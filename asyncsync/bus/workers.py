@@ -49,7 +49,7 @@ class Workers:
 
         Raises:
             PartialSendError: a worker cannot take the weights; nobody was given any.
-            NotConnected: not everybody was there in time; says who and why.
+            NotConnected: not everybody was there in time; names who, and why.
         """
         self._fast.end()
         publisher = self._publisher

@@ -34,13 +34,13 @@ from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["FastSender", "Pause", "Shell", "Slots", "SteadySender"]
 
-# Of more, workers do not say that they are done with it when they say that they have it.
+# A worker that has copied more than this releases it only some time after it has acknowledged it.
 LARGEST = (1 << 20) - 1
 # Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
 LEAST_TIMEOUT = 1.0
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
 # off its core by the first worker that it wakes: it would announce the update to the others when that one has finished,
-# and hear of its acknowledgement late. So it pauses before, and is rested. A pause takes some 0.06 ms.
+# and read its acknowledgement late. So it sleeps before, which takes some 0.06 ms.
 BUSY_SECONDS = 0.0007
 
 _is_cpu = attrgetter("is_cpu")
@@ -188,7 +188,7 @@ class FastSender:
         if not peers or publisher.outbox or publisher.fenced is not None:
             return False
         if publisher.num_workers is not None and len(peers) < publisher.num_workers:
-            return False  # the caller has to hear of one that is lost
+            return False  # sending has to report one that is lost
         workers = []
         for peer in peers:
             channel = side_channels.of.get(peer.nonce)
@@ -204,7 +204,7 @@ class FastSender:
         return True
 
     def wake(self) -> None:
-        """The link has failed: who waits for answers is to look at that."""
+        """The link has failed: nobody may wait for answers any longer."""
         if self.steady is not None:
             self.steady.wake()
 

@@ -54,7 +54,7 @@ logger = logging.getLogger("asyncsync")
 INTRODUCTION = b"asyncsync lane 1:"
 GREETING = b"asyncsync lane 1!"
 BACKLOG = 1024
-# Connections that have not said yet who they are; when there are more, the oldest has to go.
+# Connections that have not introduced themselves yet; when there are more, the oldest has to go.
 MAX_STRANGERS = 64
 # More than a socket's buffer holds: emptying it comes to an end even if the other side goes on filling it.
 MAX_QUEUED = 10_000
@@ -134,7 +134,7 @@ class SideChannel:
         return size > 0
 
     def drain(self) -> None:
-        """Take in all that has come: it was sent before the message that the caller is about to look at."""
+        """Take in all that has come: it was sent before the message that the caller is about to handle."""
         for _ in range(MAX_QUEUED):
             if not self.take():
                 return
@@ -161,7 +161,7 @@ class SideChannel:
         try:
             self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
         except OSError:
-            return False  # full, or broken: then reading tells
+            return False  # full, or broken: reading will show which
         return True
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class SideChannel:
         self._socket.close()
 
     def disown(self) -> None:
-        """In a forked child: let go of the descriptor; the connection is the parent's, and so is its loop."""
+        """In a forked child: close the descriptor; the connection is the parent's, and so is its loop."""
         self.open, self.closed = False, True
         self._socket.close()
 
@@ -246,7 +246,7 @@ class SideChannels:
         channel.close()
         self._ended(channel)
 
-    def keep(self, nonces: Collection[bytes]) -> None:
+    def close_others(self, nonces: Collection[bytes]) -> None:
         """Close the side channels of all others."""
         for nonce in self.of.keys() - nonces:
             self.of.pop(nonce).close()

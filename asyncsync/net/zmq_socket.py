@@ -162,7 +162,7 @@ class LoopSocket:
         stop = 0.0
         self._draining = True
         try:
-            # Asked for its events, a socket does not let go of the GIL, as it does for each receiving and sending.
+            # To get its events takes no release of the GIL, as each receiving and sending does.
             while not self._closed and get(socket, _EVENTS) & _POLLIN:
                 now = time.perf_counter()
                 if not stop:
@@ -204,7 +204,7 @@ class LoopSocket:
         return 0
 
     def flushed(self) -> None:
-        """Sending consumes the edge that would have told of an incoming message: look for one."""
+        """Sending consumes the edge that would have announced an incoming message: check for one."""
         if not self._draining and not self._closed and get(self._socket, _EVENTS) & _POLLIN:
             self._schedule()
 

@@ -354,7 +354,7 @@ async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, interrupts = link_of(everybody), [Interrupt()]
-        receive, repeated = link.side_channel.receive, link._repeated
+        receive, repeated = link.side_channel.receive, link._acknowledge
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -365,7 +365,7 @@ async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api:
                 raise interrupts.pop()
             repeated(done, now)
 
-        link.side_channel.receive, link._repeated = receiving, interrupted
+        link.side_channel.receive, link._acknowledge = receiving, interrupted
         with Clock(0.1):  # nothing has to be found out by a PING
             await send(everybody, 10)
         assert not interrupts

@@ -75,7 +75,7 @@ async def test_updates_go_on_when_lanes_break(schemes: Schemes, side: str) -> No
     await with_lanes(sender, receivers)
     await all_well(sender, receivers)
     if side == "sender":
-        lanes(sender).keep(set())
+        lanes(sender).close_others(set())
         await eventually(lambda: all(r.bus._link.side_channel.closed for r in receivers))
     else:
         for receiver in receivers:
