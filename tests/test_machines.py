@@ -10,13 +10,14 @@ The machinery, and what is checked after each step, is in helpers/simulation.py.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.fastpath.sender import Routine
-from asyncsync.fastpath.worker import WorkerRoutine
+from asyncsync.fastpath.sender import SteadySender
+from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.leases import Loans
 from asyncsync.protocol.peer import Announcement, Peer, Transfer
 from asyncsync.protocol.publisher import Publisher
@@ -61,14 +62,15 @@ operations = st.lists(st.tuples(st.sampled_from(weighted), numbers, numbers), mi
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("fast", [True, False], ids=["with fast paths", "without"])
 @settings(max_examples=300, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), operations, st.sets(st.sampled_from(sorted(OPERATIONS.keys() - ALWAYS))))
 def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
-    world: World, steps: list[tuple[str, int, int]], never: set[str]
+    fast: bool, world: World, steps: list[tuple[str, int, int]], never: set[str]
 ) -> None:
     steps = [step for step in steps if step[0] not in never | {"rest"}]
     note(f"in short: {steps}")
-    simulation = Simulation(world)
+    simulation = Simulation(replace(world, fast=fast))
     simulation.run(steps)
     simulation.converge()
 
@@ -154,23 +156,25 @@ MUTATIONS = {
     "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
     "AGAIN leaves the slab before where it is": [(Publisher, "_retell", "current.slab.release()", "pass")],
     "a routine goes on with what it has written, and not who has it": [
-        (Routine, "_hand_over", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
+        (SteadySender, "_hand_over", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
     ],
     "a routine forgets whom it has not told": [
-        (Routine, "_hand_over", "[peer for peer, _ in self._untold]", "[]"),
+        (SteadySender, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
         NO_PONG,
     ],
     "a routine begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
-    "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
+    "a routine writes where the newest version is": [
+        (SteadySender, "publish", "slab = self._next", "slab = self._newest")
+    ],
     "a worker's routine goes on whatever else it hears": [
         (Subscriber, "receive", "self.end_routine()", "pass"),
-        (WorkerRoutine, "take", "since != subscriber.serial or ", ""),
+        (SteadyWorker, "take", "since != subscriber.serial or ", ""),
     ],
     "a worker's routine writes where the newest version is": [
-        (WorkerRoutine, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
+        (SteadyWorker, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
     ],
     "a worker's routine takes what waits for a reader as applied": [
-        (WorkerRoutine, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
+        (SteadyWorker, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
     ],
     "DONE gives nothing back": [
         (

@@ -1,7 +1,7 @@
 """Carrier: what the bus needs of whatever moves the bytes of a slab.
 
-The bus sends the instruction and keeps the account; a carrier moves the bytes of one slab. On the sender,
-:meth:`Carrier.offer` makes a slab available and returns a descriptor that tells the worker's side where it is; on the
+The bus sends the instruction and counts who has what; a carrier moves the bytes of one slab. On the sender,
+:meth:`Carrier.offer` makes a slab available and returns a descriptor by which the worker's side finds it; on the
 receiver, :meth:`Carrier.fetch` brings the bytes in. Everything here is called on the bus's event loop, unless its
 docstring says otherwise. Transports (:mod:`asyncsync.transports`) are carriers with the methods that TorchRL documents.
 """
@@ -55,7 +55,7 @@ class Carrier:
         Args:
             descriptor: what :meth:`offer` returned.
             worker: its worker_idx.
-            incarnation: names the worker's process, so that a restarted one can be told from the one before.
+            incarnation: names the worker's process: a restarted worker has another.
             failed: to be called on the loop, if this worker cannot be served.
         """
 

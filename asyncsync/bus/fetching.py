@@ -20,7 +20,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
     """One task per part that is being fetched.
 
     Args:
-        subscriber: says what is to be fetched, and is told what has come.
+        subscriber: names what is to be fetched, and takes what has come.
         changed: called after that.
 
     Attributes:

@@ -35,7 +35,7 @@ class WorkerStatus:
 
 
 def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus]:
-    publisher = link.publisher
+    publisher = link.caught_up()
     now = link.loop.time()
     table = {}
     for worker in sorted({*publisher.expected(), *publisher.peers}):

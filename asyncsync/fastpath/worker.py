@@ -1,38 +1,92 @@
-"""Worker's routine: the other end of :mod:`asyncsync.fastpath.sender`, a worker's steady state in few steps.
+"""The worker's fast path: the other end of :mod:`asyncsync.fastpath.sender`, in as few steps as can be.
 
-While a training loop does the same thing again and again, a worker does, too: an AGAIN comes by lane that follows the
-last one, its bytes lie in one of the sender's two slots, nobody reads the model, whose tensors are where they were, and
-the answer is DONE. A WorkerRoutine has prepared for that: it knows the slots, and two slabs of this worker's own, the
-one that holds the newest version and one to copy the next into. What it changes is the state of the
-:class:`asyncsync.protocol.subscriber.Subscriber` itself, which looks afterwards as if the update had come the long way.
+While a training loop does the same thing again and again, a worker does, too: an AGAIN that follows the last one comes
+over the side channel, its bytes lie in one of the sender's two slots, nobody reads the model, whose tensors are where
+they were, and the answer is DONE. A :class:`SteadyWorker` has prepared for that: it knows the slots, and two slabs of
+this worker's own, the one that holds the newest version and one to copy the next into. What it changes is the state of
+the :class:`asyncsync.protocol.subscriber.Subscriber` itself, which looks afterwards as if the update had come the
+general way.
 
 It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot) is
-left to the long way, with nothing changed; and whatever else the subscriber hears or does ends the routine
-(:meth:`asyncsync.protocol.subscriber.Subscriber.end_routine`). The next AGAIN that goes the long way without a stop
-begins another.
+left to the general way, with nothing changed; and whatever else the subscriber hears or does calls
+:meth:`SteadyWorker.end`. The next AGAIN that goes the general way without a stop begins another.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from struct import Struct
 
 from asyncsync.model.gate import Gate, Update
-from asyncsync.net.side_channel import ALONE
+from asyncsync.net.packets import ALONE
 from asyncsync.protocol import wire
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.wire import Epoch
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 
-__all__ = ["WorkerRoutine"]
+__all__ = ["Show", "SteadyWorker", "begin"]
 
-# A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
+logger = logging.getLogger("asyncsync")
+
+Show = Callable[[Epoch, Mapping[str, Acting]], None]
+"""Called under the gate when models have these versions, before anybody can read them."""
+
+# A packet: no payload frames (see asyncsync.net.packets), then the instruction.
 _AGAIN = Struct(f"<{len(ALONE) + wire.Again.head.size}s{wire.Again.rest}")
-KEPT_WINDOWS = 2  # as many slots as the sender's routine has
+KEPT_WINDOWS = 2  # as many slots as the sender's fast path has
 
 
-class WorkerRoutine:
+def begin(
+    subscriber: Subscriber,
+    again: wire.Again,
+    gate: Gate,
+    goes_straight: Callable[[str], bool],
+    window: Callable[[wire.Part, Layout, bytes], memoryview | None],
+    show: Show,
+) -> None:
+    """Begin a steady state, if this AGAIN was applied at once, by copying a few bytes.
+
+    Args:
+        subscriber: ends the steady state whenever anything else happens.
+        again: the last instruction.
+        gate: of the models.
+        goes_straight: whether updates of a model wait for readers only.
+        window: of a part and its layout, where the bytes are that another descriptor names.
+        show: called when the model has a version.
+    """
+    if not subscriber.settings.fast or subscriber.routine is not None:
+        return
+    if (steady := subscriber.steady(again.serial)) is None:
+        return
+    model_id, part = steady
+    held = subscriber.held(model_id)
+    assert held is not None
+    newest = held[2]
+    if newest.prepared is None or not newest.prepared.is_known or again.descriptor is None or newest.lent:
+        return
+    if not goes_straight(model_id):
+        return
+    try:
+        slab = subscriber.pool.acquire(newest.layout)
+    except (MemoryError, RuntimeError):  # torch raises the latter
+        return  # the next update tells the trainer, if it cannot be had then either
+    try:
+        if subscriber.models[model_id].prepare(slab) is not slab.prepared:
+            return
+        slabs = newest.retain(), slab.retain()
+    except (MemoryError, RuntimeError):
+        return
+    finally:
+        slab.release()
+    found = partial(window, part, newest.layout)
+    subscriber.routine = SteadyWorker(subscriber, model_id, part, slabs, gate, found, show)
+
+
+class SteadyWorker:
     """The steady state of one model.
 
     Args:
@@ -41,8 +95,8 @@ class WorkerRoutine:
         part: of the last update.
         slabs: what holds that, and another one, each with the caller's reference and prepared for this model.
         gate: the model's.
-        window: the bytes that a descriptor tells of, where they are; None: the long way knows them.
-        show: called when the model has a version, before anybody can read it.
+        window: the bytes that a descriptor names, where they are; None: the general way finds them.
+        show: called when the model has a version.
     """
 
     def __init__(
@@ -53,7 +107,7 @@ class WorkerRoutine:
         slabs: tuple[Slab, Slab],
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
-        show: Callable[[Epoch, Mapping[str, Acting]], None],
+        show: Show,
     ) -> None:
         assert subscriber.epoch is not None
         self._subscriber = subscriber
@@ -72,13 +126,21 @@ class WorkerRoutine:
         self._version = subscriber.version(model_id)
         self._is_applied = self._is_interrupted = False
 
+    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
+        """:meth:`take`; None also where that cannot be done: then the general way reports why."""
+        try:
+            return self.take(packet, now)
+        except Exception:  # also of a user's transport
+            logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
+            return None
+
     def take(self, packet: memoryview, now: float) -> bytes | None:
-        """Apply what an AGAIN tells of, and return the answer. None: it has to go the long way; nothing was done.
+        """Apply what an AGAIN brings, and return the answer. None: it has to go the general way; nothing was done.
 
         Raises:
-            Exception: it cannot be done; nothing was changed, unless copying bytes has failed. The long way is next.
+            Exception: it cannot be done; nothing was changed, unless copying bytes has failed. The general way is next.
             BaseException: an interrupt. Half of it may be in the model, which nobody reads before the update, which is
-                staged then, has gone the long way.
+                staged then, has gone the general way.
         """
         if len(packet) <= _AGAIN.size:
             return None
@@ -114,7 +176,7 @@ class WorkerRoutine:
         return wire.Done.header(self._epoch, serial)
 
     def _apply(self) -> None:
-        """By the gate. Once more after an interrupt, if a reader is quicker than the long way: then it must be done."""
+        """By the gate. Once more after an interrupt, if a reader comes before the general way: then it must be done."""
         prepared = self._next.prepared
         if prepared is None:
             return
@@ -136,11 +198,11 @@ class WorkerRoutine:
         return window
 
     def end(self) -> None:
-        """Let go of everything; what was applied is the subscriber's."""
+        """Release everything; what was applied is the subscriber's."""
         self._windows = {}
         self._newest.release()
         self._next.release()
 
 
 def _ignore(error: BaseException | None) -> None:
-    """An interrupted update was applied by another thread; the long way tells of it."""
+    """An interrupted update was applied by another thread; the general way acknowledges it."""

@@ -35,6 +35,7 @@ class Settings:
         retry_interval: between attempts to reach an unreachable peer, to repeat HELLO, to restart a stalled transfer.
         layout_patience: how long one worker that does not answer may hold up a new layout for the others.
         checksum: CRC-32 over every payload.
+        fast: False: every update goes the general way.
     """
 
     eager_bytes: int = 64 << 10
@@ -45,3 +46,4 @@ class Settings:
     retry_interval: float = 5.0
     layout_patience: float = 5.0
     checksum: bool = False
+    fast: bool = True

@@ -30,7 +30,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
 if TYPE_CHECKING:
-    from asyncsync.fastpath.worker import WorkerRoutine
+    from asyncsync.fastpath.worker import SteadyWorker
 
 __all__ = ["Subscriber"]
 
@@ -87,7 +87,7 @@ class Subscriber:
         self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
         self._kept: dict[tuple[str, int], Slab] = {}
         self._owes = self.borrows = False
-        self.routine: WorkerRoutine | None = None
+        self.routine: SteadyWorker | None = None
         self._unsaid: Staging | None = None  # what STAGED has not told of; DONE will, if it is applied at once
         self._homes: dict[str, list[tuple[Epoch, int, Slab]]] = {}
         self._versions: dict[str, int] = {}

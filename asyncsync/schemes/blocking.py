@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.member import Extract, ExtractAll
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.model.gate import Hold
 from asyncsync.runtime import loop_thread
@@ -87,8 +88,8 @@ class Bus(BusCore):
         self._run(lambda: self._wait_version(version, worker_ids, timeout, None))
 
     def _wait_origin(self, version: int, timeout: float) -> None:
-        """Receiver: see :meth:`asyncsync.bus.receiver.ReceiverLink.wait_origin`."""
-        self._run(lambda: self._receiver().wait_origin(version, self._schemes, timeout))
+        """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
+        self._run(lambda: self._receiver().receiving.wait_origin(version, self._schemes, timeout))
 
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
@@ -382,7 +383,7 @@ class WeightSyncScheme(SchemeCore):
         async def copy() -> TensorDict | None:
             if link.subscriber.held(self._topic) is None:
                 return None
-            weights: TensorDict = await link.copy(self._topic, lambda slab: slab.weights())
+            weights: TensorDict = await link.receiving.copy(self._topic, lambda slab: slab.weights())
             return weights
 
         return loop_thread.run(copy)

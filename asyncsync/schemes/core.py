@@ -24,7 +24,8 @@ from torch import nn
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.core import BusCore, Extract
+from asyncsync.bus.core import BusCore
+from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.starting import check_processes
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected
@@ -384,13 +385,15 @@ class SchemeCore(Sources, ABC):
             extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
             try:
                 deadline = link.loop.time() + remaining
-                version = await link.publish(extract, transports, None, serve=[self._topic], deadline=deadline)
+                version = await link.publishing.publish(
+                    extract, transports, None, serve=[self._topic], deadline=deadline
+                )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:
-            link.publisher.serve(self._topic, start)
+            link.caught_up().serve(self._topic, start)
             link.settle()
-        await link.connected([self._topic], version, timeout, start + timeout, self._bus._starting)
+        await link.workers.connected([self._topic], version, timeout, start + timeout, self._bus._starting)
         self._registered = True
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
@@ -398,10 +401,10 @@ class SchemeCore(Sources, ABC):
         link = self._bus._receiver()
         first = self._returned is None
         start = link.loop.time()
-        await link.connected(self._topic, timeout)
+        await link.receiving.connected(self._topic, timeout)
         await self._transport().ready(max(0.0, start + timeout - link.loop.time()))
         if first:
-            self._returned = link.mark(self._topic)
+            self._returned = link.receiving.mark(self._topic)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -449,12 +452,12 @@ class SchemeCore(Sources, ABC):
         self._check_receive(timeout)
         link = self._bus._receiver()
         before = self._returned
-        mark = await link.receive(self._topic, before, timeout, lambda: self._closed)
+        mark = await link.receiving.receive(self._topic, before, timeout, lambda: self._closed)
         if mark is None:
             return None
         self._returned = mark
         try:
-            weights: TensorDict = await link.copy(self._topic, self._owned)
+            weights: TensorDict = await link.receiving.copy(self._topic, self._owned)
         except BaseException:
             if self._returned == mark:  # no concurrent receive has returned a newer one meanwhile
                 self._returned = before  # not delivered: the next receive returns it
@@ -465,8 +468,8 @@ class SchemeCore(Sources, ABC):
         """Apply what has come, without returning it."""
         self._check_receive(timeout)
         link = self._bus._receiver()
-        self._returned = link.mark(self._topic)  # what was applied without this call is no news
-        mark = await link.receive(self._topic, self._returned, 0.0, lambda: self._closed)
+        self._returned = link.receiving.mark(self._topic)  # what was applied without this call is no news
+        mark = await link.receiving.receive(self._topic, self._returned, 0.0, lambda: self._closed)
         if mark is not None:
             self._returned = mark
 
@@ -475,17 +478,17 @@ class SchemeCore(Sources, ABC):
         link = self._bus._link
         if not isinstance(link, ReceiverLink) or link.subscriber.held(self._topic) is None:
             return None
-        weights: TensorDict = await link.copy(self._topic, self._owned)
+        weights: TensorDict = await link.receiving.copy(self._topic, self._owned)
         return weights
 
     async def _fetch(self, timeout: float) -> TensorDict:
         check_timeout(timeout)
         self._check_open()
         link = self._bus._receiver()
-        mark = await link.current(self._topic, timeout)
+        mark = await link.receiving.current(self._topic, timeout)
         before, self._returned = self._returned, mark
         try:
-            weights: TensorDict = await link.copy(self._topic, self._owned)
+            weights: TensorDict = await link.receiving.copy(self._topic, self._owned)
         except BaseException:
             if self._returned == mark:
                 self._returned = before

@@ -133,7 +133,7 @@ class Sources(SchemeState):
     def _known_keys(self) -> set[Path]:
         """The keys of what was sent last, or else of what is registered."""
         link = self._bus._link
-        layout = link.latest_layout(self._topic) if isinstance(link, SenderLink) else None
+        layout = link.publishing.latest_layout(self._topic) if isinstance(link, SenderLink) else None
         if layout is not None:
             return set(layout.paths)
         source = self._model if self._model is not None else self._weights

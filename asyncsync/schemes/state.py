@@ -15,7 +15,8 @@ from torch import nn
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore
-from asyncsync.bus.receiver import Mark, ReceiverLink
+from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.receiving import Mark
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import WeightSyncError
@@ -113,7 +114,7 @@ class SchemeState:
             held = link.subscriber.held(self._topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, SenderLink):
-            target = link.publisher.targets.newest(-1, self._topic)
+            target = link.caught_up().targets.newest(-1, self._topic)
             return None if target is None else _packed(target.slab).copy().weights()
         return None
 

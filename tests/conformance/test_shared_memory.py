@@ -94,7 +94,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
     async with api.crew(3) as everybody:
         sender, _, models = everybody
         slots, packed, told = pool(sender), [], []
-        publisher = sender.bus._link.publisher
+        publisher = sender.bus._link.caught_up()
         acquire, send = slots.acquire, publisher._send
 
         def acquiring(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ async def test_r028_a_slot_that_is_applied_where_it_is_comes_back_soon(api: Api)
     source, models = Model(0, BORROWED_BYTES // 4), [Model(width=BORROWED_BYTES // 4) for _ in range(2)]
     async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
         before = [addresses(model) for model in models]
-        loans = bare(everybody.sender).bus._link.publisher.loans
+        loans = bare(everybody.sender).bus._link.caught_up().loans
         for value in range(1, 6):
             await everybody.sender.send_async(fill(source, value))
             assert everybody.read == [{value}, {value}]

@@ -241,8 +241,8 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         link, routine = link_of(everybody), routine_of(everybody)
         subscriber = link.subscriber
         packets: list[bytes] = []
-        receive = link.lane.receive
-        link.lane.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
+        receive = link.side_channel.receive
+        link.side_channel.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
         await send(everybody, 10)
         again = wire.Again.decode(packets[-1][1:])
         assert again.descriptor is not None
@@ -290,7 +290,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, caught = link_of(everybody), []
-        receive, copy = link.lane.receive, asyncsync.model.binding.copy_bytes
+        receive, copy = link.side_channel.receive, asyncsync.model.binding.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             try:
@@ -304,7 +304,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
                 copy(destinations[:2], sources[:2])
             raise Interrupt
 
-        link.lane.receive = receiving
+        link.side_channel.receive = receiving
         monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
         slabs = link.subscriber.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
@@ -323,7 +323,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        receive, take_in, copy = link.lane.receive, link._take_in, asyncsync.model.binding.copy_bytes
+        receive, take_in, copy = link.side_channel.receive, link._take_in, asyncsync.model.binding.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -343,7 +343,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
                 reader.join()
             take_in(packet)
 
-        link.lane.receive, link._take_in = receiving, taking_in
+        link.side_channel.receive, link._take_in = receiving, taking_in
         monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
@@ -354,7 +354,7 @@ async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, interrupts = link_of(everybody), [Interrupt()]
-        receive, repeated = link.lane.receive, link._repeated
+        receive, repeated = link.side_channel.receive, link._acknowledge
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -365,7 +365,7 @@ async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api:
                 raise interrupts.pop()
             repeated(done, now)
 
-        link.lane.receive, link._repeated = receiving, interrupted
+        link.side_channel.receive, link._acknowledge = receiving, interrupted
         with Clock(0.1):  # nothing has to be found out by a PING
             await send(everybody, 10)
         assert not interrupts

@@ -164,7 +164,7 @@ async def test_r202_garbage_from_strangers_is_counted_and_disturbs_nobody(
     caplog.set_level(logging.DEBUG, "asyncsync")
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
     messages = malformed()
-    strangers = [[wire.encode(i)] for i in out_of_place(sender.bus._link.publisher.epoch, sender.version)]
+    strangers = [[wire.encode(i)] for i in out_of_place(sender.bus._link.caught_up().epoch, sender.version)]
     async with being_served(sender, receivers):
         with raw_dealer(endpoint) as dealer:
             for message in [*messages, *strangers, *messages]:
@@ -188,7 +188,7 @@ async def test_r202_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itsel
     connecting = [asyncio.create_task(r.connect()) for r in receivers]
     await eventually(lambda: sender.bus._link is not None or not connecting[0].done())
     await asyncio.gather(sender.connect(), *connecting)
-    epoch = sender.bus._link.publisher.epoch
+    epoch = sender.bus._link.caught_up().epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.send(wire.encode(hello(7)))
@@ -214,8 +214,8 @@ async def test_r202_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(sche
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
-    layout = next(iter(sender.bus._link._known.values())).layout
-    epoch = sender.bus._link.publisher.epoch
+    layout = next(iter(sender.bus._link.publishing._known.values())).layout
+    epoch = sender.bus._link.caught_up().epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.rcvhwm = 1
@@ -245,7 +245,7 @@ async def test_r202_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absur
     fields[-2] = absurd
     with raw_dealer(sender.bus.endpoint) as dealer:
         dealer.send(msgpack.packb(fields) if absurd[0] < 1 << 64 else b"\x00")
-        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.publisher.epoch)
+        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.caught_up().epoch)
     await asyncio.gather(connecting, receiver.connect())
     assert await sender.send_async(sender.model.fill(3)) == sender.version
     assert receiver.model.value == 3
@@ -258,9 +258,9 @@ async def test_r197_the_highest_epoch_that_can_be_leaves_room_for_a_successor(sc
     await eventually(lambda: sender.bus._link is not None)
     with raw_dealer(sender.bus.endpoint) as dealer:
         dealer.send(wire.encode(hello(0, epoch=((1 << 63) - 2, 0))))
-        await eventually(lambda: sender.bus._link.publisher.epoch[0] == (1 << 63) - 1)
+        await eventually(lambda: sender.bus._link.caught_up().epoch[0] == (1 << 63) - 1)
         dealer.send(wire.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
-        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.publisher.epoch)
+        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.caught_up().epoch)
     await receiver.connect(timeout=10)
     await connecting
     assert await sender.send_async(sender.model.fill(3)) == sender.version
@@ -336,7 +336,7 @@ async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: 
 async def test_r202_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes: Schemes) -> None:
     """Of 202: also a well-formed HELLO changes nothing while the worker whose index it has answers."""
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=endpoint)
-    peers = sender.bus._link.publisher.peers
+    peers = sender.bus._link.caught_up().peers
     holders = [(peer.nonce, peer.route) for peer in peers.values()]
     replayed = peers[0].hello
     changes: list[dict[str, Any]] = [{"nonce": secrets.token_bytes(16)}, {"attempt": replayed.attempt + 100}]

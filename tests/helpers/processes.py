@@ -23,6 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +33,6 @@ from torch import nn
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
 from asyncsync.model import binding
 from asyncsync.model.gate import Gate
-from asyncsync.protocol.publisher import Settings
 from helpers.apis import Face, in_thread
 
 __all__ = [
@@ -142,7 +142,8 @@ async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: C
 def impatient(scheme: ZMQWeightSyncScheme, **changes: Any) -> None:
     """Have the liveness times of a scheme's own process pass ten times as fast."""
     times: dict[str, Any] = {"ping_interval": 0.1, "slow_after": 0.3, "retry_interval": 0.5, **changes}
-    scheme.bus._settings = lambda: Settings(**times)  # type: ignore[method-assign]
+    settings = replace(scheme.bus._settings(), **times)
+    scheme.bus._settings = lambda: settings  # type: ignore[method-assign]
 
 
 class Remote:
@@ -380,10 +381,14 @@ class Worker(_Party):
         *,
         elsewhere: bool = False,
         broken_gate: bool = False,
+        fast: bool = True,
         timeout: float = 30.0,
         settings: dict[str, Any] | None = None,
     ) -> int:
-        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody."""
+        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody;
+        ``fast``: False: every update goes the general way."""
+        if not fast:
+            os.environ["ASYNCSYNC_FAST"] = "0"
         if elsewhere:
             from asyncsync.bus import receiver
             from asyncsync.protocol.publisher import Identity

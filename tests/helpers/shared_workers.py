@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncsync.bus import sender
+from asyncsync.bus import publishing
 from asyncsync.model import binding
 from asyncsync.weights.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
@@ -150,7 +150,7 @@ class SharedTrainer(_Hurt, Trainer):
                 view.copy_(tensor.detach())
             os.kill(os.getpid(), signal.SIGKILL)
 
-        sender.pack = pack_half  # type: ignore[assignment]
+        publishing.pack = pack_half  # type: ignore[assignment]
         await self.scheme.publish(self.model.fill(value))
 
     async def slots(self) -> tuple[int, int]:

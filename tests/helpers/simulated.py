@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from asyncsync.errors import SchemaMismatch, WeightSyncError
-from asyncsync.fastpath.sender import Routine
-from asyncsync.fastpath.worker import WorkerRoutine
+from asyncsync.fastpath.sender import SteadySender
+from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.model.binding import Binding, Prepared
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.net.side_channel import split
+from asyncsync.net.packets import split
 from asyncsync.protocol import wire
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
@@ -53,6 +53,7 @@ class World:
         eager, descriptors: how bytes travel (neither: as chunks).
         local: the workers share the trainer's host, so their death is noticed at once.
         lent: these models travel in slots that workers map, or copy out at once; only if local.
+        fast: there are fast paths.
     """
 
     workers: int = 2
@@ -64,10 +65,12 @@ class World:
     descriptors: bool = False
     local: bool = True
     lent: frozenset[str] = frozenset()
+    fast: bool = True
 
     @property
     def settings(self) -> Settings:
-        return Settings(eager_bytes=4096 if self.eager else 0, chunk_bytes=40, window_bytes=120, checksum=self.checksum)
+        eager = 4096 if self.eager else 0
+        return Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=120, checksum=self.checksum, fast=self.fast)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -183,7 +186,7 @@ class Trainer:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.routine: Routine | None = None
+        self.routine: SteadySender | None = None
         self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
@@ -205,10 +208,16 @@ class Trainer:
     def epoch(self) -> wire.Epoch:
         return self._publisher.epoch
 
-    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> Routine | None:
+    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
-        if not self.usable or target is None or target.slab not in self.slots or target.slab.in_place:
+        if (
+            not publisher.settings.fast
+            or not self.usable
+            or target is None
+            or target.slab not in self.slots
+            or target.slab.in_place
+        ):
             return None
         if target.slab.references > 1:
             return None
@@ -220,7 +229,7 @@ class Trainer:
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, lanes[peer.route]) for peer in peers]
         known = KnownWeights(slab.layout)
-        self.routine = Routine(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        self.routine = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
         return self.routine
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
@@ -254,7 +263,7 @@ class Trainer:
 
 
 class SimulatedLane:
-    """As :class:`asyncsync.net.side_channel.Lane`: what is written is on its way, unless the lane is broken."""
+    """As :class:`asyncsync.net.side_channel.SideChannel`: what is written is on its way, unless the lane is broken."""
 
     def __init__(self, connection: Connection, network: list[Message], *, broken: bool) -> None:
         self._connection = connection
@@ -369,7 +378,11 @@ class Worker:
     def begin_routine(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
-        if subscriber.routine is not None or (steady := subscriber.steady(serial)) is None:
+        if (
+            not subscriber.settings.fast
+            or subscriber.routine is not None
+            or (steady := subscriber.steady(serial)) is None
+        ):
             return
         model, part = steady
         held = subscriber.held(model)
@@ -383,7 +396,7 @@ class Worker:
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        subscriber.routine = WorkerRoutine(
+        subscriber.routine = SteadyWorker(
             subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
         )
 

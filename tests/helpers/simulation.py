@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.net.side_channel import join
+from asyncsync.net.packets import join
 from asyncsync.protocol import wire
 from asyncsync.weights.slab import Slab, pack
 from asyncsync.weights.tree import FlatWeights
@@ -228,7 +228,7 @@ class Simulation(Oracle):
             trainer.records.append(record)
             self.records[number] = record
             self.images[number] = bytes(routine._newest.memory)
-            if not routine.tell():
+            if not routine.announce():
                 break
             if turn < turns:
                 self._flow_up_and_down()
