@@ -759,7 +759,7 @@ class Publisher(Overview):
         untold: Collection[Peer],
         now: float,
     ) -> None:
-        """Take over from a :class:`asyncsync.fastpath.sender.SteadySender`, which has gone on from :meth:`steady` without this.
+        """Take over from the fast path (asyncsync.fastpath.sender), which has gone on from :meth:`steady` without this.
 
         Args:
             model_id: the model.
