@@ -13,8 +13,16 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.threads import as_exception
-from asyncsync.transports.channels import RECEIVER_SETUP, TAG, TAG_BYTES, close_channels, setup_of, supports_timeout
+from asyncsync.runtime.threads import as_exception, settle
+from asyncsync.transports.channels import (
+    RECEIVER_SETUP,
+    TAG,
+    TAG_BYTES,
+    close_channels,
+    retrieved,
+    setup_of,
+    supports_timeout,
+)
 from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
@@ -39,22 +47,6 @@ class _Request:
         self.layout = slab.layout
         self.until = until
         self.done: asyncio.Future[None] = loop.create_future()
-        self._loop = loop
-
-    def settle(self, error: Exception | None) -> None:
-        """From any thread."""
-
-        def tell() -> None:
-            if not self.done.done():
-                if error is None:
-                    self.done.set_result(None)
-                else:
-                    self.done.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(tell)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
 
 
 class _Buffer:
@@ -101,8 +93,9 @@ class WrappedReceiver(Carrier):
             self._worker = worker
             loop = self._loop = asyncio.get_running_loop()
             self._setup = loop.create_future()
+            self._setup.add_done_callback(retrieved)
             self._thread = threading.Thread(
-                target=self._run, args=(loop, self._setup), name="asyncsync-receive", daemon=True
+                target=self._run, args=(self._setup,), name="asyncsync-receive", daemon=True
             )
             self._thread.start()
 
@@ -146,7 +139,7 @@ class WrappedReceiver(Carrier):
             # It was here before its instruction. The receiving thread may be waiting for something else.
             threading.Thread(target=self._deliver, args=(request, stray), name="asyncsync-copy", daemon=True).start()
         if replaced is not None:
-            replaced.settle(TimeoutError("a newer update has been announced meanwhile"))
+            settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
         cancelled: asyncio.CancelledError | None = None
         try:
             await asyncio.wait([request.done], timeout=patience)
@@ -188,14 +181,14 @@ class WrappedReceiver(Carrier):
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self, loop: asyncio.AbstractEventLoop, setup: asyncio.Future[None]) -> None:
+    def _run(self, setup: asyncio.Future[None]) -> None:
         try:
             method = setup_of(self.channel, RECEIVER_SETUP)
             if method is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
             self._broken = as_exception(error)
-        _tell(loop, setup, self._broken)
+        settle(setup, error=self._broken)
         while (request := self._next()) is not None:
             try:
                 self._receive(request)
@@ -267,28 +260,14 @@ class WrappedReceiver(Carrier):
             copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.layout.entries])
         except BaseException as error:
             failure = as_exception(error)
-        request.settle(failure)
+        settle(request.done, error=failure)
 
     def _settle(self, error: Exception) -> None:
         with self._changed:
             request, self._wanted = self._wanted, None
         if request is not None:
-            request.settle(error)
+            settle(request.done, error=error)
 
 
 def _tag(message: Message) -> bytes:
     return bytes(message[TAG].tolist())
-
-
-def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], error: Exception | None) -> None:
-    def tell() -> None:
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-            future.exception()  # connect() raises it, unless it has ended before
-
-    try:
-        loop.call_soon_threadsafe(tell)
-    except RuntimeError:
-        pass  # the loop is closed: nobody connects any more

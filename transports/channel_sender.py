@@ -17,6 +17,7 @@ from asyncsync.transports.channels import (
     TAG,
     TAG_BYTES,
     close_channels,
+    retrieved,
     setup_of,
     supports_timeout,
     tagged,
@@ -24,11 +25,6 @@ from asyncsync.transports.channels import (
 from asyncsync.weights.slab import Slab
 
 __all__ = ["WrappedSender"]
-
-
-def _retrieved(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()  # whoever asks still gets it; nobody may
 
 
 def _guarded(function: Callable[[], None]) -> None:
@@ -80,7 +76,7 @@ class _Lane:
         failed = self.greeting is not None and self.greeting.done() and self.greeting.exception() is not None
         if self.greeting is None or failed:
             self.greeting = self.thread.submit(lambda: _guarded(self._greet))
-            self.greeting.add_done_callback(_retrieved)
+            self.greeting.add_done_callback(retrieved)
         return self.greeting
 
     def put(self, dispatch: _Dispatch) -> None:

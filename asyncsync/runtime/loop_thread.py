@@ -30,7 +30,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
 from asyncsync.runtime import process_exit as ending
-from asyncsync.runtime.threads import finish, interruptibly, join
+from asyncsync.runtime.threads import finish, interruptibly, join, settle
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
 
@@ -355,16 +355,10 @@ async def awaitable(make: Make[T]) -> T:
     """:func:`run` for a coroutine of any loop. Cancelled, it cancels there, and raises when that has ended."""
     if is_here():
         return await make()
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     call = _Call(make)
     call.begin()
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    call.when_done(lambda: _call_soon(loop, tell))
+    call.when_done(lambda: settle(ended))
     try:
         await asyncio.wait([ended])
         return call.result()  # type: ignore[no-any-return]
