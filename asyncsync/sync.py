@@ -41,7 +41,7 @@ from asyncsync.schemes.shared_memory import BlockingMultiProcess as _BlockingMul
 from asyncsync.schemes.shared_memory import BlockingSharedMem as _BlockingSharedMem
 from asyncsync.schemes.zmq import ZMQCore as _ZMQCore
 from asyncsync.transports.blocking import TransportBackend
-from asyncsync.transports.multiprocess import BlockingMPTransport as MPTransport
+from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 

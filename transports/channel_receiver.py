@@ -29,7 +29,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted, flatten, nest
 
-__all__ = ["WrappedReceiver"]
+__all__ = ["ChannelReceiver"]
 
 Message = dict[str, torch.Tensor]
 """What came through the channel: tensors by their dotted names, the tag among them."""
@@ -62,7 +62,7 @@ class _Buffer:
         self.weights: TensorDict = nest({**tensors, (TAG,): tag})
 
 
-class WrappedReceiver(Carrier):
+class ChannelReceiver(Carrier):
     """A receiver's blocking transport.
 
     Args:

@@ -24,7 +24,7 @@ from asyncsync.transports.channels import (
 )
 from asyncsync.weights.slab import Slab
 
-__all__ = ["WrappedSender"]
+__all__ = ["ChannelSender"]
 
 
 def _guarded(function: Callable[[], None]) -> None:
@@ -143,7 +143,7 @@ class _Lane:
         transport.send_weights(weights)
 
 
-class WrappedSender(Carrier):
+class ChannelSender(Carrier):
     """A sender's blocking transports.
 
     Args:

@@ -10,9 +10,10 @@ When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncsync.arguments import check_timeout
+from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.destination import Destination
@@ -20,10 +21,14 @@ from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-if TYPE_CHECKING:
-    from asyncsync.model.strategy import WeightStrategy
-
-__all__ = ["SLOTS", "BlockingSharedMemTransport", "SharedMemTransport", "SlotTransport"]
+__all__ = [
+    "SLOTS",
+    "BlockingMPTransport",
+    "BlockingSharedMemTransport",
+    "MPTransport",
+    "SharedMemTransport",
+    "SlotTransport",
+]
 
 SLOTS = 4
 KEPT_PLACES = 8
@@ -120,8 +125,9 @@ class SharedMemTransport(SlotTransport, base.TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
+@blocking.in_sync_as("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
-    """The same with ordinary methods; asyncsync.sync has it as SharedMemTransport."""
+    """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`."""
 
     def receive_weights(
         self,
@@ -137,6 +143,17 @@ class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
         scheme = self._bound("receiver")
         check_timeout(timeout, or_none=True)
         destination = Destination(scheme, weights, model, strategy)
-        before = scheme._returned
-        received = scheme._deliver(lambda: scheme._receive(0.0))
-        return None if received is None else destination.take(received, before)
+        return destination.take(scheme._deliver(lambda: scheme._receive(0.0)))
+
+
+# The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle
+# per worker. Here, the handle of the slot rides in the instruction, and every worker has a copy of its own.
+
+
+class MPTransport(SlotTransport, base.TransportBackend):
+    """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
+
+
+@blocking.in_sync_as("MPTransport")
+class BlockingMPTransport(SlotTransport, blocking.TransportBackend):
+    """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""

@@ -24,8 +24,9 @@ class ZMQTransport(TransportBackend):
         await TransportCore.fetch(self, descriptor, into, deadline)
 
 
+@blocking.in_sync_as("ZMQTransport")
 class BlockingZMQTransport(blocking.TransportBackend):
-    """The same with ordinary methods; asyncsync.sync has it as ZMQTransport."""
+    """:class:`asyncsync.ZMQTransport` with ordinary methods."""
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked, as :meth:`ZMQTransport.fetch`."""

@@ -36,6 +36,7 @@ from asyncsync.protocol.wire import MAX_NAME
 from asyncsync.schemes.context import resolve_model
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.state import LOCAL, by_worker, is_plain
+from asyncsync.transports.base import TransportCore
 from asyncsync.transports.create import make_receiver, make_sender
 from asyncsync.weights.slab import Slab
 
@@ -97,6 +98,13 @@ class SchemeCore(Sources, ABC):
         with whatever ``init_on_receiver`` was given beyond its own arguments.
         """
 
+    def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
+        """A worker's transport, whose documented methods act for this scheme."""
+        made = self.create_transport(worker_idx=worker_idx, **options)
+        if isinstance(made, TransportCore):
+            made.bind(self)
+        return made
+
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the registered model now, whole or not at all.
 
@@ -134,9 +142,9 @@ class SchemeCore(Sources, ABC):
         if self._role is not None and self._pid == os.getpid():
             twin.__dict__.update({name: self.__dict__[name] for name in LOCAL})
             if self._role == "sender":
-                twin._shared = make_sender(twin, self._bus.num_workers)
+                twin._shared = make_sender(twin._bound_transport, self._bus.num_workers)
             elif self._worker_idx is not None:
-                twin._shared = make_receiver(twin, self._worker_idx, self._transport_options)
+                twin._shared = make_receiver(twin._bound_transport(self._worker_idx, **self._transport_options))
             if twin._bus._link is None:  # an earlier conversion of this scheme gives way
                 twin._bus._schemes.pop(self._topic, None)
             twin._bus._join(twin, self._role, self._topic)
@@ -197,7 +205,7 @@ class SchemeCore(Sources, ABC):
         self._check_name(model_id)
         chosen = None if devices is None else [torch.device(d) for d in devices]
         self._check_fresh("sender")
-        transport = make_sender(self, num_workers or self._bus.num_workers)
+        transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
             self._bus._set_least(min_workers, private=self._own_bus)
         self._bus._join(self, "sender", model_id or "", num_workers)
@@ -283,7 +291,7 @@ class SchemeCore(Sources, ABC):
             probe.attach(model)
             probe.detach()
             warn_of_calls_unseen(model, stacklevel=2)
-        transport = None if worker_idx is None else make_receiver(self, worker_idx, kwargs)
+        transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
         if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
             raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
@@ -343,7 +351,7 @@ class SchemeCore(Sources, ABC):
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
         assert self._binding is not None
         if self._shared is None:
-            self._shared = make_receiver(self, self._worker_idx, self._transport_options)
+            self._shared = make_receiver(self._bound_transport(self._worker_idx, **self._transport_options))
         link = self._bus._open_receiver(self._worker_idx)
         if self._hooked:
             link.gate.attach(self._model)

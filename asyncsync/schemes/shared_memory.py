@@ -8,8 +8,14 @@ from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.transports.multiprocess import BlockingMPTransport, MPTransport
-from asyncsync.transports.shared_memory import SLOTS, BlockingSharedMemTransport, SharedMemTransport, SlotTransport
+from asyncsync.transports.shared_memory import (
+    SLOTS,
+    BlockingMPTransport,
+    BlockingSharedMemTransport,
+    MPTransport,
+    SharedMemTransport,
+    SlotTransport,
+)
 from asyncsync.transports.slots import COPY_BYTES
 
 __all__ = [

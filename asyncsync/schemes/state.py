@@ -22,8 +22,8 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.schemes.context import find_model
-from asyncsync.transports.channel_receiver import WrappedReceiver
-from asyncsync.transports.channel_sender import WrappedSender
+from asyncsync.transports.channel_receiver import ChannelReceiver
+from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.weights.slab import Slab, copy_flat
 from asyncsync.weights.tree import FlatWeights, nest
 
@@ -127,7 +127,7 @@ class SchemeState:
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
             workers = self._bus._look(lambda: link.publisher.expected())
-        if isinstance(self._shared, WrappedSender):
+        if isinstance(self._shared, ChannelSender):
             channels = self._shared.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
         return dict.fromkeys(workers, self._shared)
@@ -137,12 +137,12 @@ class SchemeState:
         """The receiver's transport; None on a sender, and before ``connect`` where that says which worker this is."""
         if self._role != "receiver":
             return None
-        return self._shared.channel if isinstance(self._shared, WrappedReceiver) else self._shared
+        return self._shared.channel if isinstance(self._shared, ChannelReceiver) else self._shared
 
     @property
     def shared_transport(self) -> Any:
         """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
-        return None if self._role != "sender" or isinstance(self._shared, WrappedSender) else self._shared
+        return None if self._role != "sender" or isinstance(self._shared, ChannelSender) else self._shared
 
     @property
     def version(self) -> int:
