@@ -1,19 +1,18 @@
-"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.core.SchemeCore`, on the caller's event loop."""
+"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.core.SchemeCore`, on the caller's event
+loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tensordict import TensorDict
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.model.gate import Hold
+from asyncsync.schemes import blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import scheme_class
-
-if TYPE_CHECKING:
-    from asyncsync.schemes import blocking
 
 __all__ = ["Bus", "WeightSyncScheme"]
 
@@ -151,7 +150,7 @@ class WeightSyncScheme(SchemeCore):
         Raises:
             ValueError: no such backend; names those that there are.
         """
-        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync")(**kwargs)
+        scheme: WeightSyncScheme = scheme_class(backend, is_blocking=False)(**kwargs)
         return scheme
 
     @property
@@ -168,9 +167,7 @@ class WeightSyncScheme(SchemeCore):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
         """
-        from asyncsync import sync
-
-        twin: blocking.WeightSyncScheme = self._as(sync)
+        twin: blocking.WeightSyncScheme = self._converted("asyncsync.sync")
         return twin
 
     async def connect(

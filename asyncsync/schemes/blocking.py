@@ -1,5 +1,5 @@
-"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one event
-loop of the process (:mod:`asyncsync.runtime.loop_thread`).
+"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one
+event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
 
 What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
 ``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
@@ -9,7 +9,7 @@ return values are those of TorchRL's "WeightSyncScheme" page.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from tensordict import TensorDict
 
@@ -20,9 +20,7 @@ from asyncsync.model.gate import Hold
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import scheme_class
-
-if TYPE_CHECKING:
-    from asyncsync.schemes import aio
+from asyncsync.transports.blocking import in_sync_as
 
 __all__ = ["Bus", "WeightSyncScheme"]
 
@@ -47,6 +45,7 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
+@in_sync_as("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
 
@@ -162,6 +161,7 @@ def _taken(extract: Extract) -> Extract:
     return lambda: source
 
 
+@in_sync_as("WeightSyncScheme")
 class WeightSyncScheme(SchemeCore):
     """One model's weights, kept in step by blocking calls.
 
@@ -194,21 +194,18 @@ class WeightSyncScheme(SchemeCore):
         Raises:
             ValueError: no such backend; names those that there are.
         """
-        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync.sync")(**kwargs)
+        scheme: WeightSyncScheme = scheme_class(backend, is_blocking=True)(**kwargs)
         return scheme
 
     @property
-    def aio(self) -> aio.WeightSyncScheme:
+    def aio(self) -> Any:
         """This scheme with the asyncio API of :mod:`asyncsync`; to be taken before connecting.
 
         Raises:
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        import asyncsync
-
-        twin: aio.WeightSyncScheme = self._as(asyncsync)
-        return twin
+        return self._converted("asyncsync")
 
     @property
     def blocking(self) -> Self:

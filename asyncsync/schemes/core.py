@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +33,7 @@ from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.model.unseen_calls import warn_of_calls_unseen
 from asyncsync.protocol.wire import MAX_NAME
 from asyncsync.schemes.context import resolve_model
+from asyncsync.schemes.registry import twin_class
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.state import LOCAL, by_worker, is_plain
 from asyncsync.transports.base import TransportCore
@@ -125,20 +125,19 @@ class SchemeCore(Sources, ABC):
             )
         self.strategy.apply_weights(self._model, weights, inplace=inplace)
 
-    def _as(self, module: ModuleType) -> Any:
-        """This scheme as the class of the same name in another module: the same core under another API."""
-        name = type(self).__name__
-        twin_class = getattr(module, name, None)
-        if type(self).__module__.partition(".")[0] != "asyncsync" or twin_class is None:
+    def _converted(self, package: str) -> Any:
+        """This scheme with the other API, which the package has."""
+        kind = twin_class(type(self))
+        if kind is None:
             raise TypeError(
-                f"{type(self).__module__}.{name} has no counterpart in {module.__name__}: derive one from a class "
-                f"there and construct it with endpoint={self._bus.endpoint!r}"
+                f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
+                f"class there and construct it with endpoint={self._bus.endpoint!r}"
             )
         if self._registered or self._bus._link is not None or self._closed:
             raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
-        twin = twin_class.__new__(twin_class)
+        twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
-        twin._bus = self._bus._twin(twin_class._bus_class)
+        twin._bus = self._bus._twin(kind._bus_class)
         if self._role is not None and self._pid == os.getpid():
             twin.__dict__.update({name: self.__dict__[name] for name in LOCAL})
             if self._role == "sender":
