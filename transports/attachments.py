@@ -15,10 +15,8 @@ it.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import stat
 import threading
 import time
 import weakref
@@ -26,9 +24,9 @@ import weakref
 import numpy as np
 import torch
 
-from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
-from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
+from asyncsync.net.memory_file import map_private, open_place
+from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
@@ -36,6 +34,10 @@ from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 __all__ = ["Attachment", "Attachments"]
 
 FORK_PATIENCE = 2.0
+REMEDY = (
+    "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
+    "container): use ZMQWeightSyncScheme otherwise"
+)
 SMALL_BYTES = 256 << 10
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 MADV_POPULATE_WRITE = 23  # Python has no name for it
@@ -99,12 +101,12 @@ class Attachment:
     def __init__(self, place: Place) -> None:
         self.key = (place.device, place.inode)
         self._borrowed = not place.mapped
-        number = _open(place)
+        number = open_place(place.file, "the sender's", REMEDY)
         try:
             self._size = os.fstat(number).st_size
-            self._map = _map(number, self._size)
+            self._map = map_private(number, self._size)
             # A second time for readers of what was sent: where Parameters lie, a worker may write.
-            self._other = _map(number, self._size) if place.mapped else self._map
+            self._other = map_private(number, self._size) if place.mapped else self._map
         except (OSError, ValueError) as error:
             raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
         finally:
@@ -301,42 +303,6 @@ class Attachments:
 def _tensor(mapping: mmap.mmap) -> torch.Tensor:
     with normal_tensors():
         return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _map(number: int, size: int) -> mmap.mmap:
-    return mmap.mmap(number, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _open(place: Place) -> int:
-    path = f"/proc/{place.pid}/fd/{place.number}"
-    remedy = (
-        "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
-        "container): use ZMQWeightSyncScheme otherwise"
-    )
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightSyncError(f"the sender's shared memory cannot be opened ({error}): {remedy}") from error
-    try:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
-            raise WeightSyncError(f"{path} is not the sender's shared memory: {remedy}")
-        if found.st_size < place.size or not _cannot_shrink(number):
-            raise WeightSyncError(f"{path} is not a slot of {place.size} bytes, which cannot shrink")
-    except BaseException:
-        os.close(number)
-        raise
-    return number
-
-
-def _cannot_shrink(number: int) -> bool:
-    """Reading a mapping of a file that has been cut would kill this process."""
-    if not hasattr(os, "memfd_create"):
-        return True  # nor has the sender had memory files, which can be sealed
-    try:
-        return bool(fcntl.fcntl(number, F_GET_SEALS) & SEAL_SHRINK)
-    except OSError:
-        return False
 
 
 def _ended(pipe: int) -> bool:
