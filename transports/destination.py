@@ -21,11 +21,20 @@ from asyncsync.weights.tree import FlatWeights, Path, dotted, flatten
 __all__ = ["Destination", "check_fit"]
 
 
+class Receiving(Protocol):
+    """Which update was returned last."""
+
+    returned: Any
+
+    def take_back(self, mark: Any, before: Any) -> None:
+        """The update has not reached the caller: what was returned last is the one before."""
+
+
 class Receiver(Protocol):
     """What a destination needs of the scheme that receives."""
 
     strategy: WeightStrategy
-    _returned: Any  # which update it has returned last
+    _receiving: Receiving
 
     @property
     def model(self) -> Any: ...
@@ -50,8 +59,8 @@ class Destination:
             raise TypeError(
                 f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
             )
-        self._scheme = scheme
-        self._before = scheme._returned
+        self._receiving = scheme._receiving
+        self._before = scheme._receiving.returned
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
         # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
@@ -71,12 +80,11 @@ class Destination:
         """
         if received is None:
             return None
-        scheme, mark = self._scheme, self._scheme._returned
+        mark = self._receiving.returned
         try:
             return self._take(received)
         except BaseException:
-            if scheme._returned == mark:
-                scheme._returned = self._before
+            self._receiving.take_back(mark, self._before)
             raise
 
     def _take(self, received: TensorDictBase) -> Any:

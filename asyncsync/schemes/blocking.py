@@ -9,17 +9,17 @@ return values are those of TorchRL's "WeightSyncScheme" page.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Extract
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.model.gate import Hold
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import scheme_class
+from asyncsync.schemes.registry import convert, scheme_class
 from asyncsync.transports.blocking import in_sync_as
 
 __all__ = ["Bus", "WeightSyncScheme"]
@@ -70,15 +70,11 @@ class Bus(BusCore):
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """Snapshot several models and announce them as one update; returns the version. Raises as
         :meth:`asyncsync.Bus.publish`."""
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        return self._run(lambda: self._publish_sources(sources, weights, workers))
+        return self._run(self._publication(weights, worker_ids))
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        return await loop_thread.awaitable(lambda: self._publish_sources(sources, weights, workers))
+        return await loop_thread.awaitable(self._publication(weights, worker_ids))
 
     def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Wait until the targeted workers (on a receiver: this one) have applied a version, or a newer one. Raises as
@@ -91,19 +87,13 @@ class Bus(BusCore):
 
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
-        check_timeout(timeout)
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        self._run(lambda: self._send_sources(sources, weights, workers, timeout))
+        self._run(self._sending(weights, worker_ids, timeout))
 
     async def send_async(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
-        check_timeout(timeout)
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        return await loop_thread.awaitable(lambda: self._send_sources(sources, weights, workers, timeout))
+        return await loop_thread.awaitable(self._sending(weights, worker_ids, timeout))
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent."""
@@ -126,9 +116,20 @@ class Bus(BusCore):
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
-        sources = _now(self._extract(weights, worker_ids))()
-        return lambda: sources
+    def _publication(self, weights: Mapping[str, Any], worker_ids: Workers) -> Callable[[], Coroutine[Any, Any, int]]:
+        """Take the sources' values, here and now; returns what publishes them on the loop."""
+        workers = as_workers(worker_ids)
+        sources = _now(self._extract(weights, workers))()
+        return lambda: self._publish_sources(lambda: sources, weights, workers)
+
+    def _sending(
+        self, weights: Mapping[str, Any], worker_ids: Workers, timeout: float
+    ) -> Callable[[], Coroutine[Any, Any, int]]:
+        """The same for :meth:`send`."""
+        check_timeout(timeout)
+        workers = as_workers(worker_ids)
+        sources = _now(self._extract(weights, workers))()
+        return lambda: self._send_sources(lambda: sources, weights, workers, timeout)
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async def tended() -> T:
@@ -205,7 +206,7 @@ class WeightSyncScheme(SchemeCore):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        return self._converted("asyncsync")
+        return convert(self, "asyncsync")
 
     @property
     def blocking(self) -> Self:
@@ -342,31 +343,23 @@ class WeightSyncScheme(SchemeCore):
         gone = False
 
         async def deliver() -> TensorDict | None:
-            before = self._returned
+            receiving = self._receiving
+            before = None if receiving is None else receiving.returned
             weights = await make()
-            mark = self._returned
-
-            def forget() -> None:
-                if self._returned == mark:
-                    self._returned = before
-
-            undo.append(forget)
+            assert receiving is not None
+            take_back = partial(receiving.take_back, receiving.returned, before)
+            undo.append(take_back)
             if gone:  # for a second time, perhaps
-                forget()
+                take_back()
             return weights
 
         try:
             return self._bus._run(deliver)
         except BaseException:
             gone = True
-            for forget in undo:
-                forget()
+            for take_back in undo:
+                take_back()
             raise
-
-    def hold(self) -> Hold:
-        """A block (``with`` or ``async with``) in which no update is applied."""
-        self._check_open()
-        return self._bus.hold()
 
     @property
     def weights(self) -> TensorDict | None:

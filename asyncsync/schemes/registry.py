@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncsync.schemes.core import SchemeCore
 from asyncsync.transports.blocking import in_sync_as
 
-__all__ = ["register", "scheme_class", "twin_class"]
+__all__ = ["convert", "register", "scheme_class"]
 
-_backends: dict[str, tuple[type, type]] = {}
+_backends: dict[str, tuple[type[SchemeCore], type[SchemeCore]]] = {}
 _aliases: dict[str, str] = {}
-_twins: dict[type, type] = {}
+_twins: dict[type, type[SchemeCore]] = {}
 
 
-def register(backend: str, asyncio_class: type, blocking_class: type, *aliases: str) -> None:
+def register(backend: str, asyncio_class: type[SchemeCore], blocking_class: type[SchemeCore], *aliases: str) -> None:
     """Add a scheme.
 
     Args:
@@ -42,6 +43,17 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
     return pair[is_blocking]
 
 
-def twin_class(kind: type) -> Any:
-    """The class of the same scheme with the other API; None: a user's own class, which has none."""
-    return _twins.get(kind)
+def convert(scheme: SchemeCore, package: str) -> Any:
+    """A scheme's twin with the other API, which this package has.
+
+    Raises:
+        RuntimeError: the scheme is connected.
+        TypeError: it is of a class of the user's own, which has no twin.
+    """
+    kind = _twins.get(type(scheme))
+    if kind is None:
+        raise TypeError(
+            f"{type(scheme).__module__}.{type(scheme).__name__} has no counterpart in {package}: derive one from a "
+            f"class there and construct it with endpoint={scheme.bus.endpoint!r}"
+        )
+    return scheme._as(kind)
