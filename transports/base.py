@@ -75,7 +75,7 @@ class TransportBackend(TransportCore, ABC):
         It is cancelled at the deadline, and when the receiver shuts down. Once it has returned, nothing may write into
         ``into`` any more: the bytes are applied. If it was cancelled or has raised, whatever it has started (a thread,
         a task) may still be writing: the memory is used again only when nothing refers to ``into`` any more, nor to
-        a slice, an array or a tensor over it. So let go of it in the end; and code that knows only its address (a
+        a slice, an array or a tensor over it. So drop it in the end; and code that knows only its address (a
         native library's) must be waited for, also when this is cancelled.
 
         Args:

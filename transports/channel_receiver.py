@@ -34,12 +34,12 @@ __all__ = ["ChannelReceiver"]
 Message = dict[str, torch.Tensor]
 """What came through the channel: tensors by their dotted names, the tag among them."""
 
-# Ends earlier than the bus's own deadline, which says less.
+# Ends earlier than the bus's own deadline, whose message has less in it.
 MARGIN = 0.5
 
 
 class _Request:
-    """A slab that somebody waits for."""
+    """A slab that a fetch waits for."""
 
     def __init__(self, descriptor: bytes, slab: Slab, until: float, loop: asyncio.AbstractEventLoop) -> None:
         self.descriptor = descriptor
@@ -76,11 +76,11 @@ class ChannelReceiver(Carrier):
         self._changed = threading.Condition()
         # Under the condition:
         self._wanted: _Request | None = None
-        self._stray: Message | None = None
+        self._ahead: Message | None = None
         self._closed = False
         # The thread's own:
         self._buffer: _Buffer | None = None
-        self._broken: Exception | None = None
+        self._setup_error: Exception | None = None
 
         self._thread: threading.Thread | None = None
         self._setup: asyncio.Future[None] | None = None
@@ -129,15 +129,15 @@ class ChannelReceiver(Carrier):
         request = _Request(descriptor, slab, time.monotonic() + patience, loop)
         with self._changed:
             replaced, self._wanted = self._wanted, request
-            stray = self._stray
-            if stray is not None and _tag(stray) == descriptor:
-                self._wanted = self._stray = None
+            ahead = self._ahead
+            if ahead is not None and _tag(ahead) == descriptor:
+                self._wanted = self._ahead = None
             else:
-                stray = None
+                ahead = None
                 self._changed.notify_all()
-        if stray is not None:
+        if ahead is not None:
             # It was here before its instruction. The receiving thread may be waiting for something else.
-            threading.Thread(target=self._deliver, args=(request, stray), name="asyncsync-copy", daemon=True).start()
+            threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
         if replaced is not None:
             settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
         cancelled: asyncio.CancelledError | None = None
@@ -187,8 +187,8 @@ class ChannelReceiver(Carrier):
             if method is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
-            self._broken = as_exception(error)
-        settle(setup, error=self._broken)
+            self._setup_error = as_exception(error)
+        settle(setup, error=self._setup_error)
         while (request := self._next()) is not None:
             try:
                 self._receive(request)
@@ -204,11 +204,11 @@ class ChannelReceiver(Carrier):
             return None if self._closed else self._wanted
 
     def _receive(self, request: _Request) -> None:
-        if self._broken is not None:
-            raise self._broken
+        if self._setup_error is not None:
+            raise self._setup_error
         remaining = request.until - time.monotonic()
         if remaining <= 0:
-            return  # its waiter says so
+            return  # the fetch has expired
         if self._buffer is None or self._buffer.layout.digest != request.layout.digest:
             self._buffer = _Buffer(request.layout)
         received = self.channel.receive_weights(
@@ -240,13 +240,13 @@ class ChannelReceiver(Carrier):
             request = self._wanted
             if request is not None and request.descriptor == _tag(message):
                 self._wanted = None
-                self._stray = None  # the channel keeps the order: it is older
+                self._ahead = None  # the channel keeps the order: it is older
             else:
                 # Older than what is wanted, or newer: then its instruction is on the way, and it must not be lost.
                 request = None
-                self._stray = message
+                self._ahead = message
         if request is None:
-            self._buffer = None  # it may be the stray's memory
+            self._buffer = None  # it may be the ahead's memory
         else:
             self._deliver(request, message)
 

@@ -99,7 +99,7 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
 
 
 def retrieved(future: asyncio.Future[None]) -> None:
-    """Asyncio does not complain of an exception that nobody asks for; whoever asks still gets it."""
+    """A done callback: asyncio does not complain of an exception that is never retrieved; it still can be."""
     if not future.cancelled():
         future.exception()
 

@@ -1,10 +1,10 @@
 """Shared memory: one copy per update into a slot, however many workers; they read it there.
 
 The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction says where
-the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). Small slabs it copies out at once, and the slot
-is free; others (1 MiB) once it has applied them and said so, if they need not wait for a reader of the model. Of large
-ones (16 MiB) a module's Parameters get their memory there, and it keeps the slot until it has applied a newer version.
-When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
+the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). A small slab is copied out at once, and the slot
+is free. One of 1 MiB or more is copied out when it has been applied and acknowledged, unless it has to wait for a reader
+of the model. Of a large one, 16 MiB or more, a module's Parameters get their memory in the slot, whose lease lasts until
+a newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 SLOTS = 4
-KEPT_PLACES = 8
-# To copy so much takes longer than to tell the sender that it has been done.
+MAX_PLACES = 8
+# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
 BORROWED_BYTES = 1 << 20
 
 
@@ -90,7 +90,7 @@ class SlotTransport(base.TransportCore):
     def _place(self, descriptor: bytes, layout: Layout) -> Place:
         place = self._places.get(descriptor)
         if place is None:
-            while len(self._places) >= KEPT_PLACES:
+            while len(self._places) >= MAX_PLACES:
                 del self._places[next(iter(self._places))]
             place = self._places[descriptor] = Place.decode(descriptor)
         if place.size != layout.nbytes:
@@ -116,7 +116,7 @@ class SlotTransport(base.TransportCore):
         return self._attachments.detach()
 
     def close(self) -> None:
-        """Give back the sender's free memory; what workers still read goes with them."""
+        """Release the sender's free memory; what workers still read goes with them."""
         self.pool.close()
         self._attachments.close()
 

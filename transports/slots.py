@@ -48,7 +48,7 @@ class Place(NamedTuple):
         mapped: workers read it there until they have something newer; else they copy it out soon.
         pid: the owner's.
         number: its file descriptor there.
-        device, inode: of the file, which tell whether that is still the one.
+        device, inode: of the file, which tell whether the descriptor is still that of this file.
         size: of the slab, in bytes.
         inodes: of all of the owner's slots: what is not among them will not be seen again.
     """
@@ -134,7 +134,7 @@ class Slot(Slab):
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
         self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # somebody has kept a view: with that it goes
+        with contextlib.suppress(BufferError):  # a view of it is still there: the memory goes with that
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run

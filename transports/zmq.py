@@ -1,7 +1,14 @@
 """The ZeroMQ transport: the bytes are chunks on the bus.
 
-:class:`ZMQTransport` has nothing to do for the bytes itself: the publisher sends chunks on the worker's credit, and the
-subscriber writes them where they belong.
+A ZMQTransport moves nothing itself. It offers no descriptor, and that tells the bus to carry the bytes: up to 64 KiB in
+the instruction, more in chunks on the same socket, which the publisher sends on the worker's credit, and which the
+subscriber writes where they belong.
+
+Usage, in a scheme of one's own::
+
+    class MyScheme(WeightSyncScheme):
+        def create_transport(self, **kwargs):
+            return ZMQTransport()
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class LoopThread:
         open: the open buses, by id.
         loop: there once it runs.
         runs: set once the thread has begun.
-        unwanted: whoever started it was interrupted, and may be the only one.
+        unwanted: the caller that started it was interrupted, and may have been the only one.
         over: set when it is about to end; a call that sees it goes elsewhere.
         exiting: the process ends.
     """
@@ -96,11 +96,11 @@ class LoopThread:
                 loop.call_soon_threadsafe(self.end_if_idle)
             runner.run(self._end.wait())
         at_exit.cancel()
-        for call in list(self.calls):  # at exit only: nobody waits for ever
+        for call in list(self.calls):  # at exit only: no caller waits without end
             call.abandon()
 
     def not_wanted(self) -> None:
-        """End it unless somebody else needs it."""
+        """End the thread unless another caller needs it."""
         self.unwanted = True
         if self.runs:
             call_soon(self.loop, self.end_if_idle)
@@ -110,7 +110,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def end_if_idle(self) -> None:
-        """On the loop: end unless somebody needs it."""
+        """On the loop: end unless there is a call, or an open bus."""
         if self.calls or self.open:
             return
         self.over = True
@@ -140,7 +140,7 @@ class Call:
     """A coroutine on its way through the loop.
 
     Not a concurrent Future: an exception that strikes inside its Condition may leave that locked, and the loop's thread
-    waiting for ever.
+    waiting without end.
 
     Attributes:
         done: whether it has ended; not yet when it is merely cancelled.

@@ -44,8 +44,8 @@ def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -
 
 def until_done(future: concurrent.futures.Future[Any]) -> None:
     """Wait until it is done, however it ends."""
-    # A plain lock: an exception that strikes inside a Condition may leave that locked, and whoever settles the future
-    # waiting for ever.
+    # A plain lock: an exception that strikes inside a Condition may leave that locked, and the thread that settles the
+    # future waiting without end.
     ended = threading.Lock()
     ended.acquire()
     future.add_done_callback(lambda _: ended.release())
@@ -145,7 +145,7 @@ class WorkThread:
             del job
 
     def abandon(self) -> None:
-        """End the thread after what was submitted, without waiting: it may be blocked for ever."""
+        """End the thread after what was submitted, without waiting: it may be blocked without end."""
         if self._thread is not None:
             self._thread = None
             self._jobs.put(None)

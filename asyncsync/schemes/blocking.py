@@ -97,10 +97,7 @@ class Bus(BusCore):
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent."""
-        if self._link is None or self._link.closed or self._link.is_inherited:  # nothing runs on the loop
-            _now(self._shutdown(timeout))
-        else:
-            self._run(lambda: self._shutdown(timeout))
+        self._end(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +142,13 @@ class Bus(BusCore):
                     loop_thread.keep(self, False)
 
         return loop_thread.run(tended)
+
+    def _end(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        link = self._link
+        if link is None or link.closed or link.is_inherited:  # nothing runs on the loop
+            _now(make())
+        else:
+            self._run(make)
 
     def _look(self, function: Callable[[], T]) -> T:
         if self._link is None or self._link.closed or loop_thread.is_here():
@@ -380,11 +384,7 @@ class WeightSyncScheme(SchemeCore):
     def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
         schemes."""
-        link = self._bus._link
-        if link is None or link.closed or link.is_inherited:
-            _now(self._shutdown(timeout))
-        else:
-            self._bus._run(lambda: self._shutdown(timeout))
+        self._bus._end(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:
         return self

@@ -303,7 +303,7 @@ LOCAL = {
 
 
 def _packed(slab: Slab) -> Slab:
-    """Wait for the thread that packs this slab: it needs nobody's help, and milliseconds."""
+    """Wait for the thread that packs this slab: it takes milliseconds."""
     deadline = time.monotonic() + 10.0
     while slab.packed < slab.nbytes:
         if time.monotonic() > deadline:
