@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from tensordict import TensorDict
 
@@ -30,6 +30,12 @@ class NoSyncCore(SchemeCore):
         self._check_open()
         self._count = self.version + 1
         return self._count
+
+    async def send_async(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> int:
+        """Count; returns the version."""
+        return self._count_up()
 
     def hold(self) -> Any:
         """A block; there is nothing to keep out."""
@@ -63,12 +69,14 @@ class NoSyncCore(SchemeCore):
 class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None."""
 
+    # The other API has the same methods, as coroutines: hence ``self: Any`` in those.
+
     def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
         """A transport that moves nothing, either."""
         return BlockingZMQTransport()
 
     def connect(
-        self,
+        self: Any,
         *,
         worker_idx: int | None = None,
         weights: Any = None,
@@ -80,15 +88,15 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         if worker_idx is not None:
             self._worker_idx = worker_idx
 
-    def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+    def publish(self: Any, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         """Count; returns the version."""
-        return self._count_up()
+        return int(self._count_up())
 
     async def publish_async(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         return self._count_up()
 
     def wait_version(
-        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self: Any, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         """Nobody is waited for."""
         self._check_open()
@@ -99,18 +107,12 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         """Count."""
         self._count_up()
 
-    async def send_async(
-        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
-    ) -> int:
-        """Count; returns the version."""
-        return self._count_up()
-
-    def receive(self, timeout: float | None = None) -> TensorDict | None:
+    def receive(self: Any, timeout: float | None = None) -> TensorDict | None:
         """None: nothing comes."""
         self._check_open()
         return None
 
-    def fetch(self, timeout: float = 30.0) -> TensorDict:
+    def fetch(self: Any, timeout: float = 30.0) -> TensorDict:
         """Nothing can be fetched.
 
         Raises:
@@ -119,12 +121,12 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
 
-def _awaited(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+def _awaited(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
     """An ordinary method as a coroutine function."""
 
     @wraps(method)
-    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(self, *args, **kwargs)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return method(*args, **kwargs)
 
     return call
 
@@ -139,7 +141,6 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
     connect = _awaited(BlockingNoSync.connect)
     publish = _awaited(BlockingNoSync.publish)
     wait_version = _awaited(BlockingNoSync.wait_version)
-    send_async = BlockingNoSync.send_async
     receive = _awaited(BlockingNoSync.receive)
     fetch = _awaited(BlockingNoSync.fetch)
 

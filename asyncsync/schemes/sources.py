@@ -101,13 +101,8 @@ class Sources:
         return weights
 
     async def prepare(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
-        """A source that :meth:`flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``.
-
-        Args:
-            weights: as for ``publish``.
-            strategy: extracts.
-            hook: prepares them; None: only their values are taken.
-        """
+        """A source that :meth:`flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``. Without a
+        hook, only their values are taken, and that later."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
         if not by_worker(weights):
@@ -137,11 +132,9 @@ class Sources:
         """Take a prepared source's values, in the caller's thread.
 
         Args:
-            source: as :meth:`prepare` returned it.
-            strategy: extracts.
             workers: whom it is for; None: everybody.
             count: how many workers there are; None: they come and go.
-            sent: tells the keys of what was sent last; None: nothing was.
+            sent: returns the keys of what was sent last; None: nothing was.
         """
         if isinstance(source, EachWorkers):
             wrong = [
