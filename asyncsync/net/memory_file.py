@@ -137,7 +137,7 @@ def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = 
         if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
             raise WeightSyncError(f"{path} is not {whose} shared memory any more: {remedy}")
         if found.st_size < place.size or not _cannot_shrink(number):
-            raise WeightSyncError(f"{path} is not a memory file of {place.size} bytes, which cannot shrink")
+            raise WeightSyncError(f"{path} is not a slot of {place.size} bytes, which cannot shrink")
     except BaseException:
         os.close(number)
         raise
