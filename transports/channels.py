@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from asyncsync.runtime.threads import settle
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.weights.slab import Slab
@@ -40,6 +41,7 @@ __all__ = [
     "TAG_BYTES",
     "close_channels",
     "is_channel",
+    "retrieved",
     "setup_of",
     "supports_timeout",
     "tagged",
@@ -96,6 +98,12 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) else None
 
 
+def retrieved(future: asyncio.Future[None]) -> None:
+    """A done callback: asyncio does not complain of an exception that is never retrieved; it still can be."""
+    if not future.cancelled():
+        future.exception()
+
+
 def supports_timeout(transport: Any) -> bool:
     return bool(getattr(transport, "supports_timeout", True))
 
@@ -133,16 +141,9 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
 def _in_thread(function: Callable[[], None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
     done: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
-        if not done.done():
-            done.set_result(None)
-
     def run() -> None:
         function()
-        try:
-            loop.call_soon_threadsafe(tell)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
+        settle(done)
 
     threading.Thread(target=run, name="asyncsync-close", daemon=True).start()
     return done

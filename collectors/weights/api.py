@@ -25,7 +25,7 @@ from asyncsync.collectors.weights.receivers import Receivers
 from asyncsync.collectors.weights.senders import Senders, shut_down_all
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.schemes.blocking import Bus
-from asyncsync.schemes.state import by_worker
+from asyncsync.schemes.sources import by_worker
 
 __all__ = ["Planned", "WeightsAPI", "WorkerIds"]
 
