@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol import wire
+from asyncsync.protocol import fields, messages
 from asyncsync.protocol.leases import Key, Loans
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import Layout
@@ -138,9 +138,9 @@ def desk() -> Desk:
     return desk
 
 
-def update_for(desk: Desk, worker: int) -> wire.Update:
-    (update,) = desk.take(wire.Update, b"%d" % worker)
-    assert isinstance(update, wire.Update)
+def update_for(desk: Desk, worker: int) -> messages.Update:
+    (update,) = desk.take(messages.Update, b"%d" % worker)
+    assert isinstance(update, messages.Update)
     return update
 
 
@@ -156,14 +156,14 @@ def slabs_out(desk: Desk) -> int:
 
 def test_an_update_lends_its_slabs_and_applying_a_newer_one_gives_them_back(desk: Desk) -> None:
     desk.publish(1, lent=True)
-    first = {w: desk.take(wire.Update, None) for w in [0]}[0]
+    first = {w: desk.take(messages.Update, None) for w in [0]}[0]
     assert len(first) == 2
     for worker in (0, 1):
         desk.staged(worker, first[0], 1, (("policy", 1),))
         desk.applied(worker, 1, (("policy", 1),), policy=1)
     assert (out(desk, 0), out(desk, 1)) == ({1}, {1})
     desk.publish(2, lent=True)
-    (second,) = desk.take(wire.Again, b"0")
+    (second,) = desk.take(messages.Again, b"0")
     assert slabs_out(desk) == 2
     for worker in (0, 1):
         desk.staged(worker, second, second.serial, (("policy", 1), ("policy", 2)))
@@ -195,16 +195,18 @@ def test_staging_alone_gives_nothing_back(desk: Desk) -> None:
 def test_a_failure_and_a_pong_report_too(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
-    failed = wire.Failed(EPOCH, update.serial, {"policy": 1}, False, "builtins.OSError", "no", "", update.serial)
+    failed = messages.Failed(EPOCH, update.serial, {"policy": 1}, False, "builtins.OSError", "no", "", update.serial)
     desk.receive(0, failed)
     assert out(desk, 0) == set()
     desk.publish(2, [0], lent=True)
     update = update_for(desk, 0)
     desk.pass_time(RETRY)
     seq = desk.publisher.peers[0].ping_seq
-    desk.receive(0, wire.Pong(EPOCH, seq, {}, {}, 0, update.serial, (("policy", 2),)))
+    desk.receive(0, messages.Pong(EPOCH, seq, {}, {}, 0, update.serial, (("policy", 2),)))
     assert out(desk, 0) == {2}
-    desk.receive(0, wire.Pong(EPOCH, seq, {}, {}, 0, update.serial, ()))  # its number was answered; its report counts
+    desk.receive(
+        0, messages.Pong(EPOCH, seq, {}, {}, 0, update.serial, ())
+    )  # its number was answered; its report counts
     assert out(desk, 0) == set()
 
 
@@ -213,7 +215,7 @@ def test_an_update_that_got_lost_stays_lent_until_its_successor_is_reported(desk
     lost = update_for(desk, 0)
     desk.publish(2, [0], lent=True)
     desk.pass_time(RETRY)
-    desk.receive(0, wire.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, 0, ()))
+    desk.receive(0, messages.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, 0, ()))
     desk.ready(0)
     again = update_for(desk, 0)
     assert again.serial > lost.serial
@@ -224,12 +226,12 @@ def test_an_update_that_got_lost_stays_lent_until_its_successor_is_reported(desk
 
 def test_a_ping_tells_of_the_last_update_so_that_a_lost_one_comes_back_though_nothing_follows_it(desk: Desk) -> None:
     desk.pass_time(RETRY)
-    assert {ping.serial for ping in desk.take(wire.Ping)} == {0}  # type: ignore[attr-defined]
+    assert {ping.serial for ping in desk.take(messages.Ping)} == {0}  # type: ignore[attr-defined]
     desk.publish(1, [0], lent=True)
     lost = update_for(desk, 0)
     desk.pass_time(RETRY)
-    assert [ping.serial for ping in desk.take(wire.Ping, b"0")] == [lost.serial]  # type: ignore[attr-defined]
-    desk.receive(0, wire.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
+    assert [ping.serial for ping in desk.take(messages.Ping, b"0")] == [lost.serial]  # type: ignore[attr-defined]
+    desk.receive(0, messages.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
     assert out(desk, 0) == set()  # it is sent anew when the worker has accepted its layout anew
     desk.ready(0)
     assert (update_for(desk, 0).serial, out(desk, 0)) == (lost.serial + 1, {1})
@@ -240,12 +242,12 @@ def test_the_same_version_after_a_reconnection_is_lent_anew(desk: Desk) -> None:
     first = update_for(desk, 0)
     desk.hello(0, route=b"new")
     desk.cut(b"0")
-    desk.receive(b"new", wire.Ready(EPOCH, {}))
-    (second,) = desk.take(wire.Update, b"new")
-    assert isinstance(second, wire.Update)
-    desk.receive(b"new", wire.Released(EPOCH, nonce(0), first.serial, ()))
+    desk.receive(b"new", messages.Ready(EPOCH, {}))
+    (second,) = desk.take(messages.Update, b"new")
+    assert isinstance(second, messages.Update)
+    desk.receive(b"new", messages.Released(EPOCH, nonce(0), first.serial, ()))
     assert out(desk, 0) == {1}
-    desk.receive(b"new", wire.Released(EPOCH, nonce(0), second.serial, ()))
+    desk.receive(b"new", messages.Released(EPOCH, nonce(0), second.serial, ()))
     assert out(desk, 0) == set()
 
 
@@ -261,8 +263,8 @@ def test_a_report_over_an_old_connection_does_not_count(desk: Desk) -> None:
 
 def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
     desk.publish(1, lent=True)
-    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", ""))
-    desk.receive(1, wire.Bye(EPOCH, nonce(1), "reading", ""))
+    desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", ""))
+    desk.receive(1, messages.Bye(EPOCH, nonce(1), "reading", ""))
     assert (out(desk, 0), out(desk, 1)) == (set(), {1})
     assert [peer.state for peer in desk.publisher.peers.values()] == ["lost", "lost"]
     desk.publisher.ended(1, nonce(1), "its process has ended", desk.now)
@@ -274,7 +276,9 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
     desk.ready(1)
-    desk.receive(b"next", wire.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest}))  # type: ignore[union-attr]
+    desk.receive(
+        b"next", messages.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest})
+    )  # type: ignore[union-attr]
     assert {n: {v for (_, v), _ in loans} for n, loans in desk.publisher.loans.items()} == {
         nonce(0): {1},
         nonce(1): {1},
@@ -291,13 +295,13 @@ def test_who_was_superseded_keeps_its_loans_until_it_says_released(desk: Desk) -
     desk.staged(0, update, update.serial, (("policy", 1),))
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
-    desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
-    desk.receive(b"next", wire.Released(EPOCH, nonce(50), wire.MAX_SERIAL, ()))
+    desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
+    desk.receive(b"next", messages.Released(EPOCH, nonce(50), fields.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.applied(0, update.serial, (), policy=1)
     assert out(desk, 0) == {1}
-    desk.receive(0, wire.Released(EPOCH, nonce(0), wire.MAX_SERIAL, ()))
+    desk.receive(0, messages.Released(EPOCH, nonce(0), fields.MAX_SERIAL, ()))
     assert desk.publisher.loans == {}
 
 
@@ -305,7 +309,7 @@ def test_released_of_another_epoch_is_refused(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     for route in (0, b"nobody"):
         with pytest.raises(ProtocolError, match="another epoch"):
-            desk.receive(route, wire.Released((1, 1), nonce(0), wire.MAX_SERIAL, ()))
+            desk.receive(route, messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
 
 
@@ -351,7 +355,7 @@ def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target
     assert slabs_out(desk) == 1
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
-    desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
+    desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
     assert {v for (_, v), _ in desk.publisher.loans[nonce(50)]} == {1}
 
 
@@ -369,7 +373,7 @@ def test_closing_gives_everything_back(desk: Desk) -> None:
     desk.hello(0, incarnation=50, route=b"next")
     desk.publisher.close()
     assert (desk.publisher.loans, slabs_out(desk)) == ({}, 0)
-    desk.receive(0, wire.Released(EPOCH, nonce(0), 1, ()))
+    desk.receive(0, messages.Released(EPOCH, nonce(0), 1, ()))
 
 
 def test_what_is_not_lent_leaves_no_loans(desk: Desk) -> None:

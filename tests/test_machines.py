@@ -49,7 +49,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 GIVE = "; self.loans.pop(peer.nonce, Loans(0, 0)).close()"
-NO_PONG = (Publisher, "receive", "wire.Failed | wire.Pong)", "wire.Failed)")
+NO_PONG = (Publisher, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
 DONE_REPORTS = "self._reported(peer.nonce, instruction.serial, ())\n    elif isinstance(instruction, "
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
     if not parts:"""
@@ -176,8 +176,8 @@ MUTATIONS = {
         (
             Publisher,
             "receive",
-            DONE_REPORTS + "wire.Staged | wire.Applied | wire.Failed | wire.Pong)",
-            "pass\n    elif isinstance(instruction, wire.Staged | wire.Applied | wire.Failed)",
+            DONE_REPORTS + "messages.Staged | messages.Applied | messages.Failed | messages.Pong)",
+            "pass\n    elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed)",
         )
     ],
     "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],

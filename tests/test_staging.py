@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
+from asyncsync.protocol.messages import Chunk, Part, Update
 from asyncsync.protocol.staging import Coverage, Incoming, StagedPart, Staging, fill_eagerly
-from asyncsync.protocol.wire import Chunk, Part, Update
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool
 

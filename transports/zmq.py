@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 from zmq.backend import Socket as Backend
 
-from asyncsync.protocol.wire import MAX_FRAME
+from asyncsync.protocol.fields import MAX_FRAME
 from asyncsync.transports import blocking
 from asyncsync.transports.base import TransportBackend, TransportCore
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
+from asyncsync.protocol.messages import Part
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Part
 from asyncsync.transports.base import TransportCore
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab

@@ -23,10 +23,12 @@ from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import is_trustworthy, lane_path
 from asyncsync.net.side_channel import BY_LANE, Lane, connect, read
+from asyncsync.protocol.codec import decode, encode
+from asyncsync.protocol.fields import Buffer, Epoch
+from asyncsync.protocol.messages import Again, Bye, Done, Instruction, Welcome
 from asyncsync.protocol.publisher import Settings
 from asyncsync.protocol.staging import Acting, Staging
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Again, Buffer, Bye, Done, Epoch, Instruction, Welcome, decode, encode
 from asyncsync.runtime.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
@@ -179,7 +181,7 @@ class ReceiverLink(Link):
     def _repeated(self, done: bytes, now: float) -> None:
         """The routine has applied an update: answer, and do what :meth:`settle` does."""
         if self.lane is None or not self.lane.send_alone(done):
-            self.subscriber.outbox.append((Done.decode(done), ()))
+            self.subscriber.outbox.append((decode([done])[0], ()))
             self.settle()
         elif self.conditions.waiters:
             self.conditions.notify()
@@ -296,7 +298,7 @@ class ReceiverLink(Link):
 
     def _send_done(self, done: Done) -> bool:
         lane = self.lane
-        return lane is not None and lane.open and self.subscriber.welcomed and lane.send_alone(done.encode())
+        return lane is not None and lane.open and self.subscriber.welcomed and lane.send_alone(encode(done))
 
     def _send_by_lane(self, frames: Sequence[Buffer]) -> bool:
         # Not between HELLO and WELCOME: what is said then must not come before the HELLO.

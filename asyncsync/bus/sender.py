@@ -21,21 +21,11 @@ from asyncsync.fastpath.sender import Routine
 from asyncsync.net.descriptors import shortage
 from asyncsync.net.endpoint import Claim, is_plaintext_beyond_loopback, lane_path
 from asyncsync.net.side_channel import BY_LANE, Lanes, Receive, read
+from asyncsync.protocol.codec import decode, encode
+from asyncsync.protocol.fields import Buffer
+from asyncsync.protocol.messages import Again, Bye, Hello, Instruction, Ping, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher, Settings
-from asyncsync.protocol.wire import (
-    Again,
-    Buffer,
-    Bye,
-    Hello,
-    Instruction,
-    Ping,
-    Ready,
-    Released,
-    Update,
-    decode,
-    encode,
-)
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import finish
 from asyncsync.transports.base import TransportCore

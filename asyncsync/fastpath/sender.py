@@ -6,8 +6,8 @@ Routine has two slots for itself: the newest version, and one to write the next 
 one packet (AGAIN), by lane, and counts the answers, which are all the same packet too (DONE). It listens to one worker
 at a time, first to the one that was told last: to be woken by each would take the core from those that are not done.
 
-Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anybody looks at it, be it because anything
-else has come from a worker, because a worker has gone, because time has passed or somebody asks for the status, it is
+Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anybody looks at it, be it because
+anything else has come from a worker, because a worker has gone, because time has passed or somebody asks for the status, it is
 told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the last. That is
 all there is to know, for a routine goes on to the next version only when everybody has answered. From there on it goes
 on by itself, and finds out what was lost as it always does.
@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from asyncsync.net.side_channel import Lane, alone
+from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.wire import Again, Buffer, Done
+from asyncsync.protocol.short_form import encode_again, encode_done
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.slab import Slab, pack
 from asyncsync.weights.source_cache import KnownWeights
@@ -93,8 +94,8 @@ class Routine:
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
         epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
-        again: list[Buffer] = [alone(Again.header(epoch, serial, self._serial, version, slab.descriptor))]
-        done = alone(Done.header(epoch, serial))
+        again: list[Buffer] = [alone(encode_again(epoch, serial, self._serial, version, slab.descriptor))]
+        done = alone(encode_done(epoch, serial))
         waiting, untold = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now

@@ -1,4 +1,4 @@
-"""Worker's routine: the other end of :mod:`asyncsync.fastpath.sender`, a worker's steady state in as few steps as can be.
+"""Worker's routine: the other end of :mod:`asyncsync.fastpath.sender`, a worker's steady state in few steps.
 
 While a training loop does the same thing again and again, a worker does, too: an AGAIN comes by lane that follows the
 last one, its bytes lie in one of the sender's two slots, nobody reads the model, whose tensors are where they were, and
@@ -8,8 +8,8 @@ one that holds the newest version and one to copy the next into. What it changes
 
 It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot) is
 left to the long way, with nothing changed; and whatever else the subscriber hears or does ends the routine
-(:meth:`asyncsync.protocol.subscriber.Subscriber.end_routine`). The next AGAIN that goes the long way without a stop begins
-another.
+(:meth:`asyncsync.protocol.subscriber.Subscriber.end_routine`). The next AGAIN that goes the long way without a stop
+begins another.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from struct import Struct
 
 from asyncsync.model.gate import Gate, Update
 from asyncsync.net.side_channel import ALONE
-from asyncsync.protocol import wire
+from asyncsync.protocol import short_form
+from asyncsync.protocol.fields import Epoch
+from asyncsync.protocol.messages import Again, Part
+from asyncsync.protocol.short_form import encode_done
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Epoch
 from asyncsync.weights.slab import Slab
 
 __all__ = ["WorkerRoutine"]
 
 # A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
-_AGAIN = Struct(f"<{len(ALONE) + wire.Again.head.size}s{wire.Again.rest}")
+_AGAIN = Struct(f"<{len(ALONE) + short_form.HEAD.size}s{short_form.AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the sender's routine has
 
 
@@ -49,7 +51,7 @@ class WorkerRoutine:
         self,
         subscriber: Subscriber,
         model_id: str,
-        part: wire.Part,
+        part: Part,
         slabs: tuple[Slab, Slab],
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
@@ -64,7 +66,7 @@ class WorkerRoutine:
         self._window = window
         self._show = show
         self._epoch = subscriber.epoch
-        self._prefix = ALONE + wire.Again.head.pack(wire.FIXED, wire.Again.kind, *self._epoch)
+        self._prefix = ALONE + short_form.HEAD.pack(short_form.FIXED, Again.kind, *self._epoch)
         self._binding = subscriber.models[model_id]
         self._plans = self._binding.plans
         self._windows: dict[bytes, memoryview] = {}
@@ -111,7 +113,7 @@ class WorkerRoutine:
         newest = self._newest
         subscriber.repeated(self._model_id, base, (self._epoch, version, slab), slab.nbytes, now)
         self._newest, self._next = slab, newest
-        return wire.Done.header(self._epoch, serial)
+        return encode_done(self._epoch, serial)
 
     def _apply(self) -> None:
         """By the gate. Once more after an interrupt, if a reader is quicker than the long way: then it must be done."""

@@ -45,11 +45,12 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.protocol.wire import (
-    FIXED,
+from asyncsync.protocol import short_form
+from asyncsync.protocol.codec import decode
+from asyncsync.protocol.fields import Buffer
+from asyncsync.protocol.messages import (
     Again,
     Applied,
-    Buffer,
     Done,
     Failed,
     Fetch,
@@ -58,9 +59,8 @@ from asyncsync.protocol.wire import (
     Released,
     Staged,
     Update,
-    decode,
-    decode_fixed,
 )
+from asyncsync.protocol.short_form import FIXED
 
 __all__ = ["BY_LANE", "Lane", "Lanes", "alone", "connect", "join", "read", "split"]
 
@@ -132,7 +132,7 @@ def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
         LimitExceeded, ProtocolError: malformed, or no instruction that goes by lane.
     """
     if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return decode_fixed(packet[1:], ())  # one of those that come by lane
+        return short_form.decode(packet[1:], ())  # one of those that come by lane
     instruction, payload = decode(split(packet))
     if type(instruction) not in BY_LANE:
         raise ProtocolError(f"{type(instruction).__name__} by lane")

@@ -9,8 +9,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from asyncsync.errors import SchemaMismatch
+from asyncsync.protocol.fields import Buffer, Epoch
+from asyncsync.protocol.messages import Again, Chunk, Hello, Part, Update
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.wire import Again, Buffer, Chunk, Epoch, Hello, Part, Update
 from asyncsync.weights.slab import Slab
 
 if TYPE_CHECKING:

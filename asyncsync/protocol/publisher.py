@@ -18,14 +18,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.protocol import wire
+from asyncsync.protocol import fields, messages
+from asyncsync.protocol.fields import Buffer, Epoch
 from asyncsync.protocol.leases import Loans
+from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.newcomers import Newcomer
 from asyncsync.protocol.overview import Overview, Progress
 from asyncsync.protocol.peer import Announcement, Parts, Peer, Transfer
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Kept, Publication, Target, Targets
-from asyncsync.protocol.wire import Buffer, Epoch, Instruction
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Identity", "Progress", "Publisher", "Settings"]
@@ -156,9 +157,9 @@ class Publisher(Overview):
         for peer in self.peers.values():
             peer.end_transfer()
             if not peer.lost and self.fenced is None:
-                self._send(peer.route, wire.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down"))
+                self._send(peer.route, messages.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down"))
         for route, newcomer in self._newcomers.items():
-            self._send(route, wire.Bye(self.epoch, newcomer.peer.nonce, "closed", "the sender was shut down"))
+            self._send(route, messages.Bye(self.epoch, newcomer.peer.nonce, "closed", "the sender was shut down"))
         self._newcomers.clear()
         self.targets.close()
         for loans in self.loans.values():
@@ -192,19 +193,19 @@ class Publisher(Overview):
         """
         if self.closed or self.fenced is not None:
             return
-        if isinstance(instruction, wire.Hello):
+        if isinstance(instruction, messages.Hello):
             self._hello(route, instruction, now)
             return
         kind = type(instruction)
         peer = self._routes.get(route)
         newcomer = self._newcomers.get(route) if peer is None else None
-        if peer is None and newcomer is None and kind is not wire.Released:
+        if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
         epoch = getattr(instruction, "epoch", None)
         if epoch != self.epoch:
             whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{type(instruction).__name__} of another epoch from {whom}")
-        if isinstance(instruction, wire.Released):  # perhaps from one that is no peer any more
+        if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
             self._reported(instruction.nonce, instruction.last, instruction.kept)
         if newcomer is not None:
             self._prove(newcomer, instruction, now)
@@ -214,15 +215,15 @@ class Publisher(Overview):
         if handler is None:
             raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         handler(self, peer, instruction, now)
-        if isinstance(instruction, wire.Done):
+        if isinstance(instruction, messages.Done):
             self._reported(peer.nonce, instruction.serial, ())
-        elif isinstance(instruction, wire.Staged | wire.Applied | wire.Failed | wire.Pong):
+        elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
             self._reported(peer.nonce, instruction.last, instruction.kept)
         peer.last_seen = now
         peer.slow = False
         peer.unreachable_since = None
 
-    def _hello(self, route: bytes, hello: wire.Hello, now: float) -> None:
+    def _hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
         if hello.epoch is not None and hello.epoch > self.epoch and not self._outrun(hello):
             return
         worker = hello.worker
@@ -231,7 +232,7 @@ class Publisher(Overview):
                 f"worker_idx {worker} is not below num_workers={self.num_workers} (where workers come and go, "
                 "construct the sender's scheme with min_workers= instead)"
             )
-            self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", text))
+            self._send(route, messages.Bye(self.epoch, hello.nonce, "refused", text))
             return
         if hello.nonce in self._superseded:
             self._send(route, self._superseding(worker, hello.nonce))
@@ -249,10 +250,10 @@ class Publisher(Overview):
         elif peer is not None and same:
             self._move(peer, route, hello, applied, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
-            self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
+            self._send(route, messages.Bye(self.epoch, hello.nonce, "refused", f"more than {MAX_PEERS} workers"))
         elif why := self.shortage():
             self.turned_away = f"worker {worker}: {why}"
-            self._send(route, wire.Bye(self.epoch, hello.nonce, "refused", why))
+            self._send(route, messages.Bye(self.epoch, hello.nonce, "refused", why))
         else:
             if peer is not None:
                 self._supersede(peer)
@@ -266,7 +267,7 @@ class Publisher(Overview):
         self._said = None  # the same incarnation may have been here before, and have seen it
         peer.last_ping = peer.last_seen = now
 
-    def _move(self, peer: Peer, route: bytes, hello: wire.Hello, applied: dict[str, int], now: float) -> None:
+    def _move(self, peer: Peer, route: bytes, hello: messages.Hello, applied: dict[str, int], now: float) -> None:
         """The same incarnation again, perhaps over a new connection."""
         self._routes.pop(peer.route, None)
         peer.reconnect(hello, route, applied, now)
@@ -307,9 +308,9 @@ class Publisher(Overview):
 
     def _prove(self, newcomer: Newcomer, instruction: Instruction, now: float) -> None:
         holder, peer = newcomer.holder, newcomer.peer
-        if isinstance(instruction, wire.Refused) and newcomer.shown is not None:
+        if isinstance(instruction, messages.Refused) and newcomer.shown is not None:
             peer.note_refused(instruction.model_id, instruction.digest, SchemaMismatch(instruction.message))
-        elif isinstance(instruction, wire.Ready) and newcomer.shown is not None:
+        elif isinstance(instruction, messages.Ready) and newcomer.shown is not None:
             peer.ready = True
             peer.accepted.update(instruction.digests.items())
             if peer.unsettled:
@@ -318,9 +319,9 @@ class Publisher(Overview):
             self._supersede(holder)
             self._enter(peer, now)
             self._on_ready(peer, instruction, now)
-        elif isinstance(instruction, wire.Bye):
+        elif isinstance(instruction, messages.Bye):
             self._forget_newcomer(holder)
-        elif not isinstance(instruction, wire.Released):
+        elif not isinstance(instruction, messages.Released):
             raise ProtocolError(f"{type(instruction).__name__} from one that is not worker {peer.worker} yet")
 
     @property
@@ -331,7 +332,7 @@ class Publisher(Overview):
 
     def _turn_away(self, newcomer: Newcomer, why: str) -> None:
         self.turned_away = why
-        self._send(newcomer.peer.route, wire.Bye(self.epoch, newcomer.peer.nonce, "refused", why))
+        self._send(newcomer.peer.route, messages.Bye(self.epoch, newcomer.peer.nonce, "refused", why))
         self._forget_newcomer(newcomer.holder)
 
     def _forget_newcomer(self, holder: Peer) -> Newcomer | None:
@@ -342,7 +343,7 @@ class Publisher(Overview):
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
 
-    def _outrun(self, hello: wire.Hello) -> bool:
+    def _outrun(self, hello: messages.Hello) -> bool:
         """A worker has seen a higher epoch: go past it while nothing has been sent yet, else stop for good."""
         assert hello.epoch is not None
         if self._started:
@@ -352,7 +353,7 @@ class Publisher(Overview):
             for peer in self.peers.values():
                 peer.end_transfer()
             return False
-        if hello.epoch[0] >= wire.MAX_START:
+        if hello.epoch[0] >= fields.MAX_START:
             raise ProtocolError(f"worker {hello.worker} claims an epoch that none can follow")
         self.epoch = (hello.epoch[0] + 1, self.epoch[1])
         self._said = None
@@ -372,8 +373,8 @@ class Publisher(Overview):
             del self._superseded[next(iter(self._superseded))]
         self._drop(peer)
 
-    def _superseding(self, worker: int, nonce: bytes) -> wire.Bye:
-        return wire.Bye(
+    def _superseding(self, worker: int, nonce: bytes) -> messages.Bye:
+        return messages.Bye(
             self.epoch,
             nonce,
             "superseded",
@@ -386,7 +387,7 @@ class Publisher(Overview):
         self._routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
 
-    def _on_ready(self, peer: Peer, ready: wire.Ready, now: float) -> None:
+    def _on_ready(self, peer: Peer, ready: messages.Ready, now: float) -> None:
         peer.ready = True
         # Of what it has accepted before, only layouts of targets can matter again.
         peer.accepted &= {(m, t.slab.layout.digest) for m in peer.models for t in self._targets_of(peer, m)}
@@ -398,7 +399,7 @@ class Publisher(Overview):
         self._recheck(peer.worker)
         self._pump(peer)
 
-    def _on_refused(self, peer: Peer, refused: wire.Refused, now: float) -> None:
+    def _on_refused(self, peer: Peer, refused: messages.Refused, now: float) -> None:
         if refused.question < peer.asked.get((refused.model_id, refused.digest), 0):
             return  # what it says of a publication that is over; it was asked again for the next one
         peer.ready = True
@@ -412,7 +413,7 @@ class Publisher(Overview):
         self._recheck(peer.worker)
         self._pump(peer)
 
-    def _on_fetch(self, peer: Peer, fetch: wire.Fetch, now: float) -> None:
+    def _on_fetch(self, peer: Peer, fetch: messages.Fetch, now: float) -> None:
         transfer = peer.transfer
         if transfer is None or transfer.serial != fetch.serial:
             return  # of an update that is over; if the worker still wants it, PONG will show
@@ -439,7 +440,7 @@ class Publisher(Overview):
                     return False
             transfer.claim()
             self._loans(peer).lend(transfer.serial, transfer.lent)
-        self._send(peer.route, wire.Granted(self.epoch, transfer.serial))
+        self._send(peer.route, messages.Granted(self.epoch, transfer.serial))
         return True
 
     def _loans(self, peer: Peer) -> Loans:
@@ -454,28 +455,28 @@ class Publisher(Overview):
             peer.bytes_sent += len(piece)
             self._send(peer.route, chunk, [piece])
 
-    def _reported(self, nonce: bytes, last: int, kept: wire.Kept) -> None:
+    def _reported(self, nonce: bytes, last: int, kept: fields.Kept) -> None:
         """A worker says which lent slabs it still uses."""
         if (loans := self.loans.get(nonce)) is not None:
             loans.report(last, kept)
             if not loans:
                 del self.loans[nonce]
 
-    def _on_released(self, peer: Peer, released: wire.Released, now: float) -> None:
+    def _on_released(self, peer: Peer, released: messages.Released, now: float) -> None:
         pass  # see receive()
 
-    def _on_staged(self, peer: Peer, staged: wire.Staged, now: float) -> None:
+    def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:
             peer.staged.update(peer.transfer.versions)
             peer.end_transfer()
             self._pump(peer)
 
-    def _on_applied(self, peer: Peer, applied: wire.Applied, now: float) -> None:
+    def _on_applied(self, peer: Peer, applied: messages.Applied, now: float) -> None:
         self._check_versions(peer, applied.versions)
         peer.note_applied(applied.versions)
         self._pump(peer)
 
-    def _on_done(self, peer: Peer, done: wire.Done, now: float) -> None:
+    def _on_done(self, peer: Peer, done: messages.Done, now: float) -> None:
         transfer = peer.transfer
         if transfer is None or transfer.serial != done.serial:
             return  # of an update that is over already: there is nothing new in that
@@ -484,7 +485,7 @@ class Publisher(Overview):
         if len(self.targets.models) > 1 or self.targets.version not in versions.values():
             self._pump(peer)  # something else may be due
 
-    def _on_failed(self, peer: Peer, failed: wire.Failed, now: float) -> None:
+    def _on_failed(self, peer: Peer, failed: messages.Failed, now: float) -> None:
         self._check_versions(peer, failed.versions)
         error: Exception
         if failed.mismatch:
@@ -500,11 +501,11 @@ class Publisher(Overview):
             peer.end_transfer()
         self._pump(peer)
 
-    def _on_ping(self, peer: Peer, ping: wire.Ping, now: float) -> None:
+    def _on_ping(self, peer: Peer, ping: messages.Ping, now: float) -> None:
         targets = {m: t.version for m in peer.models if (t := self.targets.target(peer.worker, m)) is not None}
-        self._send(peer.route, wire.Pong(self.epoch, ping.seq, targets, {}, 0))
+        self._send(peer.route, messages.Pong(self.epoch, ping.seq, targets, {}, 0))
 
-    def _on_pong(self, peer: Peer, pong: wire.Pong, now: float) -> None:
+    def _on_pong(self, peer: Peer, pong: messages.Pong, now: float) -> None:
         self._check_versions(peer, pong.versions)
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
@@ -532,7 +533,7 @@ class Publisher(Overview):
             self._announce(peer, again=True)
         self._pump(peer)
 
-    def _on_bye(self, peer: Peer, bye: wire.Bye, now: float) -> None:
+    def _on_bye(self, peer: Peer, bye: messages.Bye, now: float) -> None:
         if bye.reason != "reading" and (loans := self.loans.pop(peer.nonce, None)) is not None:
             loans.close()  # it looks at nothing any more
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
@@ -640,7 +641,7 @@ class Publisher(Overview):
     def _ping(self, peer: Peer, now: float) -> None:
         peer.ping_seq += 1
         peer.last_ping = now
-        self._send(peer.route, wire.Ping(self.epoch, peer.ping_seq, peer.serial))
+        self._send(peer.route, messages.Ping(self.epoch, peer.ping_seq, peer.serial))
 
     def _recheck(self, worker: int) -> None:
         for publication in list(self.targets.pending.values()):
@@ -674,7 +675,9 @@ class Publisher(Overview):
             hello = peer.hello
             self._send(
                 peer.route,
-                wire.Welcome(self.epoch, peer.nonce, hello.attempt, me.pid, me.boot, me.namespace, models, question),
+                messages.Welcome(
+                    self.epoch, peer.nonce, hello.attempt, me.pid, me.boot, me.namespace, models, question
+                ),
                 layouts,
             )
 
@@ -759,7 +762,7 @@ class Publisher(Overview):
         untold: Collection[Peer],
         now: float,
     ) -> None:
-        """Take over from a :class:`asyncsync.fastpath.sender.Routine`, which has gone on from :meth:`steady` without this.
+        """Take over from the fast path, which has gone on from :meth:`steady` without this object.
 
         Args:
             model_id: the model.
@@ -790,7 +793,7 @@ class Publisher(Overview):
         lends = bool(granted)
         said = self._said
         # (AGAIN is only for those who had had the update before it when it was said: they have been told.)
-        whole = said is not None and type(said.instruction) is wire.Update
+        whole = said is not None and type(said.instruction) is messages.Update
         if said is None or not whole or said.serial <= peer.serial or not said.says(parts, granted=lends):
             self._serial += 1
             self._started = True
@@ -849,15 +852,15 @@ def _all_are(nonce: bytes) -> bool:
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
-    wire.Ready: Publisher._on_ready,
-    wire.Refused: Publisher._on_refused,
-    wire.Fetch: Publisher._on_fetch,
-    wire.Staged: Publisher._on_staged,
-    wire.Applied: Publisher._on_applied,
-    wire.Done: Publisher._on_done,
-    wire.Failed: Publisher._on_failed,
-    wire.Ping: Publisher._on_ping,
-    wire.Pong: Publisher._on_pong,
-    wire.Bye: Publisher._on_bye,
-    wire.Released: Publisher._on_released,
+    messages.Ready: Publisher._on_ready,
+    messages.Refused: Publisher._on_refused,
+    messages.Fetch: Publisher._on_fetch,
+    messages.Staged: Publisher._on_staged,
+    messages.Applied: Publisher._on_applied,
+    messages.Done: Publisher._on_done,
+    messages.Failed: Publisher._on_failed,
+    messages.Ping: Publisher._on_ping,
+    messages.Pong: Publisher._on_pong,
+    messages.Bye: Publisher._on_bye,
+    messages.Released: Publisher._on_released,
 }

@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding, Prepared
-from asyncsync.protocol.wire import MAX_NAME, MAX_TEXT, Buffer, Chunk, Epoch, Failed, Kept, Part, Update
+from asyncsync.protocol.fields import MAX_NAME, MAX_TEXT, Buffer, Epoch, Kept
+from asyncsync.protocol.messages import Chunk, Failed, Part, Update
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool
 

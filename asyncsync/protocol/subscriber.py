@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
 from asyncsync.model.binding import Binding
-from asyncsync.protocol import wire
+from asyncsync.protocol import fields, messages
+from asyncsync.protocol.fields import Buffer, Epoch
+from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Incoming, KnownLayouts, StagedPart, Staging, failure, fill_eagerly
-from asyncsync.protocol.wire import Buffer, Epoch, Instruction
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -69,9 +70,9 @@ class Subscriber:
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self.outbox: deque[tuple[Instruction, Sequence[Buffer]]] = deque()
-        self.fetches: deque[tuple[int, int, wire.Part, Slab]] = deque()
+        self.fetches: deque[tuple[int, int, messages.Part, Slab]] = deque()
         self.epoch: Epoch | None = None
-        self.trainer: wire.Welcome | None = None
+        self.trainer: messages.Welcome | None = None
         self.staged: list[Staging] = []
         self.ended: WeightSyncError | None = None
         self.refused: dict[str, SchemaMismatch] = {}
@@ -83,7 +84,7 @@ class Subscriber:
         self.targets: dict[str, int] = {}
         self.last_seen: float | None = None
         self.bytes_received = 0
-        self.attach: Callable[[wire.Part, Layout], Slab | None] = _nothing_at_hand
+        self.attach: Callable[[messages.Part, Layout], Slab | None] = _nothing_at_hand
         self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
         self._kept: dict[tuple[str, int], Slab] = {}
         self._owes = self.borrows = False
@@ -96,13 +97,15 @@ class Subscriber:
         self._unfit: dict[str, Layout] = {}  # what was refused
         self._incoming: Incoming | None = None
         self._serial = 0
-        self._base: tuple[int, wire.Part] | None = None  # what AGAIN builds on: an update's serial, and its one part
+        self._base: tuple[int, messages.Part] | None = (
+            None  # what AGAIN builds on: an update's serial, and its one part
+        )
         self._attempt = 0
         self._next_hello = 0.0
         self._hello_delay = FIRST_HELLO_RETRY
         self._ping = 0
         self._answered = 0
-        self._failure: wire.Failed | None = None
+        self._failure: messages.Failed | None = None
         self._nameless = False
         self.leaving = False
 
@@ -159,20 +162,20 @@ class Subscriber:
         if failure is not None and all(self.version(self._local(m)) >= v for m, v in failure.versions.items()):
             self._failure = None
         if staging.epoch == self.epoch:
-            if self.outbox and type(said := self.outbox[-1][0]) is wire.Staged and said.serial == staging.serial:
+            if self.outbox and type(said := self.outbox[-1][0]) is messages.Staged and said.serial == staging.serial:
                 self.outbox.pop()  # APPLIED says it all
             at_once = self._unsaid is staging
             if at_once:
                 self._unsaid = None
             if at_once and self._serial == staging.serial and not (self._kept or self._incoming):
                 self._owes = False
-                self._send(wire.Done(staging.epoch, staging.serial))
+                self._send(messages.Done(staging.epoch, staging.serial))
                 return
             last, kept = self._report()
             if at_once and last == staging.serial and not kept:
-                self._send(wire.Done(staging.epoch, staging.serial))
+                self._send(messages.Done(staging.epoch, staging.serial))
             else:
-                self._send(wire.Applied(staging.epoch, self._named(self._versions), last, kept))
+                self._send(messages.Applied(staging.epoch, self._named(self._versions), last, kept))
 
     def give_back(self) -> bool:
         """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
@@ -255,7 +258,7 @@ class Subscriber:
         """Ask for the current target; :meth:`answered` tells when :attr:`targets` are from after this call."""
         self._ping += 1
         if self.epoch is not None:
-            self._send(wire.Ping(self.epoch, self._ping))
+            self._send(messages.Ping(self.epoch, self._ping))
         return self._ping
 
     def answered(self, request: int) -> bool:
@@ -274,10 +277,10 @@ class Subscriber:
             return
         if self.ended is None:
             reason = "reading" if reads else "closed"
-            self._send(wire.Bye(self.epoch, self.nonce, reason, message[: wire.MAX_NAME]))
+            self._send(messages.Bye(self.epoch, self.nonce, reason, message[: fields.MAX_NAME]))
         elif not reads:
             # Also of what was on its way when this worker ended: that is not looked at any more.
-            self._send(wire.Released(self.epoch, self.nonce, wire.MAX_SERIAL, ()))
+            self._send(messages.Released(self.epoch, self.nonce, fields.MAX_SERIAL, ()))
 
     def close(self) -> None:
         """Let go of all slabs."""
@@ -325,31 +328,31 @@ class Subscriber:
         if self.ended is not None:
             return
         epoch: Epoch = instruction.epoch  # type: ignore[attr-defined]
-        if type(instruction) is wire.Again and epoch == self.epoch:
+        if type(instruction) is messages.Again and epoch == self.epoch:
             self._on_again(instruction, payload, now)
-        elif isinstance(instruction, wire.Welcome):
+        elif isinstance(instruction, messages.Welcome):
             self._on_welcome(instruction, payload, now)
-        elif isinstance(instruction, wire.Bye):
+        elif isinstance(instruction, messages.Bye):
             self._on_bye(instruction, now)
         elif epoch != self.epoch:
             if self.epoch is not None and epoch > self.epoch and self.welcomed:
                 self._hello(now)  # we have missed its WELCOME
             raise ProtocolError(f"{type(instruction).__name__} of another epoch")
-        elif isinstance(instruction, wire.Update):
+        elif isinstance(instruction, messages.Update):
             self._on_update(instruction, payload, now)
-        elif isinstance(instruction, wire.Chunk):
+        elif isinstance(instruction, messages.Chunk):
             self._on_chunk(instruction, payload[0], now)
-        elif isinstance(instruction, wire.Granted):
+        elif isinstance(instruction, messages.Granted):
             self._on_granted(instruction, now)
-        elif isinstance(instruction, wire.Ping):
+        elif isinstance(instruction, messages.Ping):
             self._on_ping(instruction)
-        elif isinstance(instruction, wire.Pong):
+        elif isinstance(instruction, messages.Pong):
             self._on_pong(instruction)
         else:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
         self.last_seen = now
 
-    def _on_welcome(self, welcome: wire.Welcome, payload: Sequence[Buffer], now: float) -> None:
+    def _on_welcome(self, welcome: messages.Welcome, payload: Sequence[Buffer], now: float) -> None:
         if welcome.nonce != self.nonce or welcome.attempt != self._attempt:
             raise ProtocolError("a WELCOME that answers another HELLO")
         if self.epoch is not None and welcome.epoch < self.epoch:
@@ -377,11 +380,11 @@ class Subscriber:
                 accepted[self._name(model_id)] = layout.digest
             else:
                 self.refused[model_id], self._unfit[model_id] = error, layout
-                text = str(error)[: wire.MAX_TEXT]
-                refused = wire.Refused(welcome.epoch, self._name(model_id), layout.digest, text, welcome.question)
+                text = str(error)[: fields.MAX_TEXT]
+                refused = messages.Refused(welcome.epoch, self._name(model_id), layout.digest, text, welcome.question)
                 self._send(refused)
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
-        self._send(wire.Ready(welcome.epoch, accepted))
+        self._send(messages.Ready(welcome.epoch, accepted))
 
     def _adopt(self, epoch: Epoch) -> None:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
@@ -396,7 +399,7 @@ class Subscriber:
         self.targets = {}
         self._kept = {}  # the old one's slots are written no more
 
-    def _on_bye(self, bye: wire.Bye, now: float) -> None:
+    def _on_bye(self, bye: messages.Bye, now: float) -> None:
         if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
             raise ProtocolError("a BYE that is not meant for this worker")
         if bye.reason == "superseded":
@@ -411,7 +414,7 @@ class Subscriber:
             self._next_hello = now + self.settings.retry_interval
         self._drop_incoming()
 
-    def _on_update(self, update: wire.Update, payload: Sequence[Buffer], now: float) -> None:
+    def _on_update(self, update: messages.Update, payload: Sequence[Buffer], now: float) -> None:
         if update.serial <= self._serial:
             return  # a duplicate, or overtaken by a newer one
         if self.leaving:
@@ -473,15 +476,15 @@ class Subscriber:
         elif incoming.streaming:
             self._grant(incoming)
 
-    def _on_again(self, again: wire.Again, payload: Sequence[Buffer], now: float) -> None:
+    def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self._serial:
             if self.steady(again.serial) is not None:  # an interrupt came between applying and saying so
-                self._send(wire.Done(again.epoch, again.serial))
+                self._send(messages.Done(again.epoch, again.serial))
             return
         if self._base is None or self._base[0] != again.since or self._serial != again.since:
             raise ProtocolError("an AGAIN of an update that has not come")
         before = self._base[1]
-        part = wire.Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
+        part = messages.Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
         model_id = self._local(part.model_id)
         layout = self._layouts.find(model_id, part.digest)
         if payload and len(payload[0]) != part.nbytes:
@@ -525,7 +528,7 @@ class Subscriber:
 
     # -- routine ----------------------------------------------------------------------------------------------------
 
-    def steady(self, serial: int) -> tuple[str, wire.Part] | None:
+    def steady(self, serial: int) -> tuple[str, messages.Part] | None:
         """The model that the AGAIN of this serial was about, and its part, if that has been applied and told of, and
         nothing else is going on."""
         base, epoch = self._base, self.epoch
@@ -547,7 +550,7 @@ class Subscriber:
         return self._serial
 
     def repeated(
-        self, model_id: str, base: tuple[int, wire.Part], held: tuple[Epoch, int, Slab], nbytes: int, now: float
+        self, model_id: str, base: tuple[int, messages.Part], held: tuple[Epoch, int, Slab], nbytes: int, now: float
     ) -> None:
         """The routine has applied an AGAIN that follows the last update.
 
@@ -566,7 +569,7 @@ class Subscriber:
         self.bytes_received += nbytes
         self.last_seen = now
 
-    def resume(self, model_id: str, base: tuple[int, wire.Part], version: int, slab: Slab) -> None:
+    def resume(self, model_id: str, base: tuple[int, messages.Part], version: int, slab: Slab) -> None:
         """The routine was interrupted while it applied an AGAIN: what it has begun is staged, and goes the long way."""
         assert self.epoch is not None
         parts = {model_id: StagedPart(version, slab.retain(), slab.prepared)}
@@ -582,7 +585,7 @@ class Subscriber:
         if routine is not None:
             routine.end()
 
-    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
         if slab is not None and slab.lent:
             # By the trainer's name for the model: a worker's own name for it may change when another model joins.
@@ -593,8 +596,8 @@ class Subscriber:
     def _let_go(self) -> None:
         self._owes = True
 
-    def _report(self) -> tuple[int, wire.Kept]:
-        """Which lent slabs are in use here, of those that the trainer has told of; see :mod:`asyncsync.protocol.leases`."""
+    def _report(self) -> tuple[int, fields.Kept]:
+        """Which leased slabs are in use here, of those that have come; see :mod:`asyncsync.protocol.leases`."""
         self._owes = False
         if self._kept:
             self._kept = {key: slab for key, slab in self._kept.items() if slab.is_used}
@@ -610,14 +613,14 @@ class Subscriber:
         if (unsaid := self._unsaid) is not None:
             self._unsaid = None
             if unsaid.epoch == self.epoch and not unsaid.abandoned:
-                self._send(wire.Staged(unsaid.epoch, unsaid.serial, *self._report()))
+                self._send(messages.Staged(unsaid.epoch, unsaid.serial, *self._report()))
         if self._owes and self.epoch is not None and self.ended is None:
             before = len(self._kept)
             last, kept = self._report()
             if len(self._kept) < before:
-                self._send(wire.Released(self.epoch, self.nonce, last, kept))
+                self._send(messages.Released(self.epoch, self.nonce, last, kept))
 
-    def _begin(self, update: wire.Update, versions: Mapping[str, int]) -> None:
+    def _begin(self, update: messages.Update, versions: Mapping[str, int]) -> None:
         self._drop_incoming()
         self._serial = update.serial
         self._base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
@@ -625,7 +628,7 @@ class Subscriber:
             if version > self.targets.get(model_id, 0):
                 self.targets[model_id] = version
 
-    def _on_granted(self, granted: wire.Granted, now: float) -> None:
+    def _on_granted(self, granted: messages.Granted, now: float) -> None:
         """What was asked for, to be read in place, may be."""
         incoming = self._incoming
         if incoming is None or incoming.serial != granted.serial:
@@ -667,7 +670,7 @@ class Subscriber:
         if incoming.complete:
             self._complete()
 
-    def _on_chunk(self, chunk: wire.Chunk, data: Buffer, now: float) -> None:
+    def _on_chunk(self, chunk: messages.Chunk, data: Buffer, now: float) -> None:
         incoming = self._incoming
         if incoming is None or chunk.serial != incoming.serial:
             return
@@ -685,14 +688,14 @@ class Subscriber:
         assert self.epoch is not None
         gap = incoming.coverage.gap()
         incoming.granted = min(gap + self.settings.window_bytes, incoming.total)
-        self._send(wire.Fetch(self.epoch, incoming.serial, incoming.restarts, gap, incoming.granted))
+        self._send(messages.Fetch(self.epoch, incoming.serial, incoming.restarts, gap, incoming.granted))
 
     def _complete(self) -> None:
         incoming, self._incoming = self._incoming, None
         assert incoming is not None
         self._stage(incoming.serial, incoming.parts, incoming.take())
 
-    def _stage(self, serial: int, told: Sequence[wire.Part], slabs: Sequence[Slab]) -> None:
+    def _stage(self, serial: int, told: Sequence[messages.Part], slabs: Sequence[Slab]) -> None:
         """All bytes are here: convert, check, and wait for the gate."""
         assert self.epoch is not None
         parts: dict[str, StagedPart] = {}
@@ -713,9 +716,9 @@ class Subscriber:
                 slab.release()
         if parts:
             self._line_up(Staging(self.epoch, serial, parts))
-        self._send(wire.Staged(self.epoch, serial, *self._report()))
+        self._send(messages.Staged(self.epoch, serial, *self._report()))
         if not parts:
-            self._send(wire.Applied(self.epoch, self._named(self._versions), *self._report()))
+            self._send(messages.Applied(self.epoch, self._named(self._versions), *self._report()))
 
     def _fail(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         assert self.epoch is not None
@@ -724,7 +727,7 @@ class Subscriber:
         self._failure = failure(self.epoch, serial, self._named(versions), error, *self._report())
         self._send(self._failure)
 
-    def _on_ping(self, ping: wire.Ping) -> None:
+    def _on_ping(self, ping: messages.Ping) -> None:
         # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
         self._serial = max(self._serial, ping.serial)
         serial = self._incoming.serial if self._incoming is not None else 0
@@ -732,9 +735,9 @@ class Subscriber:
             self._send(self._failure)
         assert self.epoch is not None
         versions = self._named(self._versions)
-        self._send(wire.Pong(self.epoch, ping.seq, versions, self._named(self._waiting()), serial, *self._report()))
+        self._send(messages.Pong(self.epoch, ping.seq, versions, self._named(self._waiting()), serial, *self._report()))
 
-    def _on_pong(self, pong: wire.Pong) -> None:
+    def _on_pong(self, pong: messages.Pong) -> None:
         if pong.seq > self._ping:
             raise ProtocolError("a PONG to no PING")
         if pong.seq > self._answered:
@@ -786,7 +789,9 @@ class Subscriber:
             # A sender without a model_id calls its only model "".
             have[""] = next(iter(have.values()))
         me = self.identity
-        self._send(wire.Hello(self.worker, self.nonce, self._attempt, me.pid, me.boot, me.namespace, self.epoch, have))
+        self._send(
+            messages.Hello(self.worker, self.nonce, self._attempt, me.pid, me.boot, me.namespace, self.epoch, have)
+        )
 
     def _send(self, instruction: Instruction) -> None:
         self.outbox.append((instruction, ()))
@@ -806,12 +811,12 @@ class Subscriber:
         return {self._name(m): v for m, v in versions.items()}
 
 
-def _nothing_at_hand(part: wire.Part, layout: Layout) -> Slab | None:
+def _nothing_at_hand(part: messages.Part, layout: Layout) -> Slab | None:
     return None
 
 
-def _expanded(again: wire.Again, part: wire.Part) -> wire.Update:
-    return wire.Update(again.epoch, again.serial, True, (part,))
+def _expanded(again: messages.Again, part: messages.Part) -> messages.Update:
+    return messages.Update(again.epoch, again.serial, True, (part,))
 
 
 def _nothing_waits(models: Iterable[str]) -> bool:

@@ -31,7 +31,7 @@ from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.model.unseen_calls import warn_of_calls_unseen
-from asyncsync.protocol.wire import MAX_NAME
+from asyncsync.protocol.fields import MAX_NAME
 from asyncsync.schemes.context import resolve_model
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.state import LOCAL, by_worker, is_plain

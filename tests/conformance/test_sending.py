@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 
 import asyncsync.bus.sender as sender_module
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, RemoteError, WeightStrategy
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from helpers.apis import Api, bare
 from helpers.pairs import Clock, Model, crew, fill, held, read, receiver_of, until
 from helpers.processes import impatient
@@ -323,11 +323,11 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(sender.bus.endpoint)
-        hello = wire.Hello(worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0})
-        await socket.send(wire.encode(hello))
-        welcome, _ = wire.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
-        assert isinstance(welcome, wire.Welcome)
-        await socket.send(wire.encode(wire.Ready(welcome.epoch, {m: d for m, d in welcome.models.items() if d})))
+        hello = messages.Hello(worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0})
+        await socket.send(codec.encode(hello))
+        welcome, _ = codec.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
+        assert isinstance(welcome, messages.Welcome)
+        await socket.send(codec.encode(messages.Ready(welcome.epoch, {m: d for m, d in welcome.models.items() if d})))
         yield socket
 
 
@@ -351,8 +351,8 @@ async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api
             assert sender.status()[1].bytes_sent <= 2 * 4 * width + 4096
             updates = 0
             while await slow.poll(0):
-                instruction, _ = wire.decode(await slow.recv_multipart())
-                updates += isinstance(instruction, wire.Update)
+                instruction, _ = codec.decode(await slow.recv_multipart())
+                updates += isinstance(instruction, messages.Update)
             assert updates == 1, "one update is outstanding at most"
 
 
@@ -575,7 +575,7 @@ async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> Non
         link = bare(everybody.sender).bus._link
         send, start = link.publisher._send, link.version
 
-        def telling(route: bytes, instruction: wire.Instruction, *rest: Any) -> None:
+        def telling(route: bytes, instruction: messages.Instruction, *rest: Any) -> None:
             said.append(type(instruction))
             send(route, instruction, *rest)
 
@@ -587,8 +587,8 @@ async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> Non
         short = not api.options
         # The first needs a second slot; the others are routine, in which the state machine has no part.
         told = 2 if api.kind in ("SharedMem", "MultiProcess") else 8
-        assert said.count(wire.Again) == told * short
-        assert said.count(wire.Update) == 8 * (not short)
+        assert said.count(messages.Again) == told * short
+        assert said.count(messages.Update) == 8 * (not short)
         assert everybody.sender.version == start + 4
         with held(everybody.receivers[0]):
             await everybody.sender.publish(fill(everybody.source, 6))
@@ -596,7 +596,7 @@ async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> Non
             await everybody.sender.publish(fill(everybody.source, 7))  # one of them is behind
         await everybody.sender.wait_version(everybody.sender.version)
         assert everybody.read == [{7}, {7}]
-        assert said.count(wire.Again) == (told + 2) * short
+        assert said.count(messages.Again) == (told + 2) * short
 
 
 @pytest.mark.schemes("some")

@@ -18,7 +18,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
-from asyncsync.protocol import wire
+from asyncsync.protocol import messages
 from asyncsync.transports import attachments
 from asyncsync.transports.shared_memory import BORROWED_BYTES
 from asyncsync.transports.slots import Place, SlotPool
@@ -115,7 +115,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
             told.clear()
             await sender.send_async(fill(everybody.source, value))
             (slot,) = packed
-            updates = [(route, u) for route, u in told if isinstance(u, wire.Update)]
+            updates = [(route, u) for route, u in told if isinstance(u, messages.Update)]
             assert len({route for route, _ in updates}) == len(updates) == 3, "one instruction for each worker"
             assert len({id(u) for _, u in updates}) == 1, "the same for all"
             for model, parameters, buffer in zip(models, kept, buffers, strict=True):
@@ -294,7 +294,7 @@ async def test_r029_every_worker_gets_a_copy_of_its_own(api: Api) -> None:
 async def test_r024_r029_it_is_applied_by_the_strategy_and_the_handle_comes_with_the_instruction(api: Api) -> None:
     """Of 24: MultiProcess's instruction comes on the bus, as a part of its UPDATE."""
     async with api.crew(1, scheme=api.scheme(Noting())) as everybody:
-        told: list[wire.Part] = []
+        told: list[messages.Part] = []
         subscriber = everybody.receivers[0].bus._link.subscriber
         attach = subscriber.attach
         subscriber.attach = lambda part, layout: (told.append(part), attach(part, layout))[1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncsync.net import side_channel as lane
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)
@@ -108,9 +108,9 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         b"\x02\xff\xff\xff\xff",
         b"\x00" + b"\xc1" * 50,
         bytes(lane.MAX_PACKET + 1),
-        b"\x00" + wire.encode(wire.Applied(epoch, {"policy": 1 << 40})),
-        b"\x00" + wire.encode(wire.Applied((1, 1), {})),
-        b"\x00" + wire.encode(wire.Bye(epoch, bytes(16), "closed", "")),
+        b"\x00" + codec.encode(messages.Applied(epoch, {"policy": 1 << 40})),
+        b"\x00" + codec.encode(messages.Applied((1, 1), {})),
+        b"\x00" + codec.encode(messages.Bye(epoch, bytes(16), "closed", "")),
     ]
     for one, bus in [
         (receivers[0].bus._link.lane, sender.bus),

@@ -16,7 +16,7 @@ from asyncsync.model.binding import Binding, Prepared
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.side_channel import split
-from asyncsync.protocol import wire
+from asyncsync.protocol import fields, messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
@@ -202,7 +202,7 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> wire.Epoch:
+    def epoch(self) -> fields.Epoch:
         return self._publisher.epoch
 
     def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> Routine | None:
@@ -261,7 +261,7 @@ class SimulatedLane:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[wire.Buffer]) -> bool:
+    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
@@ -322,7 +322,7 @@ class Worker:
         self.late: set[str] = set()
         self.epochs: dict[str, tuple[tuple[int, int], int]] = {}
         self.running: Staging | None = None
-        self.fetches: list[tuple[int, int, wire.Part, Slab]] = []
+        self.fetches: list[tuple[int, int, messages.Part, Slab]] = []
         self.failures = 0
         self.again = 0  # the serial of an AGAIN that has just come
 
@@ -332,7 +332,7 @@ class Worker:
         self.contents[model] = 0
         self.subscriber.register(model, self.bindings[model], now)
 
-    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         """As transports.attachments do it."""
         assert part.descriptor is not None
         if not part.descriptor.startswith(b"slot "):

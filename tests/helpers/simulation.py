@@ -24,7 +24,7 @@ import torch
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.net.side_channel import join
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from asyncsync.weights.slab import Slab, pack
 from asyncsync.weights.tree import FlatWeights
 from helpers.oracle import Oracle
@@ -173,8 +173,8 @@ class Simulation(Oracle):
         """A bit flips. Only a checksum can notice."""
         if self.network and self.world.checksum:
             message = self.network[a % len(self.network)]
-            kind = type(wire.decode(message.frames)[0])
-            if kind is wire.Chunk or (kind is wire.Update and len(message.frames) > 2 and message.frames[-1]):
+            kind = type(codec.decode(message.frames)[0])
+            if kind is messages.Chunk or (kind is messages.Update and len(message.frames) > 2 and message.frames[-1]):
                 damaged = bytearray(message.frames[-1])
                 damaged[b % len(damaged)] ^= 1 << b % 8
                 message.frames = [*message.frames[:-1], bytes(damaged)]
@@ -651,13 +651,13 @@ class Simulation(Oracle):
     def _deliver(self, message: Message) -> None:
         connection = message.connection
         try:
-            instruction, payload = wire.decode(message.frames)
+            instruction, payload = codec.decode(message.frames)
             if message.upward:
                 if connection.trainer.alive and not self._answers(message):
                     connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
             elif connection.worker.running_on and not self._takes(connection, instruction, message.frames):
                 connection.worker.subscriber.receive(instruction, payload, self.now)
-                if type(instruction) is wire.Again:
+                if type(instruction) is messages.Again:
                     connection.worker.again = instruction.serial
         except ProtocolError as error:
             self.dropped[str(error).partition(":")[0]] += 1
@@ -671,11 +671,11 @@ class Simulation(Oracle):
         peers = [peer for peer in routine.waiting if peer.route == message.connection.route]
         return any(routine.answer(peer, packet, self.now) for peer in peers)
 
-    def _takes(self, connection: Connection, instruction: wire.Instruction, frames: list[bytes]) -> bool:
+    def _takes(self, connection: Connection, instruction: messages.Instruction, frames: list[bytes]) -> bool:
         """Whether this is routine for a worker, which has applied it then, and answers."""
         worker = connection.worker
         routine = worker.subscriber.routine
-        if routine is None or worker.connection is not connection or type(instruction) is not wire.Again:
+        if routine is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
         done = routine.take(memoryview(b"".join(join(frames))), self.now)
         if done is None:
@@ -696,7 +696,7 @@ class Simulation(Oracle):
                     continue
                 connection = next(c for c in reversed(self.connections) if c.route == route)
                 if connection.open:
-                    frames = [wire.encode(instruction), *map(bytes, payload)]
+                    frames = [codec.encode(instruction), *map(bytes, payload)]
                     self.network.append(Message(connection, False, frames))
                 else:
                     trainer.publisher.unreachable(route, self.now)
@@ -727,7 +727,7 @@ class Simulation(Oracle):
         while outbox:
             instruction, payload = outbox.popleft()
             if worker.alive and worker.connection is not None:
-                frames = [wire.encode(instruction), *map(bytes, payload)]
+                frames = [codec.encode(instruction), *map(bytes, payload)]
                 self.network.append(Message(worker.connection, True, frames))
 
     def _finish(self, worker: Worker) -> None:
@@ -735,7 +735,7 @@ class Simulation(Oracle):
         assert staging is not None
         worker.subscriber.applied(staging)
 
-    def _fetch(self, worker: Worker, serial: int, index: int, part: wire.Part, slab: Slab) -> None:
+    def _fetch(self, worker: Worker, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
         assert part.descriptor is not None
         source = next(
             (t.shared[part.descriptor] for t in self.trainers if t.alive and part.descriptor in t.shared), None
