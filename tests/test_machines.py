@@ -17,12 +17,16 @@ from hypothesis import strategies as st
 
 from asyncsync.fastpath.sender import Routine
 from asyncsync.fastpath.worker import WorkerRoutine
-from asyncsync.protocol.leases import Loans
-from asyncsync.protocol.peer import Announcement, Peer, Transfer
+from asyncsync.protocol.agreement import Agreement
+from asyncsync.protocol.announcer import Announcer
+from asyncsync.protocol.leases import WorkerLeases
+from asyncsync.protocol.membership import Membership
+from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.staging import Coverage, Incoming
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Targets
+from asyncsync.protocol.transfer import Announcement, Transfer
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 
@@ -48,9 +52,9 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-GIVE = "; self.loans.pop(peer.nonce, Loans(0, 0)).close()"
+GIVE = "; self.leases.release(peer.nonce)"
 NO_PONG = (Publisher, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
-DONE_REPORTS = "self._reported(peer.nonce, instruction.serial, ())\n    elif isinstance(instruction, "
+DONE_REPORTS = "self.leases.report(peer.nonce, instruction.serial, ())\n    elif isinstance(instruction, "
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
     if not parts:"""
 
@@ -97,13 +101,13 @@ MUTATIONS = {
     "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "not one.abandon()", "True")],
     "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
-    "an announcement is used again for other parts": [(Announcement, "says", "return", "return True or")],
+    "an announcement is used again for other parts": [(Announcement, "matches", "return", "return True or")],
     "nobody is asked, because all accepted something else": [
-        (Publisher, "_agreed", "layout not in peer.accepted", "False"),
-        (Publisher, "_due", "not in peer.accepted", "is None"),
+        (Agreement, "_is_agreed", "layout not in peer.accepted", "False"),
+        (Announcer, "_due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Publisher, "_pump", "if not parts:", ONE_BY_ONE)],
-    "a part is sent without the one that is refused": [(Publisher, "_due", "fresh - blocked", "fresh")],
+    "parts go one by one": [(Announcer, "update", "if not parts:", ONE_BY_ONE)],
+    "a part is sent without the one that is refused": [(Announcer, "_due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
         (Subscriber, "_line_up", "self.staged.append(staging)", "self.staged.insert(0, staging)")
     ],
@@ -116,32 +120,39 @@ MUTATIONS = {
         )
     ],
     "nobody is asked before a new layout": [
-        (Publisher, "_unanswered", "candidates = ", "return set()\n    candidates = ")
+        (Agreement, "_unanswered", "gathering = self", "return set()\n    gathering = self")
     ],
-    "a refusal concerns the refuser only": [(Publisher, "_on_refused", "peer.worker in publication.awaiting", "False")],
-    "no PING": [(Publisher, "tick", "self._ping(peer, now)", "continue")],
+    "a refusal concerns the refuser only": [(Agreement, "refuse", "peer.worker in publication.awaiting", "False")],
+    "no PING": [(Membership, "tick", "self.ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
         (Publisher, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
     ],
     "PONG does not show a lost UPDATE": [(Publisher, "_on_pong", "pong.serial != transfer.serial", "False")],
     "a HELLO of an old connection is answered there": [
-        (Publisher, "_hello", "hello.attempt <= peer.hello.attempt", "False")
+        (Membership, "hello", "hello.attempt <= peer.hello.attempt", "False")
     ],
     "a trainer whose clock has gone back stays behind": [
-        (Publisher, "_outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
+        (Membership, "outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
     ],
     "missing chunks are not asked for again": [
         (Subscriber, "tick", "incoming.stalled(now, self.settings.retry_interval)", "False")
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
-    "an old report gives back what was lent after it": [(Loans, "report", "serial <= last and", "")],
+    "an old report gives back what was lent after it": [(WorkerLeases, "report", "serial <= last and", "")],
     "a report says nothing of what is in use": [(Subscriber, "_report", "slab.is_used", "False")],
     "a report says nothing of what a forked child uses": [(Subscriber, "_report", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
-        (Publisher, "_supersede", "self._drop(peer)", f"self._drop(peer){GIVE}")
+        (
+            Membership,
+            "_supersede",
+            "self._drop(peer)",
+            f"self._drop(peer){GIVE}".replace("self.l", "self._entered.__self__.l"),
+        )
     ],
-    "whoever connects again has given everything back": [(Publisher, "_on_ready", "peer.ready = True", f"pass{GIVE}")],
-    "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading" and ', "")],
+    "whoever connects again has given everything back": [
+        (Publisher, "_on_ready", "accept(peer, ready)", f"accept(peer, ready){GIVE}")
+    ],
+    "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading"', "True")],
     "nothing tells of a slot that its last reader leaves": [
         (Subscriber, "flush", "len(self._kept) < before", "False"),
         NO_PONG,
@@ -151,16 +162,16 @@ MUTATIONS = {
         (Publisher, "_grant", "target.version != version", "False")
     ],
     "a report says nothing of what is asked for": [(Subscriber, "_report", "self._incoming.claims", "False")],
-    "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
-    "AGAIN leaves the slab before where it is": [(Publisher, "_retell", "current.slab.release()", "pass")],
+    "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
+    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "current.slab.release()", "pass")],
     "a routine goes on with what it has written, and not who has it": [
-        (Routine, "_hand_over", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
+        (Routine, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],
     "a routine forgets whom it has not told": [
         (Routine, "_hand_over", "[peer for peer, _ in self._untold]", "[]"),
         NO_PONG,
     ],
-    "a routine begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
+    "a routine begins with somebody behind": [(Announcer, "steady", "for peer in peers:", "for peer in ():")],
     "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
     "a worker's routine goes on whatever else it hears": [
         (Subscriber, "receive", "self.end_routine()", "pass"),

@@ -13,9 +13,9 @@ import torch
 
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.protocol import codec, messages
-from asyncsync.protocol.peer import Announcement
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.protocol.transfer import Announcement
 from asyncsync.weights.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
 
@@ -57,18 +57,18 @@ def test_hello_is_answered_with_the_layouts_and_ready_with_the_weights() -> None
 
 def test_a_worker_is_connected_when_it_has_applied_its_target() -> None:
     desk = Desk(1)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
     desk.hello(0)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
     desk.ready(0)
-    assert desk.publisher.connected(0, ["policy"])  # there is nothing to apply yet
+    assert desk.publisher.progress.connected(0, ["policy"])  # there is nothing to apply yet
     desk.publish()
     (update,) = desk.take(messages.Update)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
     desk.finish(0, update)
-    assert desk.publisher.connected(0, ["policy"])
+    assert desk.publisher.progress.connected(0, ["policy"])
     desk.publisher.lost(0, nonce(0), "it has died", desk.now)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
 
 
 def test_why_a_worker_is_absent_is_told() -> None:
@@ -76,7 +76,7 @@ def test_why_a_worker_is_absent_is_told() -> None:
     desk.hello(1, have={"actor": 0})
     desk.join(2, 3)
     desk.publisher.lost(3, nonce(3), "killed", desk.now)
-    why = [desk.publisher.why_absent(w, ["policy"]) for w in range(4)]
+    why = [desk.publisher.progress.why_absent(w, ["policy"]) for w in range(4)]
     assert "has not said hello" in why[0]
     assert "['actor'], not 'policy'" in why[1]
     assert "has not applied" in why[2]
@@ -95,7 +95,7 @@ def test_a_worker_idx_out_of_range_is_refused_and_changes_nothing() -> None:
 def test_an_elastic_trainer_takes_any_worker_idx() -> None:
     desk = Desk(None)
     desk.hello(4711)
-    assert desk.publisher.expected() == [4711]
+    assert desk.publisher.membership.expected() == [4711]
 
 
 FITS = messages.Ready(EPOCH, {"policy": layout().digest})
@@ -116,9 +116,9 @@ def test_a_worker_that_answers_keeps_its_place_and_a_newcomer_is_refused(desk: D
         assert (bye.reason, bye.nonce) == ("refused", nonce(incarnation))  # type: ignore[attr-defined]
         assert "the index was given twice" in bye.message  # type: ignore[attr-defined]
     assert desk.publisher.peers[0].nonce == nonce(0)
-    assert not desk.publisher._newcomers
+    assert not desk.publisher.membership._newcomers
     desk.applied(0, policy=version)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 def test_a_newcomer_changes_nothing_before_it_has_proved_itself(desk: Desk) -> None:
@@ -130,11 +130,11 @@ def test_a_newcomer_changes_nothing_before_it_has_proved_itself(desk: Desk) -> N
     desk.pass_time(3)
     assert len(desk.take(messages.Welcome, b"new")) == 1
     assert desk.publisher.peers[0].nonce == nonce(0)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
     desk.receive(b"new", FITS)
     assert [type(i) for i in desk.take(None, b"new")] == [messages.Update]
     assert desk.publisher.peers[0].nonce == nonce(10)
-    assert desk.publisher.progress(version, [0]).waiting == {0}
+    assert desk.publisher.progress.of(version, [0]).waiting == {0}
 
 
 def test_the_time_in_which_a_trainer_was_busy_does_not_count_as_silence(desk: Desk) -> None:
@@ -163,7 +163,7 @@ def test_a_worker_whose_process_has_ended_gives_way_at_once(desk: Desk) -> None:
     desk.publisher.ended(0, nonce(0), "killed", desk.now)
     assert [type(i) for i in desk.take(None, b"new")] == [messages.Welcome]
     desk.receive(b"new", FITS)
-    assert desk.publisher.connected(0, ["policy"])
+    assert desk.publisher.progress.connected(0, ["policy"])
 
 
 def test_a_hello_over_another_connection_does_not_take_a_worker_from_where_it_answers(desk: Desk) -> None:
@@ -178,7 +178,7 @@ def test_a_hello_over_another_connection_does_not_take_a_worker_from_where_it_an
 def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
     for incarnation in range(10, 200):
         desk.hello(0, incarnation, route=b"%d" % incarnation)
-    assert len(desk.publisher._newcomers) == 1
+    assert len(desk.publisher.membership._newcomers) == 1
     assert len(desk.take(messages.Ping)) == 1
     desk.pass_time(3)
     assert [to for to, i, _ in desk.publisher.outbox if isinstance(i, messages.Welcome)] == [b"199"]
@@ -237,7 +237,7 @@ def test_a_worker_that_reconnects_keeps_what_it_has(desk: Desk) -> None:
     desk.cut(b"0")
     desk.receive(b"new", messages.Ready(EPOCH, {"policy": layout().digest}))
     assert not desk.take(messages.Update)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
     with pytest.raises(ProtocolError):  # its old route is no longer known
         desk.applied(0, policy=version)
 
@@ -261,7 +261,7 @@ def test_a_duplicated_hello_does_not_bring_a_worker_back_that_has_left(desk: Des
     desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", "done"))
     desk.hello(0, attempt=1)
     assert desk.publisher.peers[0].state == "lost"
-    assert isinstance(desk.publisher.progress(desk.publish(), [0]).failed[0], PeerLost)
+    assert isinstance(desk.publisher.progress.of(desk.publish(), [0]).failed[0], PeerLost)
 
 
 def test_what_a_worker_claims_of_another_epoch_does_not_count(desk: Desk) -> None:
@@ -358,7 +358,7 @@ def test_each_worker_has_its_own_target(desk: Desk) -> None:
     outbox = [(route, payload) for route, i, payload in desk.publisher.outbox if isinstance(i, messages.Update)]
     contents = {route: torch.frombuffer(bytearray(payload[-1]), dtype=F32)[0].item() for route, payload in outbox}
     assert contents == {b"0": 10, b"1": 11}
-    assert desk.publisher.targeted(version) == [0, 1]
+    assert desk.publisher.progress.targeted(version) == [0, 1]
 
 
 def test_worker_ids_leave_the_others_alone(desk: Desk) -> None:
@@ -366,11 +366,11 @@ def test_worker_ids_leave_the_others_alone(desk: Desk) -> None:
     for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     second = desk.publish(workers=[1])
-    assert desk.publisher.targeted(second) == [1]
+    assert desk.publisher.progress.targeted(second) == [1]
     assert not desk.take(None, b"0")
-    progress = desk.publisher.progress(second, [0])
+    progress = desk.publisher.progress.of(second, [0])
     assert "no target of version 2" in str(progress.failed[0])
-    assert desk.publisher.progress(first, [0, 1]).acked == {0: first, 1: first}
+    assert desk.publisher.progress.of(first, [0, 1]).acked == {0: first, 1: first}
 
 
 def test_a_late_joiner_gets_what_was_last_meant_for_everybody() -> None:
@@ -402,7 +402,7 @@ def test_latest_wins_and_a_worker_that_is_behind_skips(desk: Desk) -> None:
     (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": last}
     desk.finish(0, update)
-    assert desk.publisher.progress(3, [0]).acked == {0: last}
+    assert desk.publisher.progress.of(3, [0]).acked == {0: last}
 
 
 def test_memory_is_the_targets_and_what_is_being_fetched(desk: Desk) -> None:
@@ -444,7 +444,7 @@ def test_a_worker_gets_only_the_models_it_has() -> None:
     (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"critic": version}
     desk.finish(0, update)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -537,9 +537,9 @@ def test_a_lost_applied_is_repaired_by_pong(desk: Desk) -> None:
     update, _ = desk.take(messages.Update)
     desk.staged(0, update)
     desk.pass_time(1)
-    assert desk.publisher.progress(version, [0]).waiting == {0}
+    assert desk.publisher.progress.of(version, [0]).waiting == {0}
     desk.pong(0, {"policy": version})
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 def test_an_applied_that_comes_late_does_not_count_back(desk: Desk) -> None:
@@ -550,7 +550,7 @@ def test_an_applied_that_comes_late_does_not_count_back(desk: Desk) -> None:
     (update,) = desk.take(messages.Update, b"0")
     desk.finish(0, update)
     desk.applied(0, policy=version - 1)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 def test_a_staging_that_the_worker_has_dropped_is_sent_again(desk: Desk) -> None:
@@ -614,7 +614,7 @@ def test_the_timer_is_set_for_what_is_due_next(desk: Desk) -> None:
 def test_silence_alone_never_loses_a_worker(desk: Desk) -> None:
     desk.pass_time(3600)
     assert [p.state for p in desk.publisher.peers.values()] == ["slow", "slow"]
-    assert desk.publisher.progress(desk.publish(), [0, 1]).waiting == {0, 1}
+    assert desk.publisher.progress.of(desk.publish(), [0, 1]).waiting == {0, 1}
 
 
 def test_a_silent_worker_gets_few_pings(desk: Desk) -> None:
@@ -652,7 +652,7 @@ def test_an_elastic_trainer_forgets_who_has_been_gone_for_a_minute_and_what_was_
 def test_a_worker_whose_process_has_ended_is_lost_at_once(desk: Desk) -> None:
     version = desk.publish()
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
-    progress = desk.publisher.progress(version, [0, 1])
+    progress = desk.publisher.progress.of(version, [0, 1])
     assert "killed" in str(progress.failed[0])
     assert isinstance(progress.failed[0], PeerLost)
     assert progress.waiting == {1}
@@ -679,7 +679,8 @@ def test_a_lost_worker_comes_back_with_hello(desk: Desk) -> None:
 
 def test_a_worker_of_a_host_that_cannot_be_told_is_lost_when_it_cannot_be_reached_any_more() -> None:
     desk = Desk(1)
-    desk.publisher.identity = Identity(1, "", 0)  # two that know nothing of their hosts are not on the same one
+    # Two that know nothing of their hosts are not on the same one.
+    desk.publisher.membership.identity = Identity(1, "", 0)
     desk.hello(0, local=None)
     assert desk.publisher.peers[0].local is None
     desk.cut(b"0")
@@ -715,7 +716,7 @@ def test_a_worker_that_leaves_is_lost_and_releases_everything(desk: Desk) -> Non
     desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", "done"))
     assert desk.publisher.peers[0].state == "lost"
     assert desk.publisher.peers[0].transfer is None
-    assert "it has left: done" in str(desk.publisher.progress(1, [0]).failed[0])
+    assert "it has left: done" in str(desk.publisher.progress.of(1, [0]).failed[0])
 
 
 def test_an_elastic_trainer_forgets_who_is_long_gone() -> None:
@@ -723,7 +724,7 @@ def test_an_elastic_trainer_forgets_who_is_long_gone() -> None:
     desk.join(0, 1)
     desk.publisher.lost(0, nonce(0), "gone", desk.now)
     version = desk.publish()
-    assert desk.publisher.targeted(version) == [1]
+    assert desk.publisher.progress.targeted(version) == [1]
     desk.pass_time(70)
     assert list(desk.publisher.peers) == [1]
 
@@ -742,7 +743,7 @@ def test_before_everybody_was_there_nothing_is_sent() -> None:
     desk.join(0)
     desk.pass_time(1000)
     assert not desk.take(messages.Update)
-    assert desk.publisher.progress(version, [0, 1]).waiting == {0, 1}
+    assert desk.publisher.progress.of(version, [0, 1]).waiting == {0, 1}
     desk.hello(1)
     assert not desk.take(messages.Update)
     desk.ready(1)
@@ -796,12 +797,12 @@ def test_one_refusal_changes_no_worker(desk: Desk) -> None:
     desk.take()
     desk.refuse(1, F64)
     assert not desk.take(messages.Update)
-    assert desk.publisher.targeted(new) == [0, 1]
-    failed = desk.publisher.progress(new, [0, 1]).failed
+    assert desk.publisher.progress.targeted(new) == [0, 1]
+    failed = desk.publisher.progress.of(new, [0, 1]).failed
     assert all(isinstance(error, SchemaMismatch) for error in failed.values())
     assert "it does not fit" in str(failed[1])
     assert "worker 1 cannot take it" in str(failed[0])
-    assert desk.publisher.progress(old, [0, 1]).acked == {0: old, 1: old}
+    assert desk.publisher.progress.of(old, [0, 1]).acked == {0: old, 1: old}
     assert desk.pool.slabs <= 2
 
 
@@ -816,9 +817,9 @@ def test_a_refused_layout_is_asked_about_again_with_the_next_publication(desk: D
     again = desk.publish(dtype=F64)
     (welcome,) = desk.take(messages.Welcome, b"1")
     assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
-    assert desk.publisher.progress(again, [0, 1]).waiting == {0, 1}
+    assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.refuse(1, F64)
-    assert set(desk.publisher.progress(again, [0, 1]).failed) == {0, 1}
+    assert set(desk.publisher.progress.of(again, [0, 1]).failed) == {0, 1}
     desk.take()
     last = desk.publish(dtype=F64)
     desk.take()
@@ -839,7 +840,7 @@ def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: De
     desk.take()
     desk.ready(0, F64)
     desk.refuse(1, F64, question=first.question)  # type: ignore[attr-defined]
-    assert desk.publisher.progress(again, [0, 1]).waiting == {0, 1}
+    assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.ready(1, F64)
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": again}] * 2
 
@@ -922,16 +923,16 @@ def test_refusing_a_layout_that_is_in_use_concerns_the_refuser_only() -> None:
     desk.hello(1)
     pending = desk.publish()
     desk.refuse(1, F32)
-    assert isinstance(desk.publisher.progress(pending, [1]).failed[1], SchemaMismatch)
+    assert isinstance(desk.publisher.progress.of(pending, [1]).failed[1], SchemaMismatch)
     version = desk.publish()
-    assert desk.publisher.progress(version, [1]).waiting == {1}
+    assert desk.publisher.progress.of(version, [1]).waiting == {1}
     desk.refuse(1, F32)
-    assert isinstance(desk.publisher.progress(version, [1]).failed[1], SchemaMismatch)
+    assert isinstance(desk.publisher.progress.of(version, [1]).failed[1], SchemaMismatch)
     updates = desk.take(messages.Update)
     assert [versions_of(u) for u in updates] == [{"policy": pending}]
     desk.finish(0, updates[0])
     assert desk.take(messages.Update)
-    assert "cannot take 'policy'" in desk.publisher.why_absent(1, ["policy"])
+    assert "cannot take 'policy'" in desk.publisher.progress.why_absent(1, ["policy"])
 
 
 def test_a_layout_that_one_worker_uses_may_still_be_news_to_the_others(desk: Desk) -> None:
@@ -942,7 +943,7 @@ def test_a_layout_that_one_worker_uses_may_still_be_news_to_the_others(desk: Des
     version = desk.publish(dtype=F64)
     assert not desk.take(messages.Update)
     desk.refuse(1, F64)
-    assert set(desk.publisher.progress(version, [0, 1]).failed) == {0, 1}
+    assert set(desk.publisher.progress.of(version, [0, 1]).failed) == {0, 1}
 
 
 def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
@@ -955,7 +956,7 @@ def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
     desk.ready(1, models=["policy"])
     assert not desk.take(messages.Update)
     for models in (None, ["policy"], ["critic"]):
-        assert isinstance(desk.publisher.progress(1, [1], models).failed[1], SchemaMismatch)
+        assert isinstance(desk.publisher.progress.of(1, [1], models).failed[1], SchemaMismatch)
 
 
 def test_a_refusal_leaves_an_older_publication_whole() -> None:
@@ -971,8 +972,8 @@ def test_a_refusal_leaves_an_older_publication_whole() -> None:
     assert versions_of(update) == {"policy": both, "critic": both}
     desk.refuse(0, I32, "critic")
     desk.finish(0, update)
-    assert desk.publisher.progress(both, [0]).acked == {0: both}
-    assert isinstance(desk.publisher.progress(both + 1, [0]).failed[0], SchemaMismatch)
+    assert desk.publisher.progress.of(both, [0]).acked == {0: both}
+    assert isinstance(desk.publisher.progress.of(both + 1, [0]).failed[0], SchemaMismatch)
 
 
 def test_a_version_is_published_when_its_layouts_are_accepted_and_never_if_one_is_refused(desk: Desk) -> None:
@@ -1019,7 +1020,7 @@ def test_a_failure_is_reported_and_not_sent_again(desk: Desk) -> None:
     update, _ = desk.take(messages.Update)
     desk.staged(0, update)
     desk.failed(0, update)
-    error = desk.publisher.progress(version, [0]).failed[0]
+    error = desk.publisher.progress.of(version, [0]).failed[0]
     assert isinstance(error, RemoteError)
     assert error.type_name == "builtins.OSError"
     desk.pass_time(1)
@@ -1039,7 +1040,7 @@ def test_what_failed_does_not_go_along_with_what_was_published_apart_from_it() -
         (update,) = desk.take(messages.Update)
         assert versions_of(update) == {"policy": version}
         desk.finish(0, update)
-        assert desk.publisher.progress(version, [0], ["policy"]).acked == {0: version}
+        assert desk.publisher.progress.of(version, [0], ["policy"]).acked == {0: version}
     assert not desk.take()
 
 
@@ -1049,7 +1050,7 @@ def test_the_siblings_of_what_failed_come_with_their_next_publication() -> None:
     both = desk.publish(models=["policy", "critic"])
     (update,) = desk.take(messages.Update)
     desk.failed(0, update)
-    assert set(desk.publisher.progress(both, [0]).failed) == {0}
+    assert set(desk.publisher.progress.of(both, [0]).failed) == {0}
     version = desk.publish(models=["policy"])
     (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version}
@@ -1114,8 +1115,8 @@ def test_a_late_failure_does_not_undo_what_was_applied(desk: Desk) -> None:
     update, _ = desk.take(messages.Update)
     desk.finish(0, update)
     desk.failed(0, update)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
-    assert "failed to apply" not in desk.publisher.why_absent(0, ["policy"])
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert "failed to apply" not in desk.publisher.progress.why_absent(0, ["policy"])
 
 
 def test_a_worker_that_reconnects_after_a_failure_is_given_another_try(desk: Desk) -> None:
@@ -1227,7 +1228,7 @@ def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
     assert offsets() == [40], "no further than the worker's credit"
     desk.receive(0, messages.Fetch(EPOCH, serial, 0, 40, slab.nbytes))
     assert offsets()[:1] == [80]
-    assert desk.publisher.progress(version, [0]).waiting == {0}
+    assert desk.publisher.progress.of(version, [0]).waiting == {0}
     slab.release()
 
 
@@ -1281,10 +1282,10 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
         told = []
         for version in versions:
             for models in (["policy"], ["value"], ["policy", "value"], []):
-                short = desk.publisher.targeted(version, models)
+                short = desk.publisher.progress.targeted(version, models)
                 with monkeypatch.context() as patch:
                     patch.setattr(type(desk.publisher.targets), "are_everybodys", lambda *_: False)
-                    assert desk.publisher.targeted(version, models) == short, (version, models)
+                    assert desk.publisher.progress.targeted(version, models) == short, (version, models)
                 told.append(short)
         return told
 
@@ -1314,7 +1315,7 @@ def test_who_has_none_of_the_models_is_not_asked_why_another_refused_one() -> No
     desk.take()
     desk.refuse(0, F64)
     desk.publish(models=("policy",), dtype=F64)
-    assert desk.publisher.targeted(version, ["policy"]) == [0]
+    assert desk.publisher.progress.targeted(version, ["policy"]) == [0]
 
 
 def test_slabs_are_not_kept_alive_by_what_was_said_of_them() -> None:
@@ -1367,14 +1368,14 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
         assert [torch.frombuffer(bytearray(frame), dtype=torch.float32, count=15).tolist() for frame in first[2]] == (
             [] if lent else [[version] * 15]
         )
-        assert desk.publisher.outstanding(version, [0, 1], ["policy"])
+        assert desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
         for worker in (0, 1):
             assert desk.publisher.peers[worker].transfer is not None
             desk.receive(worker, messages.Done(EPOCH, version))
             assert desk.publisher.peers[worker].transfer is None
-        assert not desk.publisher.outstanding(version, [0, 1], ["policy"])
-        assert desk.publisher.progress(version, [0, 1]).acked == {0: version, 1: version}
-        assert desk.publisher.loans == {}
+        assert not desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
+        assert desk.publisher.progress.of(version, [0, 1]).acked == {0: version, 1: version}
+        assert desk.publisher.leases.of == {}
         assert desk.pool._in_use == 1
 
 
@@ -1517,7 +1518,7 @@ def test_an_elastic_worker_that_was_silent_for_long_is_remembered_for_a_minute_a
     desk.publisher.tick(desk.now + 61)
     assert set(desk.publisher.peers) == {1}
     if not own:
-        assert isinstance(desk.publisher.progress(version, [0]).failed[0], PeerLost), "who waits for it is told so"
+        assert isinstance(desk.publisher.progress.of(version, [0]).failed[0], PeerLost), "who waits for it is told so"
 
 
 def test_a_version_that_was_skipped_is_nobodys() -> None:
@@ -1525,6 +1526,6 @@ def test_a_version_that_was_skipped_is_nobodys() -> None:
     trained(desk, 0)
     model = desk.publisher.targets.models["policy"].common
     assert model.current is not None
-    assert desk.publisher.steady("policy", model.current.slab) is not None
+    assert desk.publisher.announcer.steady("policy", model.current.slab) is not None
     desk.publisher.targets.carry_on(100)
-    assert desk.publisher.steady("policy", model.current.slab) is None
+    assert desk.publisher.announcer.steady("policy", model.current.slab) is None

@@ -737,7 +737,7 @@ def test_a_ping_does_not_disturb_what_is_arriving(station: Station) -> None:
 
 
 def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
-    """The trainer's only model has no name; it counts its loans by the names that it has told."""
+    """The trainer's only model has no name; it counts its leases by the names that it has told."""
     station = Station()
     station.welcome(models={"": layout()})
     station.lend(1, {"": (1, 10)})

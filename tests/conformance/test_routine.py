@@ -52,7 +52,7 @@ async def test_r193_updates_that_are_routine_arrive_whole_and_in_order(api: Api)
         assert slots(everybody) == 2
         assert everybody.sender.status()[0].version == version
         assert link._routine is None  # it was asked
-        assert not link.publisher.loans
+        assert not link.publisher.leases.of
         assert slots(everybody) == 2
         await everybody.sender.send_async(fill(everybody.source, 60))
         assert everybody.read == [{60}, {60}]
@@ -70,7 +70,7 @@ async def test_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> No
             assert everybody.read == [{value}, {value}]
         await begin(everybody)
         assert slots(everybody) == 2
-        assert not link.publisher.loans
+        assert not link.publisher.leases.of
 
 
 async def test_r195_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:

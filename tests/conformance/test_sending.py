@@ -573,13 +573,13 @@ async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> Non
     async with api.crew(2) as everybody:
         said = []
         link = bare(everybody.sender).bus._link
-        send, start = link.publisher._send, link.version
+        send, start = link.publisher.membership.send, link.version
 
         def telling(route: bytes, instruction: messages.Instruction, *rest: Any) -> None:
             said.append(type(instruction))
             send(route, instruction, *rest)
 
-        link.publisher._send = telling
+        link.publisher.membership.send = telling
         for value in range(2, 6):
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]

@@ -95,7 +95,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
         sender, _, models = everybody
         slots, packed, told = pool(sender), [], []
         publisher = sender.bus._link.publisher
-        acquire, send = slots.acquire, publisher._send
+        acquire, send = slots.acquire, publisher.membership.send
 
         def acquiring(*args: Any, **kwargs: Any) -> Any:
             packed.append(slab := acquire(*args, **kwargs))
@@ -106,7 +106,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
             send(route, instruction, *args)
 
         slots.acquire = acquiring  # type: ignore[method-assign]
-        publisher._send = telling
+        publisher.membership.send = telling
         kept = [dict(model.named_parameters()) for model in models]
         buffers = [model.scale.data_ptr() for model in models]
         before = {w: s.bytes_sent for w, s in sender.status().items()}
@@ -153,11 +153,11 @@ async def test_r028_a_slot_that_is_applied_where_it_is_comes_back_soon(api: Api)
     source, models = Model(0, BORROWED_BYTES // 4), [Model(width=BORROWED_BYTES // 4) for _ in range(2)]
     async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
         before = [addresses(model) for model in models]
-        loans = bare(everybody.sender).bus._link.publisher.loans
+        leases = bare(everybody.sender).bus._link.publisher.leases.of
         for value in range(1, 6):
             await everybody.sender.send_async(fill(source, value))
             assert everybody.read == [{value}, {value}]
-            await until(lambda: not any(map(len, loans.values())))
+            await until(lambda: not any(map(len, leases.values())))
         assert [addresses(model) for model in models] == before, "nothing was re-pointed"
         assert not any(is_foreign(tensor) for model in models for tensor in model.parameters())
         assert [read(receiver.weights) for receiver in everybody.receivers] == [{5}, {5}]

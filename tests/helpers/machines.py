@@ -103,7 +103,7 @@ class Desk:
 
     def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", question: int | None = None) -> None:
         """As the answer to the newest WELCOME, or to that one."""
-        question = self.publisher.peers[worker].questions if question is None else question
+        question = self.publisher.peers[worker].welcomes if question is None else question
         digest = layout(dtype).digest
         self.receive(worker, messages.Refused(self.publisher.epoch, model, digest, "it does not fit", question))
         self.receive(worker, messages.Ready(self.publisher.epoch, {}))

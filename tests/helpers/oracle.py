@@ -36,12 +36,12 @@ class Oracle:
         targets = len(holders)
         for peer in publisher.peers.values():
             if peer.transfer is not None:
-                holders.update(peer.transfer._retained)
+                holders.update(peer.transfer._slabs)
                 assert not peer.lost
         lent = 0
-        for loans in publisher.loans.values():
-            holders.update(slab for _, slab in loans)
-            lent += len(loans)
+        for leases in publisher.leases.of.values():
+            holders.update(slab for _, slab in leases)
+            lent += len(leases)
         packing = [slab for slab, _ in trainer.packing]
         holders.update(packing)
         for slab, count in holders.items():
@@ -49,7 +49,7 @@ class Oracle:
         slabs, spares = trainer.pool.slabs + trainer.slots.slabs, 2 if self.world.lent else 1
         assert len(holders) <= slabs <= len(holders) + spares, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
-        fetching = sum(len(p.transfer._retained) for p in publisher.peers.values() if p.transfer is not None)
+        fetching = sum(len(p.transfer._slabs) for p in publisher.peers.values() if p.transfer is not None)
         assert slabs <= targets + fetching + lent + len(packing) + spares
         for publication in publisher.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"

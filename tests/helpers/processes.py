@@ -32,7 +32,7 @@ from torch import nn
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
 from asyncsync.model import binding
 from asyncsync.model.gate import Gate
-from asyncsync.protocol.publisher import Settings
+from asyncsync.protocol.settings import Settings
 from helpers.apis import Face, in_thread
 
 __all__ = [
@@ -386,7 +386,7 @@ class Worker(_Party):
         """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody."""
         if elsewhere:
             from asyncsync.bus import receiver
-            from asyncsync.protocol.publisher import Identity
+            from asyncsync.protocol.settings import Identity
 
             receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
         self.model = Filled(numel, -1.0)

@@ -382,7 +382,7 @@ class Simulation(Oracle):
     def _do_assemble(self, a: int, b: int) -> None:
         """The trainer's connect() has returned."""
         publisher = self.trainer.publisher
-        if all(publisher.connected(w, self.world.models) for w in range(self.world.workers)):
+        if all(publisher.progress.connected(w, self.world.models) for w in range(self.world.workers)):
             for model in self.world.models:
                 publisher.assemble(model)
 
@@ -429,7 +429,7 @@ class Simulation(Oracle):
         self._until(self._returned, "what was lent")
         self._check_progress()
         version = self.trainer.publisher.version
-        progress = self.trainer.publisher.progress(version, self.trainer.publisher.targeted(version))
+        progress = self.trainer.publisher.progress.of(version, self.trainer.publisher.progress.targeted(version))
         assert not progress.failed, progress.failed
         assert set(progress.acked) == set(range(self.world.workers)), progress
 
@@ -468,7 +468,10 @@ class Simulation(Oracle):
                     self._kill(worker)
             if worker.active:
                 self._register_rest(worker)
-                if worker.subscriber.nonce in self.trainer.publisher._superseded and worker not in self.untold:
+                if (
+                    worker.subscriber.nonce in self.trainer.publisher.membership._superseded
+                    and worker not in self.untold
+                ):
                     self._disconnect(worker)  # its BYE was lost, and a connection that loses something breaks
                     self.untold.append(worker)
                 if worker.connection is None:
@@ -523,7 +526,7 @@ class Simulation(Oracle):
                     continue
                 topic = "" if self.world.models == ("",) else model
                 wanted = record.number_for(index, topic)
-                progress = publisher.progress(record.version, [index], [topic])
+                progress = publisher.progress.of(record.version, [index], [topic])
                 if worker.contents[model] == wanted:
                     if index not in progress.acked:
                         return f"{worker} has {record}, and the trainer does not know: {progress}"
@@ -537,10 +540,10 @@ class Simulation(Oracle):
     def _returned(self) -> str | None:
         """None if nothing is lent but what workers use, and nothing is in use but that and the targets."""
         publisher = self.trainer.publisher
-        for nonce, loans in publisher.loans.items():
+        for nonce, leases in publisher.leases.of.items():
             worker = next(w for w in self.workers if w.subscriber.nonce == nonce)
             used = {key for key, slab in worker.subscriber._kept.items() if slab.is_used}
-            for key, _ in loans:
+            for key, _ in leases:
                 if not worker.active:
                     return f"{key} is still lent to {worker}, which is gone"
                 if key not in used:
@@ -550,7 +553,7 @@ class Simulation(Oracle):
     def _check_progress(self) -> None:
         publisher = self.trainer.publisher
         for version in range(1, publisher.version + 1):
-            waiting = publisher.progress(version, publisher.targeted(version)).waiting
+            waiting = publisher.progress.of(version, publisher.progress.targeted(version)).waiting
             assert not waiting, f"version {version} waits for {waiting}"
 
     # -- the machinery ----------------------------------------------------------------------------------------------
