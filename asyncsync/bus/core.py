@@ -24,7 +24,7 @@ from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
-from asyncsync.protocol.publisher import Settings
+from asyncsync.protocol.settings import Settings
 
 if TYPE_CHECKING:
     from asyncsync.schemes.core import SchemeCore
@@ -416,7 +416,7 @@ class BusCore:
         return await self._send_sources(extract, weights, workers, timeout)
 
     def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
-        waiting = workers or self._sender().publisher.expected()
+        waiting = workers or self._sender().publisher.membership.expected()
         return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
     def _repeat(self, link: SenderLink, topic: str, given: Any) -> int | None:

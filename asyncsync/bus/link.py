@@ -23,7 +23,7 @@ from typing import Any
 
 from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
 from asyncsync.net.descriptors import PER_LINK, check_descriptors
-from asyncsync.protocol.publisher import Identity
+from asyncsync.protocol.settings import Identity
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.transports.zmq import Context
 

@@ -26,7 +26,7 @@ from asyncsync.net.side_channel import BY_LANE, Lane, connect, read
 from asyncsync.protocol.codec import decode, encode
 from asyncsync.protocol.fields import Buffer, Epoch
 from asyncsync.protocol.messages import Again, Bye, Done, Instruction, Welcome
-from asyncsync.protocol.publisher import Settings
+from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import finish

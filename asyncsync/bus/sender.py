@@ -25,7 +25,8 @@ from asyncsync.protocol.codec import decode, encode
 from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.messages import Again, Bye, Hello, Instruction, Ping, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
-from asyncsync.protocol.publisher import Publisher, Settings
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import finish
 from asyncsync.transports.base import TransportCore
@@ -94,8 +95,8 @@ class SenderLink(Link):
         self.min_workers = min_workers
         epoch = (time.time_ns(), secrets.randbits(62))
         self._publisher = Publisher(epoch, this_process(), num_workers, settings)
-        self._publisher.is_watched = self._is_watched
-        self._publisher.shortage = lambda: shortage(self._per_worker)
+        self._publisher.membership.is_watched = self._is_watched
+        self._publisher.membership.shortage = lambda: shortage(self._per_worker)
         self._routine: Routine | None = None
         self.pool = SlabPool(self._drained)
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
@@ -178,7 +179,7 @@ class SenderLink(Link):
 
     def _receive(self, frames: list[Any]) -> None:
         route = frames[0].bytes
-        if self.lanes.of and (whose := self.publisher.whose(route)) and (lane := self.lanes.of.get(whose[1])):
+        if self.lanes.of and (peer := self.publisher.membership.at(route)) and (lane := self.lanes.of.get(peer.nonce)):
             lane.drain()
         now = self.loop.time()
         try:
@@ -194,7 +195,9 @@ class SenderLink(Link):
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Somebody asks for a lane: the receiver of its packets, if that is a worker that has said HELLO."""
         # A newcomer's lane may be here before the READY by which it takes its place.
-        return next((partial(self._receive_packet, p) for p in self.publisher.welcomed if p.nonce == nonce), None)
+        return next(
+            (partial(self._receive_packet, p) for p in self.publisher.membership.welcomed if p.nonce == nonce), None
+        )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         if self._routine is not None and self._routine.answer(peer, packet, self.loop.time()):
@@ -216,10 +219,10 @@ class SenderLink(Link):
         """One process watch per co-located worker incarnation; no lane to one that is gone."""
         publisher = self.publisher
         if self.lanes.of:
-            self.lanes.keep({p.nonce for p in publisher.welcomed})
+            self.lanes.keep({p.nonce for p in publisher.membership.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what it was lent.
-        chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
+        chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in publisher.leases.of.items() if leases.pid}
         if chosen.keys() == self._watches.keys():
             return
         for nonce in self._watches.keys() - chosen.keys():
@@ -245,7 +248,10 @@ class SenderLink(Link):
 
     def _warn_of_blocking(self, seconds: float) -> None:
         publisher = self.publisher
-        waiting = publisher.progress(self.version, publisher.targeted(self.version)).waiting & publisher.peers.keys()
+        waiting = (
+            publisher.progress.of(self.version, publisher.progress.targeted(self.version)).waiting
+            & publisher.peers.keys()
+        )
         if waiting:
             self._has_warned = True
             logger.warning(
@@ -311,18 +317,19 @@ class SenderLink(Link):
             time.sleep(1e-6)
 
     def _send_by_lane(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        nonce = self.publisher.settled_at(route) if self.lanes.of else None
+        nonce = self.publisher.membership.settled_at(route) if self.lanes.of else None
         lane = None if nonce is None else self.lanes.of.get(nonce)
         return lane is not None and lane.send(frames)
 
     def _serve(self, route: bytes, update: Update | Again) -> None:
         """A worker is being told to fetch: the transport's turn, where that acts for each worker."""
-        whom = self.publisher.whose(route)
+        peer = self.publisher.membership.at(route)
         parts = update.parts if isinstance(update, Update) else (update,)
         for descriptor in (part.descriptor for part in parts):
             transport = self._served.get(descriptor or b"")
-            if transport is not None and whom is not None:
+            if transport is not None and peer is not None:
                 assert descriptor is not None
+                whom = peer.worker, peer.nonce
                 transport.serve(descriptor, *whom, partial(self._undeliverable, *whom, descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
@@ -395,7 +402,7 @@ class SenderLink(Link):
             return None
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return None
-        peers = publisher.steady(model_id, target.slab)
+        peers = publisher.announcer.steady(model_id, target.slab)
         if not peers or publisher.outbox or publisher.fenced is not None:
             return None
         if publisher.num_workers is not None and len(peers) < publisher.num_workers:
@@ -662,13 +669,13 @@ class SenderLink(Link):
         publisher = self.publisher
         targets = {t.slab for slot in publisher.targets.slots() for t in slot.targets}  # those are nobody's fault
         holders = []
-        for nonce, loans in publisher.loans.items():
-            versions = sorted({version for (_, version), slab in loans if slab in pool and slab not in targets})
+        for nonce, leases in publisher.leases.of.items():
+            versions = sorted({version for (_, version), slab in leases if slab in pool and slab not in targets})
             if versions:
-                peer = publisher.peers.get(loans.worker)
+                peer = publisher.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"
-                where = f", process {loans.pid}" if loans.pid else ""
-                holders.append(f"worker {loans.worker} ({state}{where}) has version {', '.join(map(str, versions))}")
+                where = f", process {leases.pid}" if leases.pid else ""
+                holders.append(f"worker {leases.worker} ({state}{where}) has version {', '.join(map(str, versions))}")
         return (
             f"there is no free slot of shared memory for a new version: {'; '.join(holders) or 'nobody says why'}. "
             "A worker lets go of a version when it has applied a newer one: look for a stopped process or a hold() "
@@ -714,8 +721,8 @@ class SenderLink(Link):
             if version is None:
                 return False
             if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
-                return any(publisher.targets.rejection(w, version) is not None for w in publisher.expected())
-            failed = publisher.progress(version, publisher.expected(), models).failed
+                return any(publisher.targets.rejection(w, version) is not None for w in publisher.membership.expected())
+            failed = publisher.progress.of(version, publisher.membership.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 
         def done() -> bool:
@@ -725,13 +732,13 @@ class SenderLink(Link):
         in_time = await self.wait(done, max(0.0, deadline - self.loop.time()))
         ended = "" if self._gathered(models) or hopeless() else ended_process(processes)
         if ended or not in_time:
-            missing = [w for w in publisher.expected() if not publisher.connected(w, models)]
+            missing = [w for w in publisher.membership.expected() if not publisher.progress.connected(w, models)]
             missing.sort(key=lambda w: w in publisher.peers)  # first those that the others may be waiting for
-            reasons = "; ".join(publisher.why_absent(w, models) for w in missing)
-            if publisher.turned_away:
-                reasons += f"; one that came was turned away: {publisher.turned_away}"
+            reasons = "; ".join(publisher.progress.why_absent(w, models) for w in missing)
+            if publisher.membership.turned_away:
+                reasons += f"; one that came was turned away: {publisher.membership.turned_away}"
             if publisher.num_workers is None:
-                there = sum(publisher.connected(w, models) for w in publisher.expected())
+                there = sum(publisher.progress.connected(w, models) for w in publisher.membership.expected())
                 reasons = f"{there} of at least {self.min_workers} workers are there" + (
                     f"; {reasons}" if reasons else ""
                 )
@@ -739,13 +746,13 @@ class SenderLink(Link):
                 raise NotConnected(f"not connected, because {ended}; {reasons}. connect() may be called again")
             raise NotConnected(f"not connected within {timeout:g} s: {reasons}. connect() may be called again")
         if version is not None and hopeless():
-            progress = publisher.progress(version, publisher.expected(), models)
+            progress = publisher.progress.of(version, publisher.membership.expected(), models)
             raise PartialSendError(progress.acked, progress.failed)
         for model_id in models:
             publisher.assemble(model_id)
 
     def _gathered(self, models: list[str]) -> bool:
-        there = [w for w in self.publisher.expected() if self.publisher.connected(w, models)]
+        there = [w for w in self.publisher.membership.expected() if self.publisher.progress.connected(w, models)]
         needed = self.publisher.num_workers
         return len(there) >= (self.min_workers if needed is None else needed)
 
@@ -772,14 +779,16 @@ class SenderLink(Link):
         """
         publisher = self._publisher  # who is there, and with which models, does not change in a routine
         for model_id in models:
-            there = publisher.eligible(model_id)
+            there = publisher.membership.eligible(model_id)
             if publisher.num_workers is None and there < self.min_workers:
                 text = f"{there} workers are connected, min_workers={self.min_workers} are needed"
             elif publisher.num_workers is not None and not there:
                 text = "no worker can apply this"
             else:
                 continue
-            others = "; ".join(publisher.why_absent(w, [model_id]) for w in publisher.without(model_id))
+            others = "; ".join(
+                publisher.progress.why_absent(w, [model_id]) for w in publisher.membership.without(model_id)
+            )
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which late workers catch up with"
@@ -803,21 +812,21 @@ class SenderLink(Link):
             NotConnected: there is none that could.
         """
         publisher = self.publisher
-        chosen = publisher.targeted(version, models) if workers is None else workers
+        chosen = publisher.progress.targeted(version, models) if workers is None else workers
         if not chosen and (self.min_workers or publisher.num_workers is not None):
             self.check_quorum(publisher.targets.models if models is None else models)
             raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
 
         def done() -> bool:
             publisher.check_open()
-            return not publisher.outstanding(version, chosen, models)
+            return not publisher.progress.outstanding(version, chosen, models)
 
         await self.wait(done, max(0.0, timeout - spent), self.depart)
-        if publisher.applied(version, chosen, models):
+        if publisher.progress.applied(version, chosen, models):
             return
-        progress = publisher.progress(version, chosen, models)
+        progress = publisher.progress.of(version, chosen, models)
         failed = dict(progress.failed)
-        failed.update({w: publisher.timeout_of(w, version, timeout) for w in progress.waiting})
+        failed.update({w: publisher.progress.timeout_of(w, version, timeout) for w in progress.waiting})
         if failed:
             raise PartialSendError(progress.acked, failed)
 

@@ -38,7 +38,7 @@ def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus
     publisher = link.publisher
     now = link.loop.time()
     table = {}
-    for worker in sorted({*publisher.expected(), *publisher.peers}):
+    for worker in sorted({*publisher.membership.expected(), *publisher.peers}):
         peer = publisher.peers.get(worker)
         targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
         if peer is None:

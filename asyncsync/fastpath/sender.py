@@ -7,10 +7,10 @@ one packet (AGAIN), by lane, and counts the answers, which are all the same pack
 at a time, first to the one that was told last: to be woken by each would take the core from those that are not done.
 
 Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anybody looks at it, be it because
-anything else has come from a worker, because a worker has gone, because time has passed or somebody asks for the status, it is
-told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the last. That is
-all there is to know, for a routine goes on to the next version only when everybody has answered. From there on it goes
-on by itself, and finds out what was lost as it always does.
+anything else has come from a worker, because a worker has gone, because time has passed or somebody asks for the
+status, it is told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the
+last. That is all there is to know, for a routine goes on to the next version only when everybody has answered. From
+there on it goes on by itself, and finds out what was lost as it always does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Routine:
     """The steady state of one model.
 
     Args:
-        publisher: in the steady state (:meth:`asyncsync.protocol.publisher.Publisher.steady`).
+        publisher: in the steady state (:meth:`asyncsync.protocol.announcer.Announcer.steady`).
         model_id: the model.
         known: the weights that have been sent.
         slots: the newest version's slab, and the next one's; both with the caller's reference, and a descriptor.
@@ -60,10 +60,11 @@ class Routine:
         workers: Sequence[tuple[Peer, Lane]],
     ) -> None:
         self.model_id = model_id
-        self.version, self._serial = publisher.version, publisher.serial
+        self.version, self._serial = publisher.version, publisher.announcer.serial
         self.waiting: dict[Peer, Lane] = {}
         self.waiter: asyncio.Future[None] | None = None
         self._publisher = publisher
+        self._epoch = publisher.epoch
         self._newest, self._next = slots
         assert slots[0].layout is slots[1].layout is known.layout
         self._workers = workers
@@ -93,7 +94,7 @@ class Routine:
                 return False
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
-        epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
+        epoch, version, serial = self._epoch, self.version + 1, self._serial + 1
         again: list[Buffer] = [alone(encode_again(epoch, serial, self._serial, version, slab.descriptor))]
         done = alone(encode_done(epoch, serial))
         waiting, untold = dict(self._workers), list(self._workers)
@@ -159,6 +160,7 @@ class Routine:
         if self.updates:
             untold = [peer for peer, _ in self._untold]
             peers, waiting = self._peers, self.waiting
-            self._publisher.catch_up(self.model_id, self._newest, self.updates, peers, waiting, untold, self._began)
+            catch_up = self._publisher.announcer.catch_up
+            catch_up(self.model_id, self._newest, self.updates, peers, waiting, untold, self._began)
         else:
             self._newest.release()

@@ -126,7 +126,7 @@ class SchemeState:
         link = self._bus._link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
-            workers = self._bus._look(lambda: link.publisher.expected())
+            workers = self._bus._look(lambda: link.publisher.membership.expected())
         if isinstance(self._shared, WrappedSender):
             channels = self._shared.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
