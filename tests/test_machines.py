@@ -19,11 +19,15 @@ from asyncsync.fastpath.sender import Routine
 from asyncsync.fastpath.worker import WorkerRoutine
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
+from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.incoming import Coverage, Incoming, IncomingUpdate
 from asyncsync.protocol.leases import WorkerLeases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.staging import Coverage, Incoming
+from asyncsync.protocol.reports import Reports
+from asyncsync.protocol.session import Session
+from asyncsync.protocol.staging import StagedUpdates
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Targets
 from asyncsync.protocol.transfer import Announcement, Transfer
@@ -80,25 +84,25 @@ def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
 # Each takes away one thing that a guarantee rests on (or two, where either would do), and must be noticed.
 MUTATIONS = {
     "an update counts as complete before it is": [
-        (Incoming, "complete", "self.coverage.covered == self.total", "self.coverage.covered > 0")
+        (IncomingUpdate, "complete", "self.coverage.covered == self.total", "self.coverage.covered > 0")
     ],
     "bytes that come twice count twice": [(Coverage, "add", "(high - low) - known", "stop - start")],
-    "chunks of another update are taken": [(Subscriber, "_on_chunk", "chunk.serial != incoming.serial", "False")],
-    "checksums are not compared": [(Incoming, "write", "zlib.crc32(data) != crc", "False")],
+    "chunks of another update are taken": [(Incoming, "chunk", "chunk.serial != update.serial", "False")],
+    "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
     "a transfer does not hold its slab": [(Transfer, "__init__", "slab.retain()", "slab")],
     "a transfer never lets go of its slab": [(Peer, "end_transfer", "self.transfer.release()", "pass")],
     "slabs of an update that cannot be converted are lost": [
-        (Subscriber, "_stage", "for part in parts.values():", "for part in ():")
+        (Subscriber, "_stage", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
         (Targets, "_withdraw", "slot.reject(publication)", "slot.pending = []")
     ],
     "old updates are taken": [
-        (Subscriber, "_on_update", "update.serial <= self._serial", "False"),
-        (Subscriber, "_stage", "if version > waiting.get(model_id, self.version(model_id)):", "if True:"),
+        (Subscriber, "_on_update", "update.serial <= self.reports.serial", "False"),
+        (Subscriber, "_stage", "if part.version > waiting.get(model_id, holdings.version(model_id)):", "if True:"),
     ],
-    "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
-    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "not one.abandon()", "True")],
+    "messages of other trainers are taken": [(Subscriber, "receive", "epoch != session.epoch", "False")],
+    "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
     "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
     "an announcement is used again for other parts": [(Announcement, "matches", "return", "return True or")],
@@ -109,7 +113,7 @@ MUTATIONS = {
     "parts go one by one": [(Announcer, "update", "if not parts:", ONE_BY_ONE)],
     "a part is sent without the one that is refused": [(Announcer, "_due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
-        (Subscriber, "_line_up", "self.staged.append(staging)", "self.staged.insert(0, staging)")
+        (StagedUpdates, "line_up", "self.append(staging)", "self.insert(0, staging)")
     ],
     "a part is withdrawn with a newer one that is refused": [
         (
@@ -135,12 +139,12 @@ MUTATIONS = {
         (Membership, "outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
     ],
     "missing chunks are not asked for again": [
-        (Subscriber, "tick", "incoming.stalled(now, self.settings.retry_interval)", "False")
+        (Incoming, "tick", "update.stalled(now, self._settings.retry_interval)", "False")
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
     "an old report gives back what was lent after it": [(WorkerLeases, "report", "serial <= last and", "")],
-    "a report says nothing of what is in use": [(Subscriber, "_report", "slab.is_used", "False")],
-    "a report says nothing of what a forked child uses": [(Subscriber, "_report", "slab.is_used", "slab.references")],
+    "a report says nothing of what is in use": [(Holdings, "report", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Holdings, "report", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
         (
             Membership,
@@ -154,14 +158,14 @@ MUTATIONS = {
     ],
     "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading"', "True")],
     "nothing tells of a slot that its last reader leaves": [
-        (Subscriber, "flush", "len(self._kept) < before", "False"),
+        (Reports, "flush", "len(holdings.leased) < before", "False"),
         NO_PONG,
     ],
-    "whoever was superseded gives nothing back": [(Subscriber, "bye", "elif not reads:", "elif False:")],
+    "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
     "a slot is granted that may hold something else by now": [
         (Publisher, "_grant", "target.version != version", "False")
     ],
-    "a report says nothing of what is asked for": [(Subscriber, "_report", "self._incoming.claims", "False")],
+    "a report says nothing of what is asked for": [(Incoming, "awaited", "not self.update.awaited", "True")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "current.slab.release()", "pass")],
     "a routine goes on with what it has written, and not who has it": [
@@ -174,8 +178,8 @@ MUTATIONS = {
     "a routine begins with somebody behind": [(Announcer, "steady", "for peer in peers:", "for peer in ():")],
     "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
     "a worker's routine goes on whatever else it hears": [
-        (Subscriber, "receive", "self.end_routine()", "pass"),
-        (WorkerRoutine, "take", "since != subscriber.serial or ", ""),
+        (Subscriber, "receive", "self.end_fast_path()", "pass"),
+        (WorkerRoutine, "take", "since != self._reports.serial or ", ""),
     ],
     "a worker's routine writes where the newest version is": [
         (WorkerRoutine, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
@@ -191,7 +195,7 @@ MUTATIONS = {
             "pass\n    elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed)",
         )
     ],
-    "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],
+    "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
 }
 
 

@@ -11,9 +11,10 @@ import torch
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.protocol import fields, messages
+from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
+from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.staging import KEPT_LAYOUTS
-from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
+from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, Fickle, Station, layout, nonce, slab_of
 
@@ -84,7 +85,7 @@ def test_ready_names_the_layouts_that_fit() -> None:
     station.take()
     station.welcome()
     assert station.take() == [messages.Ready(EPOCH, {"policy": layout().digest})]
-    assert station.subscriber.served == {"policy": layout().digest}
+    assert station.subscriber.session.served == {"policy": layout().digest}
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_ready_and_accepted_later() -> None:
@@ -96,9 +97,9 @@ def test_a_layout_that_does_not_fit_is_refused_before_ready_and_accepted_later()
     assert (refused.model_id, refused.digest) == ("policy", layout(F64).digest)
     assert "torch.float64" in refused.message
     assert ready == messages.Ready(EPOCH, {})
-    assert isinstance(station.subscriber.refused["policy"], SchemaMismatch)
+    assert isinstance(station.subscriber.session.refused["policy"], SchemaMismatch)
     station.welcome(F32)
-    assert station.subscriber.refused == {}
+    assert station.subscriber.session.refused == {}
 
 
 def test_a_model_of_somebody_else_does_not_matter() -> None:
@@ -132,7 +133,7 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.update(1, {"": (3, 30)})
     station.apply()
     assert station.content() == {30}
-    assert station.subscriber.version("policy") == 3
+    assert station.subscriber.holdings.version("policy") == 3
     assert station.take(messages.Applied) == [messages.Applied(EPOCH, {"": 3}, 1)]
 
 
@@ -155,12 +156,12 @@ def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     station.update(1, {"policy": (5, 50)})
     assert station.take() == [messages.Staged(EPOCH, 1, 1)]
     assert station.content() == {0}
-    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.holdings.version("policy") == 0
     station.apply()
     assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
-    assert station.subscriber.version("policy") == 5
-    held = station.subscriber.held("policy")
+    assert station.subscriber.holdings.version("policy") == 5
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     assert held[:2] == (EPOCH, 5)
 
@@ -173,7 +174,7 @@ def test_an_update_is_staged_when_its_last_chunk_is_here_in_whatever_order(stati
     station.chunk(1, 120, 8, 10)
     station.apply()
     assert station.content() == {10}
-    assert station.subscriber.bytes_received == 128
+    assert station.subscriber.incoming.bytes_received == 128
 
 
 def test_never_more_than_the_window_is_in_flight(station: Station) -> None:
@@ -274,9 +275,9 @@ def test_an_update_that_the_gate_has_begun_with_is_finished_before_the_next(stat
     station.update(2, {"policy": (2, 20)})
     assert not first.abandoned
     station.subscriber.applied(first)
-    assert station.subscriber.version("policy") == 1
+    assert station.subscriber.holdings.version("policy") == 1
     station.apply()
-    assert station.subscriber.version("policy") == 2
+    assert station.subscriber.holdings.version("policy") == 2
     assert station.subscriber.pool.slabs <= 2
 
 
@@ -323,8 +324,8 @@ def test_one_update_that_cannot_be_applied_keeps_no_other_back(pair: Station) ->
     pair.subscriber.applied(critic)
     (failed,) = pair.take(messages.Failed)
     assert failed.versions == {"policy": 1}  # type: ignore[attr-defined]
-    assert (pair.subscriber.version("policy"), pair.subscriber.version("critic")) == (0, 2)
-    assert pair.subscriber.error.keys() == {"policy"}
+    assert (pair.subscriber.holdings.version("policy"), pair.subscriber.holdings.version("critic")) == (0, 2)
+    assert pair.subscriber.holdings.error.keys() == {"policy"}
 
 
 def test_an_update_of_which_all_models_are_overtaken_by_several_is_dropped(pair: Station) -> None:
@@ -362,7 +363,7 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     assert (failed.serial, failed.versions, failed.mismatch) == (1, {"policy": 1}, False)
     assert failed.type_name == "builtins.OSError"
     assert "the disk is full" in failed.traceback
-    assert station.subscriber.error["policy"][0] == 1
+    assert station.subscriber.holdings.error["policy"][0] == 1
     assert station.subscriber.pool.slabs <= 1
     station.receive(messages.Ping(EPOCH, 1))  # the message may have been lost
     assert station.take() == [failed, messages.Pong(EPOCH, 1, {}, {}, 0, 1)]
@@ -372,7 +373,7 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     station.take()
     station.receive(messages.Ping(EPOCH, 2))
     assert station.take() == [messages.Pong(EPOCH, 2, {"policy": 2}, {}, 0, 2)]
-    assert station.subscriber.error == {}
+    assert station.subscriber.holdings.error == {}
 
 
 def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
@@ -409,21 +410,21 @@ def test_a_failed_update_leaves_an_older_one_waiting(station: Station) -> None:
 
 def test_a_descriptor_is_fetched_into_the_slab(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"over there")
-    (fetch,) = station.subscriber.fetches
-    station.subscriber.fetches.clear()
+    (fetch,) = station.subscriber.incoming.fetches
+    station.subscriber.incoming.fetches.clear()
     serial, index, part, slab = fetch
     assert part.descriptor == b"over there"
     assert not station.take()
     slab.buffer.copy_(torch.full((32,), 10.0).view(torch.uint8))
-    station.subscriber.fetched(serial, index, slab, None, station.now)
+    station.subscriber.incoming.fetched(serial, index, slab, None, station.now)
     station.apply()
     assert station.content() == {10}
 
 
 def test_a_fetch_that_fails_is_told(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"over there")
-    serial, index, _, slab = station.subscriber.fetches.popleft()
-    station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
+    serial, index, _, slab = station.subscriber.incoming.fetches.popleft()
+    station.subscriber.incoming.fetched(serial, index, slab, OSError("it is gone"), station.now)
     (failed,) = station.take(messages.Failed)
     assert failed.message == "it is gone"  # type: ignore[attr-defined]
     assert station.subscriber.pool.slabs <= 1
@@ -431,20 +432,20 @@ def test_a_fetch_that_fails_is_told(station: Station) -> None:
 
 def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_one(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    old = station.subscriber.fetches.popleft()
+    old = station.subscriber.incoming.fetches.popleft()
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     station.update(1, {"policy": (1, 20)}, epoch=NEWER, descriptor=b"new")
-    assert station.subscriber.fetches[0][0] == old[0]  # serial numbers begin again
-    station.subscriber.fetched(old[0], old[1], old[3], None, station.now)
+    assert station.subscriber.incoming.fetches[0][0] == old[0]  # serial numbers begin again
+    station.subscriber.incoming.fetched(old[0], old[1], old[3], None, station.now)
     assert not station.subscriber.staged
 
 
 def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    serial, index, _, slab = station.subscriber.fetches.popleft()
+    serial, index, _, slab = station.subscriber.incoming.fetches.popleft()
     station.update(2, {"policy": (2, 20)})
-    station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
+    station.subscriber.incoming.fetched(serial, index, slab, OSError("it is gone"), station.now)
     assert not station.take(messages.Failed)
     station.apply()
     assert station.content() == {20}
@@ -485,18 +486,18 @@ def test_a_lent_slab_that_is_copied_out_is_not_kept(station: Station) -> None:
 def test_a_borrowed_slab_is_applied_where_it_is_and_given_back_when_that_was_told(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     assert station.take() == [messages.Staged(EPOCH, 1, 1, (("policy", 5),))]
-    assert not station.subscriber.give_back()  # it waits for the gate
+    assert not station.subscriber.holdings.copy_out()  # it waits for the gate
     station.apply()
     station.flush()
     assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
-    assert station.subscriber.give_back()
+    assert station.subscriber.holdings.copy_out()
     station.overwrite(5)
     station.flush()
     assert station.take() == [messages.Released(EPOCH, nonce(7), 1, ())]
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     assert {x for view in held[2].views for x in view.reshape(-1).tolist()} == station.content() == {50}
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
     station.flush()
     assert not station.take()
 
@@ -510,7 +511,7 @@ def test_a_borrowed_slab_is_copied_out_at_once_if_its_update_has_to_wait(station
     assert asked == [["policy"]]
     station.apply()
     assert station.content() == {50}
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
 
 
 def test_a_borrowed_slab_is_copied_out_at_once_if_the_rest_of_its_update_is_still_to_come(pair: Station) -> None:
@@ -533,11 +534,11 @@ def test_a_borrowed_slab_is_copied_out_at_once_if_the_rest_of_its_update_is_stil
 def test_a_borrowed_slab_that_somebody_copies_is_given_back_after_that(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.apply()
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     reader = held[2].retain()
     station.take()
-    assert station.subscriber.give_back()
+    assert station.subscriber.holdings.copy_out()
     station.flush()
     assert not station.take()
     reader.release()
@@ -556,7 +557,7 @@ def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
     station.apply()
     station.take()
     monkeypatch.setattr(station.subscriber.pool, "acquire", acquire)
-    station.subscriber.give_back()
+    station.subscriber.holdings.copy_out()
     station.flush()
     assert not station.take()
     station.lend(2, {"policy": (6, 60)}, borrowed=True)
@@ -564,7 +565,7 @@ def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
     *_, applied = station.take()
     assert reported(applied) == (2, (("policy", 6),))
     monkeypatch.undo()
-    assert station.subscriber.give_back()
+    assert station.subscriber.holdings.copy_out()
     station.flush()
     assert station.take() == [messages.Released(EPOCH, nonce(7), 2, ())]
 
@@ -576,7 +577,7 @@ def test_a_borrowed_slab_whose_update_cannot_be_applied_is_given_back(station: S
     station.subscriber.failed(staging, RuntimeError("no"))
     (failed,) = station.take()
     assert reported(failed) == (1, ())
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
 
 
 def test_a_lent_slab_that_is_replaced_before_the_gate_is_not_kept(station: Station) -> None:
@@ -652,7 +653,7 @@ def test_the_same_version_twice_is_one_slab(station: Station) -> None:
 def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     station.apply()
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     reader = held[2].retain()
     station.lend(2, {"policy": (2, 20)})
@@ -813,12 +814,12 @@ def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) 
     station.welcome(epoch=NEWER)
     assert staged.abandoned
     assert not station.subscriber.staged
-    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.holdings.version("policy") == 0
     assert station.content() == {70}  # the model keeps what it has
     station.update(1, {"policy": (1, 10)}, epoch=NEWER)
     station.apply()
     assert station.content() == {10}
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     assert held[:2] == (NEWER, 1)
 
@@ -832,7 +833,7 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
     station.take()
     station.subscriber.applied(begun)
     assert not station.take()
-    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.holdings.version("policy") == 0
     assert station.subscriber.pool.slabs == 1
 
 
@@ -844,7 +845,7 @@ def test_messages_of_another_epoch_are_refused(station: Station, epoch: fields.E
     with pytest.raises(ProtocolError, match="another epoch"):
         station.update(1, {"policy": (9, 90)}, epoch=epoch)
     assert not station.subscriber.staged
-    assert station.subscriber.epoch == EPOCH
+    assert station.subscriber.session.epoch == EPOCH
     assert station.subscriber.targets == {}
 
 
@@ -855,13 +856,13 @@ def test_a_message_of_a_newer_trainer_is_answered_with_one_hello(station: Statio
     (hello,) = station.take()
     assert isinstance(hello, messages.Hello)
     station.welcome(epoch=NEWER)
-    assert station.subscriber.epoch == NEWER
+    assert station.subscriber.session.epoch == NEWER
 
 
 def test_a_welcome_from_an_older_trainer_is_refused(station: Station) -> None:
     with pytest.raises(ProtocolError, match="older trainer"):
         station.welcome(epoch=OLDER)
-    assert station.subscriber.epoch == EPOCH
+    assert station.subscriber.session.epoch == EPOCH
 
 
 def test_a_welcome_to_somebody_else_or_to_an_earlier_hello_is_refused(station: Station) -> None:
@@ -869,8 +870,8 @@ def test_a_welcome_to_somebody_else_or_to_an_earlier_hello_is_refused(station: S
     for wrong in ({"incarnation": 8}, {"attempt": 1}):
         with pytest.raises(ProtocolError, match="another HELLO"):
             station.welcome(epoch=NEWER, **wrong)  # type: ignore[arg-type]
-    assert station.subscriber.epoch == EPOCH
-    assert not station.subscriber.welcomed
+    assert station.subscriber.session.epoch == EPOCH
+    assert not station.subscriber.session.welcomed
 
 
 # -- the end --------------------------------------------------------------------------------------------------------
@@ -884,9 +885,9 @@ def test_bye_ends_it_and_leaves_what_was_applied(station: Station, reason: str, 
     station.apply()
     station.take()
     station.receive(messages.Bye(EPOCH, nonce(7), reason, "so long"))
-    assert isinstance(station.subscriber.ended, error)
-    assert "so long" in str(station.subscriber.ended)
-    assert station.subscriber.held("policy") is not None
+    assert isinstance(station.subscriber.session.ended, error)
+    assert "so long" in str(station.subscriber.session.ended)
+    assert station.subscriber.holdings.held.get("policy") is not None
     station.update(2, {"policy": (2, 20)})
     station.receive(messages.Ping(EPOCH, 1))
     station.pass_time(600)
@@ -907,16 +908,16 @@ def test_an_update_that_was_staged_before_bye_may_still_be_applied(station: Stat
 def test_a_bye_to_somebody_else_or_of_an_older_trainer_does_not_count(station: Station, bye: messages.Bye) -> None:
     with pytest.raises(ProtocolError):
         station.receive(bye)
-    assert station.subscriber.ended is None
+    assert station.subscriber.session.ended is None
 
 
 def test_without_bye_it_keeps_waiting_for_a_new_trainer(station: Station) -> None:
     station.subscriber.disconnected()
     station.pass_time(3600)
-    assert station.subscriber.ended is None
+    assert station.subscriber.session.ended is None
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
-    assert station.subscriber.epoch == NEWER
+    assert station.subscriber.session.epoch == NEWER
 
 
 def test_leaving_says_bye(station: Station) -> None:
@@ -930,7 +931,7 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     staged = station.subscriber.staged[-1]
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     station.subscriber.close()
     assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
@@ -944,11 +945,11 @@ def test_a_request_is_answered_with_the_targets(station: Station) -> None:
     station.update(1, {"policy": (4, 40)})
     assert station.subscriber.targets == {"policy": 4}
     station.take()
-    request = station.subscriber.request(station.now)
+    request = station.subscriber.session.request()
     assert station.take() == [messages.Ping(EPOCH, request)]
-    assert not station.subscriber.answered(request)
+    assert not station.subscriber.session.answered(request)
     station.receive(messages.Pong(EPOCH, request, {"policy": 6}, {}, 0))
-    assert station.subscriber.answered(request)
+    assert station.subscriber.session.answered(request)
     assert station.subscriber.targets == {"policy": 6}
     station.receive(messages.Pong(EPOCH, request - 1, {"policy": 5}, {}, 0))
     assert station.subscriber.targets == {"policy": 6}
@@ -981,13 +982,13 @@ def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:
 
 def state(subscriber: Subscriber) -> object:
     return (
-        subscriber.epoch,
-        subscriber.welcomed,
-        subscriber.ended,
+        subscriber.session.epoch,
+        subscriber.session.welcomed,
+        subscriber.session.ended,
         dict(subscriber.targets),
         subscriber.staged.copy(),
-        subscriber._incoming,
-        subscriber._serial,
+        subscriber.incoming.update,
+        subscriber.reports.serial,
         subscriber.last_seen,
     )
 
@@ -1093,7 +1094,7 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
         assert station.take() == [messages.Staged(EPOCH, serial, serial)]
         station.apply()
         assert station.content() == {version}
-        assert station.subscriber.version("policy") == version
+        assert station.subscriber.holdings.version("policy") == version
         assert station.take() == [messages.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
     repeat(station, 9, 11, 11)
     station.apply()
@@ -1105,7 +1106,7 @@ def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None
     for mapped in (False, True):
         for version in (1, 2, 3):
             station.offered[b"%d" % version] = slab_of(SlabPool(), version), mapped
-        before = station.subscriber.version("policy")
+        before = station.subscriber.holdings.version("policy")
         serial = 10 if mapped else 1
         station.update(serial, {"policy": (before + 1, 1)}, descriptor=b"1")
         station.apply()
@@ -1225,10 +1226,10 @@ def test_an_again_that_a_transport_has_to_fetch_is_fetched(station: Station) -> 
     station.apply()
     station.take()
     station.receive(messages.Again(EPOCH, 2, 1, 2, b"elsewhere"))
-    ((serial, index, part, slab),) = station.subscriber.fetches
+    ((serial, index, part, slab),) = station.subscriber.incoming.fetches
     assert (serial, index, part.descriptor) == (2, 0, b"elsewhere")
     slab.memory[:] = content_of(2)
-    station.subscriber.fetched(serial, index, slab, None, station.now)
+    station.subscriber.incoming.fetched(serial, index, slab, None, station.now)
     station.apply()
     assert station.content() == {2}
 
@@ -1248,7 +1249,7 @@ def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: 
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.apply()
     station.take()
-    station.subscriber.give_back()
+    station.subscriber.holdings.copy_out()
     station.flush()
     station.take()
     station.subscriber.waits = lambda models: waits
@@ -1258,7 +1259,7 @@ def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: 
     assert station.take() == [messages.Staged(EPOCH, 2, 2, () if waits else (("policy", 6),))]
     station.apply()
     assert station.content() == {60}
-    assert station.subscriber.give_back() is not waits
+    assert station.subscriber.holdings.copy_out() is not waits
 
 
 class Keeping(WeightStrategy):
@@ -1290,7 +1291,7 @@ def test_what_a_users_convert_sees_is_copied_out_first() -> None:
     station.apply()
     assert station.take() == [messages.Done(EPOCH, 2)]
     assert station.content() == {60}
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
 
 
 def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
@@ -1298,7 +1299,7 @@ def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
 ) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.apply()
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
 
     def strike() -> None:
@@ -1306,8 +1307,8 @@ def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
 
     monkeypatch.setattr(held[2], "release", strike)
     with pytest.raises(KeyboardInterrupt):
-        station.subscriber.give_back()
-    after = station.subscriber.held("policy")
+        station.subscriber.holdings.copy_out()
+    after = station.subscriber.holdings.held.get("policy")
     assert after is not None
     assert not after[2].borrowed
     assert held[2].references == 1

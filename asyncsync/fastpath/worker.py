@@ -8,7 +8,7 @@ one that holds the newest version and one to copy the next into. What it changes
 
 It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot) is
 left to the long way, with nothing changed; and whatever else the subscriber hears or does ends the routine
-(:meth:`asyncsync.protocol.subscriber.Subscriber.end_routine`). The next AGAIN that goes the long way without a stop
+(:meth:`asyncsync.protocol.subscriber.Subscriber.end_fast_path`). The next AGAIN that goes the long way without a stop
 begins another.
 """
 
@@ -23,7 +23,7 @@ from asyncsync.protocol import short_form
 from asyncsync.protocol.fields import Epoch
 from asyncsync.protocol.messages import Again, Part
 from asyncsync.protocol.short_form import encode_done
-from asyncsync.protocol.staging import Acting
+from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.slab import Slab
 
@@ -57,21 +57,23 @@ class WorkerRoutine:
         window: Callable[[bytes], memoryview | None],
         show: Callable[[Epoch, Mapping[str, Acting]], None],
     ) -> None:
-        assert subscriber.epoch is not None
+        assert subscriber.session.epoch is not None
         self._subscriber = subscriber
+        self._reports = subscriber.reports
         self._model_id = model_id
         self._part = part
         self._newest, self._next = slabs
         self._gate = gate
         self._window = window
         self._show = show
-        self._epoch = subscriber.epoch
+        self._epoch = subscriber.session.epoch
         self._prefix = ALONE + short_form.HEAD.pack(short_form.FIXED, Again.kind, *self._epoch)
         self._binding = subscriber.models[model_id]
         self._plans = self._binding.plans
         self._windows: dict[bytes, memoryview] = {}
         self._update = Update(self._apply, _ignore)
-        self._version = subscriber.version(model_id)
+        self._version = subscriber.holdings.version(model_id)
+        self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 
     def take(self, packet: memoryview, now: float) -> bytes | None:
@@ -86,7 +88,7 @@ class WorkerRoutine:
             return None
         prefix, serial, since, version, length = _AGAIN.unpack_from(packet)
         subscriber, slab = self._subscriber, self._next
-        if prefix != self._prefix or since != subscriber.serial or serial <= since or version <= self._version:
+        if prefix != self._prefix or since != self._reports.serial or serial <= since or version <= self._version:
             return None
         descriptor = bytes(packet[_AGAIN.size :])
         if length != len(descriptor) + 1:
@@ -105,15 +107,31 @@ class WorkerRoutine:
             raise
         except BaseException:
             self._is_interrupted = True
-            subscriber.resume(self._model_id, base, version, slab)
+            self._resume(base, version, slab)
             raise
         if not passed or not self._is_applied:
             self._version = before
             return None
-        newest = self._newest
-        subscriber.repeated(self._model_id, base, (self._epoch, version, slab), slab.nbytes, now)
+        newest, holdings, model_id = self._newest, subscriber.holdings, self._model_id
+        # Nothing is called: no interrupt leaves half of this.
+        holdings.held[model_id][2].references -= 1
+        slab.references += 1
+        self._reports.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
+        holdings.versions[model_id] = subscriber.targets[model_id] = version
+        subscriber.incoming.bytes_received += self._nbytes
+        subscriber.last_seen = now
         self._newest, self._next = slab, newest
         return encode_done(self._epoch, serial)
+
+    def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
+        """After an interrupt: what was begun is staged, and goes the general way."""
+        subscriber = self._subscriber
+        staging = Staging(self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), slab.prepared)})
+        self._reports.unreported = staging
+        subscriber.staged.append(staging)
+        self._reports.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
+        subscriber.incoming.bytes_received += self._nbytes
+        subscriber.end_fast_path()
 
     def _apply(self) -> None:
         """By the gate. Once more after an interrupt, if a reader is quicker than the long way: then it must be done."""

@@ -52,7 +52,7 @@ class Publisher:
         announcer: UPDATE and AGAIN.
         peers: the workers by their index.
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
-        fenced: set once a newer trainer has been met; nothing is sent any more.
+        fenced: set once a newer trainer has been met; nothing is sent then.
     """
 
     def __init__(
@@ -62,14 +62,13 @@ class Publisher:
         self.settings = settings or Settings()
         self.targets = Targets()
         self.leases = Leases()
-        self.membership = Membership(
+        self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome, self._entered
         )
-        self.agreement = Agreement(self.membership, self.targets, self._pump_all)
-        self.progress = Progress(self.membership, self.targets, self.agreement)
-        self.announcer = Announcer(self.membership, self.targets, self.leases)
-        self.peers = self.membership.peers
-        self.outbox = self.membership.outbox
+        self.agreement = Agreement(membership, self.targets, self._pump_all)
+        self.progress = Progress(membership, self.targets, self.agreement)
+        self.announcer = Announcer(membership, self.targets, self.leases)
+        self.peers, self.outbox = membership.peers, membership.outbox
         self.fenced: Fenced | None = None
         self.closed = False
 
@@ -124,12 +123,8 @@ class Publisher:
                 self._stream(peer, peer.transfer)
 
     def abandon(self, version: int | None, kept: Kept) -> None:
-        """The slab of this version will never be complete: nobody gets it, and what it has replaced stands again.
-
-        Args:
-            version: None: it was not published.
-            kept: what :meth:`Targets.keep` has returned before that.
-        """
+        """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
+        replaced stands again, as :meth:`Targets.keep` has returned it before that."""
         self.targets.abandon(version, kept)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
@@ -201,8 +196,8 @@ class Publisher:
         if hello.epoch is not None and hello.epoch > self.epoch:
             if self.announcer.serial:
                 epochs = f"(epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
-                whose = f"worker {hello.worker} belongs to a newer trainer {epochs}"
-                self.fenced = Fenced(f"{whose}; this trainer must stop")
+                why = f"worker {hello.worker} belongs to a newer trainer {epochs}; this trainer must stop"
+                self.fenced = Fenced(why)
                 self.outbox.clear()
                 for peer in self.peers.values():
                     peer.end_transfer()
@@ -253,9 +248,6 @@ class Publisher:
         for chunk, piece in transfer.chunks(self.epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum):
             peer.bytes_sent += len(piece)
             self.membership.send(peer.route, chunk, [piece])
-
-    def _on_released(self, peer: Peer, released: messages.Released, now: float) -> None:
-        pass  # see receive()
 
     def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:
@@ -402,5 +394,5 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Ping: Publisher._on_ping,
     messages.Pong: Publisher._on_pong,
     messages.Bye: Publisher._on_bye,
-    messages.Released: Publisher._on_released,
+    messages.Released: lambda *_: None,  # see receive()
 }

@@ -959,7 +959,7 @@ async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_t
     async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
         link = bare(receiver).bus._link
         link.subscriber.waits = lambda models: False  # as if the reader came after it had been looked for
-        await until(lambda: not link.subscriber.borrows)
+        await until(lambda: not link.subscriber.holdings.copies_later)
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)

@@ -114,7 +114,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
     ]
     for one, bus in [
         (receivers[0].bus._link.lane, sender.bus),
-        (lanes(sender).of[receivers[0].bus._link.subscriber.nonce], receivers[0].bus),
+        (lanes(sender).of[receivers[0].bus._link.subscriber.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
             one.write([packet])

@@ -237,7 +237,7 @@ class Station:
         if models is None:
             models = {m: layout(d) for m, d in zip(self.models, dtypes or (torch.float32,) * 9, strict=False)}
         known = {m: b"" if one is None else one.digest for m, one in models.items()}
-        attempt = self.subscriber._attempt if attempt is None else attempt
+        attempt = self.subscriber.session._attempt if attempt is None else attempt
         blobs = [one.encoded for one in models.values() if one is not None]
         self.receive(messages.Welcome(epoch, nonce(incarnation), attempt, 1, "here", 1, known), blobs)
 
@@ -307,7 +307,7 @@ class Station:
 
     def flush(self) -> None:
         """What a shell does before it sends."""
-        self.subscriber.flush()
+        self.subscriber.reports.flush()
 
     def chunk(self, serial: int, offset: int, size: int, value: float, part: int = 0) -> None:
         slab = slab_of(self.pool, value)

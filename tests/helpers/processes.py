@@ -451,8 +451,8 @@ class Worker(_Party):
 
         assert self.scheme is not None
         if point == "transfer":
-            subscriber = self.scheme.bus._link.subscriber  # type: ignore[union-attr]
-            original, count = subscriber._on_chunk, 0
+            incoming = self.scheme.bus._link.subscriber.incoming  # type: ignore[union-attr]
+            original, count = incoming.chunk, 0
 
             def on_chunk(*args: Any) -> None:
                 nonlocal count
@@ -461,7 +461,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            subscriber._on_chunk = on_chunk  # type: ignore[method-assign]
+            incoming.chunk = on_chunk  # type: ignore[method-assign]
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

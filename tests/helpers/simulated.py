@@ -369,10 +369,10 @@ class Worker:
     def begin_routine(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
-        if subscriber.routine is not None or (steady := subscriber.steady(serial)) is None:
+        if subscriber.fast_path is not None or (steady := subscriber.steady(serial)) is None:
             return
         model, part = steady
-        held = subscriber.held(model)
+        held = subscriber.holdings.held.get(model)
         assert held is not None
         newest = held[2]
         if newest.prepared is None or not newest.prepared.is_known or newest.lent:
@@ -383,7 +383,7 @@ class Worker:
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        subscriber.routine = WorkerRoutine(
+        subscriber.fast_path = WorkerRoutine(
             subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
         )
 
@@ -410,7 +410,7 @@ class Worker:
 
     @property
     def active(self) -> bool:
-        return self.running_on and self.subscriber.ended is None
+        return self.running_on and self.subscriber.session.ended is None
 
     @property
     def running_on(self) -> bool:

@@ -317,7 +317,7 @@ class Simulation(Oracle):
     def _do_request(self, a: int, b: int) -> None:
         worker = self._pick(a)
         if worker.active:
-            worker.subscriber.request(self.now)
+            worker.subscriber.session.request()
 
     def _do_disconnect(self, a: int, b: int) -> None:
         """A connection breaks; what is under way may still arrive, late."""
@@ -469,7 +469,7 @@ class Simulation(Oracle):
             if worker.active:
                 self._register_rest(worker)
                 if (
-                    worker.subscriber.nonce in self.trainer.publisher.membership._superseded
+                    worker.subscriber.session.nonce in self.trainer.publisher.membership._superseded
                     and worker not in self.untold
                 ):
                     self._disconnect(worker)  # its BYE was lost, and a connection that loses something breaks
@@ -490,7 +490,7 @@ class Simulation(Oracle):
     def _serving(self, index: int) -> Worker | None:
         """The incarnation that the trainer takes for this worker_idx."""
         peer = self.trainer.publisher.peers.get(index)
-        found = [w for w in self.workers if peer is not None and w.subscriber.nonce == peer.nonce and w.active]
+        found = [w for w in self.workers if peer is not None and w.subscriber.session.nonce == peer.nonce and w.active]
         return found[0] if found else None
 
     def _expected(self, worker: Worker, model: str) -> Record | None:
@@ -541,8 +541,8 @@ class Simulation(Oracle):
         """None if nothing is lent but what workers use, and nothing is in use but that and the targets."""
         publisher = self.trainer.publisher
         for nonce, leases in publisher.leases.of.items():
-            worker = next(w for w in self.workers if w.subscriber.nonce == nonce)
-            used = {key for key, slab in worker.subscriber._kept.items() if slab.is_used}
+            worker = next(w for w in self.workers if w.subscriber.session.nonce == nonce)
+            used = {key for key, slab in worker.subscriber.holdings.leased.items() if slab.is_used}
             for key, _ in leases:
                 if not worker.active:
                     return f"{key} is still lent to {worker}, which is gone"
@@ -609,8 +609,8 @@ class Simulation(Oracle):
         for use in list(worker.uses):
             worker.end_use(use)
         if reads:
-            for model, (epoch, version, slab) in subscriber._held.items():
-                if slab.lent and (epoch == subscriber.epoch or worker.connection is None):
+            for model, (epoch, version, slab) in subscriber.holdings.held.items():
+                if slab.lent and (epoch == subscriber.session.epoch or worker.connection is None):
                     worker.use("model", slab, self._number(worker, epoch, version, model))
         subscriber.bye("done", reads=reads)
         self._settle()
@@ -623,7 +623,7 @@ class Simulation(Oracle):
         if uses and b % 2:
             worker.end_use(uses[b // 2 % len(uses)])
             return
-        lent = [(m, *held) for m, held in worker.subscriber._held.items() if held[2].lent]
+        lent = [(m, *held) for m, held in worker.subscriber.holdings.held.items() if held[2].lent]
         if lent and worker.active:
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))
@@ -631,7 +631,9 @@ class Simulation(Oracle):
     def _lose(self, worker: Worker) -> None:
         for trainer in self.trainers:
             if trainer.alive:
-                trainer.publisher.ended(worker.index, worker.subscriber.nonce, "its process has ended", self.now)
+                trainer.publisher.ended(
+                    worker.index, worker.subscriber.session.nonce, "its process has ended", self.now
+                )
 
     def _advance_to(self, now: float) -> None:
         self.now = now
@@ -649,7 +651,7 @@ class Simulation(Oracle):
         silent = {peer.nonce for peer in trainer.publisher.peers.values() if peer.slow or peer.lost}
         for record in trainer.records:
             if record.objectors:
-                record.objectors = [o for o in record.objectors if o.subscriber.nonce not in silent]
+                record.objectors = [o for o in record.objectors if o.subscriber.session.nonce not in silent]
 
     def _deliver(self, message: Message) -> None:
         connection = message.connection
@@ -677,7 +679,7 @@ class Simulation(Oracle):
     def _takes(self, connection: Connection, instruction: messages.Instruction, frames: list[bytes]) -> bool:
         """Whether this is routine for a worker, which has applied it then, and answers."""
         worker = connection.worker
-        routine = worker.subscriber.routine
+        routine = worker.subscriber.fast_path
         if routine is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
         done = routine.take(memoryview(b"".join(join(frames))), self.now)
@@ -707,8 +709,8 @@ class Simulation(Oracle):
     def _settle_workers(self) -> None:
         for worker in self.workers:
             if worker.alive:
-                while worker.subscriber.fetches:
-                    worker.fetches.append(worker.subscriber.fetches.popleft())
+                while worker.subscriber.incoming.fetches:
+                    worker.fetches.append(worker.subscriber.incoming.fetches.popleft())
                 if not worker.held:
                     while worker.fetches:
                         self._fetch(worker, *worker.fetches.pop(0))
@@ -725,7 +727,7 @@ class Simulation(Oracle):
 
     def _send_up(self, worker: Worker) -> None:
         if worker.running_on:
-            worker.subscriber.flush()
+            worker.subscriber.reports.flush()
         outbox = worker.subscriber.outbox
         while outbox:
             instruction, payload = outbox.popleft()
@@ -750,7 +752,7 @@ class Simulation(Oracle):
         else:
             slab.memory[:] = source.memory
         if worker.alive:
-            worker.subscriber.fetched(serial, index, slab, error, self.now)
+            worker.subscriber.incoming.fetched(serial, index, slab, error, self.now)
 
     def _publish(
         self,
@@ -789,7 +791,7 @@ class Simulation(Oracle):
         record = Record(publisher.version + 1, trainer, self.now, numbers, dtypes)
         for worker in self.workers:
             peer = publisher.peers.get(worker.index)
-            if peer is None or peer.nonce != worker.subscriber.nonce or peer.lost or peer.slow:
+            if peer is None or peer.nonce != worker.subscriber.session.nonce or peer.lost or peer.slow:
                 continue
             news = {m: n for m in peer.hello.have if (n := record.number_for(worker.index, m)) is not None}
             for model, number in news.items():
