@@ -541,13 +541,13 @@ class BusCore:
 
     def _check_fenced(self) -> None:
         """Receiver: raise Fenced if another incarnation of this worker has taken its place, or its sender's."""
-        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.ended, Fenced):
+        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.session.ended, Fenced):
             raise Fenced(*ended.args)
 
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
-        if isinstance(self._link, ReceiverLink) and self._link.subscriber.ended is not None:
+        if isinstance(self._link, ReceiverLink) and self._link.subscriber.session.ended is not None:
             return True
         return self._closed
 

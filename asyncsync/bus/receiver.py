@@ -28,7 +28,7 @@ from asyncsync.protocol.fields import Buffer, Epoch
 from asyncsync.protocol.messages import Again, Bye, Done, Instruction, Welcome
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting, Staging
-from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.subscriber import FastPath, Subscriber
 from asyncsync.runtime.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.zmq import LoopSocket, dealer, monitor
@@ -118,7 +118,7 @@ class ReceiverLink(Link):
         if not is_trustworthy(self.endpoint):
             # Without our HELLO, whoever answers there does not know our nonce, and is not listened to.
             logger.error("%s is not this user's any more; not talking to whoever answers there", self.endpoint)
-        elif self.subscriber.ended is None:
+        elif self.subscriber.session.ended is None:
             self.subscriber.connected(self.loop.time())
             self.settle()
 
@@ -138,15 +138,15 @@ class ReceiverLink(Link):
         except ProtocolError as error:
             self.drop(error, "the sender")
         else:
-            if type(instruction) is Bye and self.subscriber.ended is None:
+            if type(instruction) is Bye and self.subscriber.session.ended is None:
                 self.sender_lost = True  # it writes nothing any more, and there may be another
-            elif type(instruction) is Welcome and self.subscriber.welcomed:
+            elif type(instruction) is Welcome and self.subscriber.session.welcomed:
                 self._watch_sender()
                 self._open_lane()
         self.settle()
 
     def _receive_packet(self, packet: memoryview) -> None:
-        routine = self.subscriber.routine
+        routine = self.subscriber.fast_path
         if routine is not None:
             now = self.loop.time()
             try:
@@ -160,7 +160,7 @@ class ReceiverLink(Link):
                 raise
         self._take_in(packet)
 
-    def _take(self, routine: WorkerRoutine, packet: memoryview, now: float) -> bytes | None:
+    def _take(self, routine: FastPath, packet: memoryview, now: float) -> bytes | None:
         try:
             return routine.take(packet, now)
         except Exception:  # also of a user's transport
@@ -191,10 +191,10 @@ class ReceiverLink(Link):
     def _begin_routine(self, again: Again) -> None:
         """If this AGAIN was applied at once, by copying a few bytes, be ready to do so again."""
         subscriber = self.subscriber
-        if self.closed or subscriber.routine is not None or (steady := subscriber.steady(again.serial)) is None:
+        if self.closed or subscriber.fast_path is not None or (steady := subscriber.steady(again.serial)) is None:
             return
         model_id, part = steady
-        held = subscriber.held(model_id)
+        held = subscriber.holdings.held.get(model_id)
         assert held is not None
         newest = held[2]
         if newest.prepared is None or not newest.prepared.is_known or again.descriptor is None or newest.lent:
@@ -214,7 +214,7 @@ class ReceiverLink(Link):
         finally:
             slab.release()
         window = partial(self._fetches.window, part, newest.layout)
-        subscriber.routine = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._show)
+        subscriber.fast_path = WorkerRoutine(subscriber, model_id, part, slabs, self.gate, window, self._show)
 
     def _show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
         """The models have these versions. Under the gate: who asks inside a hold is told what it reads."""
@@ -237,12 +237,12 @@ class ReceiverLink(Link):
         """The sender knows this worker now: ask for the fast way for small instructions, unless it is there already."""
         path = lane_path(self.endpoint)
         if path is not None and (self.lane is None or self.lane.closed):
-            self.lane = connect(path, self.subscriber.nonce, self._receive_packet, self.crash)
+            self.lane = connect(path, self.subscriber.session.nonce, self._receive_packet, self.crash)
 
     def _watch_sender(self) -> None:
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
-        trainer = self.subscriber.trainer
-        me = self.subscriber.identity
+        trainer = self.subscriber.session.trainer
+        me = self.subscriber.session.identity
         if trainer is None or (trainer.pid == self._watched and not self.sender_lost):
             return
         self._watched = trainer.pid
@@ -267,19 +267,19 @@ class ReceiverLink(Link):
         subscriber = self.subscriber
         if subscriber.staged:
             self._offer()
-        if subscriber.fetches:
+        if subscriber.incoming.fetches:
             self._fetches.start()
         self._send_all()
-        if subscriber.borrows:
+        if subscriber.holdings.copies_later:
             # The copy takes a core for some time, and the sender may need that to hear that the update is applied.
             time.sleep(REST_SECONDS)
-            if subscriber.give_back():
+            if subscriber.holdings.copy_out():
                 self._send_all()
 
     def _send_all(self) -> None:
-        self.subscriber.flush()
+        self.subscriber.reports.flush()
         outbox = self.subscriber.outbox
-        if not self.subscriber.online:
+        if not self.subscriber.session.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
         if not outbox:
@@ -298,12 +298,12 @@ class ReceiverLink(Link):
 
     def _send_done(self, done: Done) -> bool:
         lane = self.lane
-        return lane is not None and lane.open and self.subscriber.welcomed and lane.send_alone(encode(done))
+        return lane is not None and lane.open and self.subscriber.session.welcomed and lane.send_alone(encode(done))
 
     def _send_by_lane(self, frames: Sequence[Buffer]) -> bool:
         # Not between HELLO and WELCOME: what is said then must not come before the HELLO.
         lane = self.lane
-        return lane is not None and lane.open and self.subscriber.welcomed and lane.send(frames)
+        return lane is not None and lane.open and self.subscriber.session.welcomed and lane.send(frames)
 
     def _fetched(self) -> None:
         if not self.closed:
@@ -450,7 +450,7 @@ class ReceiverLink(Link):
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
-        held = self.subscriber.held(model_id)
+        held = self.subscriber.holdings.held.get(model_id)
         return None if held is None else (held[0], held[1])
 
     async def connected(self, model_id: str, timeout: float) -> None:
@@ -465,15 +465,15 @@ class ReceiverLink(Link):
         def done() -> bool:
             return (
                 subscriber.settled(model_id)
-                or subscriber.ended is not None
-                or model_id in subscriber.refused
-                or model_id in subscriber.error
+                or subscriber.session.ended is not None
+                or model_id in subscriber.session.refused
+                or model_id in subscriber.holdings.error
             )
 
         def refused() -> bool:
-            return model_id in subscriber.refused and not subscriber.version(model_id)
+            return model_id in subscriber.session.refused and not subscriber.holdings.version(model_id)
 
-        if subscriber.ended is not None and not refused():
+        if subscriber.session.ended is not None and not refused():
             raise self._ending()
         self._check_again(model_id)
         self.wanted.append(model_id)
@@ -488,36 +488,37 @@ class ReceiverLink(Link):
             self.wanted.remove(model_id)
             self._withdraw()
         if refused():  # since then the sender may have taken its weights back, and left, because they do not fit
-            raise _again(subscriber.refused[model_id])
+            raise _again(subscriber.session.refused[model_id])
         if subscriber.settled(model_id):
             return
-        if subscriber.ended is not None:
+        if subscriber.session.ended is not None:
             raise self._ending()
-        if model_id in subscriber.refused:
-            raise _again(subscriber.refused[model_id])
-        raise subscriber.error[model_id][1]
+        if model_id in subscriber.session.refused:
+            raise _again(subscriber.session.refused[model_id])
+        raise subscriber.holdings.error[model_id][1]
 
     def _check_again(self, model_id: str) -> None:
         """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
         self.subscriber.check_again(model_id, self.loop.time())
-        if model_id in self.subscriber.refused:
-            raise _again(self.subscriber.refused[model_id])
+        if model_id in self.subscriber.session.refused:
+            raise _again(self.subscriber.session.refused[model_id])
 
     def _why(self, model_id: str) -> str:
         subscriber = self.subscriber
-        if not subscriber.online:
+        if not subscriber.session.online:
             return f"nobody answers at {self.endpoint}; see whether the sender is connecting, with the same endpoint"
-        if not subscriber.welcomed:
+        if not subscriber.session.welcomed:
             return "the sender has not answered yet"
-        if model_id not in subscriber.served:
-            return f"the sender serves {sorted(subscriber.served)}, not {model_id!r}; use one model_id on both sides"
+        if model_id not in subscriber.session.served:
+            served = sorted(subscriber.session.served)
+            return f"the sender serves {served}, not {model_id!r}; use one model_id on both sides"
         if self.gate.pending:
             return f"an update waits at the gate for {self.gate.readers} reader(s) to leave (a hold() or a forward)"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     def _ending(self) -> WeightSyncError:
-        assert self.subscriber.ended is not None
-        return _again(self.subscriber.ended)
+        assert self.subscriber.session.ended is not None
+        return _again(self.subscriber.session.ended)
 
     async def receive(
         self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
@@ -538,7 +539,7 @@ class ReceiverLink(Link):
         self.wanted.append(model_id)
         try:
             self.settle()
-            found = await self.wait(lambda: newer() or subscriber.ended is not None or left(), timeout)
+            found = await self.wait(lambda: newer() or subscriber.session.ended is not None or left(), timeout)
         finally:
             self.wanted.remove(model_id)
             self._withdraw()
@@ -562,15 +563,18 @@ class ReceiverLink(Link):
         self._check_again(model_id)
         self.wanted.append(model_id)
         try:
-            first = subscriber.request(self.loop.time())
+            first = subscriber.session.request()
 
             def done() -> bool:
-                if subscriber.ended is not None or model_id in subscriber.refused:
+                if subscriber.session.ended is not None or model_id in subscriber.session.refused:
                     return True
                 target = subscriber.targets.get(model_id, 0)
-                if not subscriber.answered(first) or not target:
+                if not subscriber.session.answered(first) or not target:
                     return False
-                return subscriber.version(model_id) >= target or subscriber.error.get(model_id, (0,))[0] >= target
+                return (
+                    subscriber.holdings.version(model_id) >= target
+                    or subscriber.holdings.error.get(model_id, (0,))[0] >= target
+                )
 
             while True:
                 self.settle()
@@ -582,16 +586,16 @@ class ReceiverLink(Link):
                         f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
                         f"{self._why(model_id)}"
                     )
-                subscriber.request(self.loop.time())
+                subscriber.session.request()
         finally:
             self.wanted.remove(model_id)
             self._withdraw()
-        if subscriber.ended is not None:
+        if subscriber.session.ended is not None:
             raise self._ending()
-        if model_id in subscriber.refused:
-            raise _again(subscriber.refused[model_id])
-        if subscriber.version(model_id) < subscriber.targets.get(model_id, 0):
-            raise subscriber.error[model_id][1]
+        if model_id in subscriber.session.refused:
+            raise _again(subscriber.session.refused[model_id])
+        if subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+            raise subscriber.holdings.error[model_id][1]
         mark = self.mark(model_id)
         assert mark is not None
         return mark
@@ -608,10 +612,10 @@ class ReceiverLink(Link):
 
         def done() -> bool:
             told = [m for m in models if subscriber.targets.get(m, 0) >= version]
-            return bool(told) and all(subscriber.version(m) >= version for m in told)
+            return bool(told) and all(subscriber.holdings.version(m) >= version for m in told)
 
-        if not await self.wait(lambda: done() or subscriber.ended is not None, timeout):
-            have = {m: subscriber.version(m) for m in models}
+        if not await self.wait(lambda: done() or subscriber.session.ended is not None, timeout):
+            have = {m: subscriber.holdings.version(m) for m in models}
             raise AckTimeout(
                 f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
             )
@@ -626,7 +630,9 @@ class ReceiverLink(Link):
             ClosedError, Fenced: it will not come.
         """
         models = list(models)
-        if not await self.wait(lambda: self.origin(models) >= version or self.subscriber.ended is not None, timeout):
+        if not await self.wait(
+            lambda: self.origin(models) >= version or self.subscriber.session.ended is not None, timeout
+        ):
             raise AckTimeout(
                 f"worker {self.subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
                 f"{self.origin(models)}"
@@ -636,7 +642,7 @@ class ReceiverLink(Link):
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
-        held = self.subscriber.held(model_id)
+        held = self.subscriber.holdings.held.get(model_id)
         assert held is not None
         slab = held[2].retain()
         self._copying += 1
@@ -663,7 +669,7 @@ class ReceiverLink(Link):
 
     async def _detach(self) -> bool:
         """Models outlive their schemes: they must not show what the sender writes later. False if one may."""
-        ended = self.subscriber.ended
+        ended = self.subscriber.session.ended
         if self.sender_lost or isinstance(ended, ClosedError):
             return True  # nobody writes there any more
         if self._copying:

@@ -347,7 +347,7 @@ class SchemeCore(Sources, ABC):
         link = self._bus._open_receiver(self._worker_idx)
         if self._hooked:
             link.gate.attach(self._model)
-        link.subscriber.reconnects = self._reconnect
+        link.subscriber.session.reconnects = self._reconnect
         link.register(self._topic, self._binding, self._shared, manual=self._manual, context=self._context)
         self._shared.start(self._worker_idx)
         self._registered = True
@@ -473,7 +473,7 @@ class SchemeCore(Sources, ABC):
     async def _current(self) -> TensorDict | None:
         """A copy of what this receiver holds; None: nothing yet."""
         link = self._bus._link
-        if not isinstance(link, ReceiverLink) or link.subscriber.held(self._topic) is None:
+        if not isinstance(link, ReceiverLink) or link.subscriber.holdings.held.get(self._topic) is None:
             return None
         weights: TensorDict = await link.copy(self._topic, self._owned)
         return weights

@@ -110,7 +110,7 @@ class SchemeState:
     def _held_weights(self) -> TensorDict | None:
         link = self._bus._link
         if isinstance(link, ReceiverLink):
-            held = link.subscriber.held(self._topic)
+            held = link.subscriber.holdings.held.get(self._topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, SenderLink):
             target = link.publisher.targets.newest(-1, self._topic)
