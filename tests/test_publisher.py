@@ -839,7 +839,7 @@ def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: De
     again = desk.publish(dtype=F64)
     desk.take()
     desk.ready(0, F64)
-    desk.refuse(1, F64, question=first.question)  # type: ignore[attr-defined]
+    desk.refuse(1, F64, number=first.number)  # type: ignore[attr-defined]
     assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.ready(1, F64)
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": again}] * 2
@@ -1499,7 +1499,7 @@ def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: D
             if isinstance(instruction, messages.Update):
                 desk.finish(1, instruction)
     assert asked <= 1
-    desk.refuse(0, F64, question=1)
+    desk.refuse(0, F64, number=1)
     assert [type(i) for i in desk.take(messages.Welcome, b"0")] == [messages.Welcome], (
         "now that it answers, for the newest"
     )

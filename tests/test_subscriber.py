@@ -454,8 +454,8 @@ def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) ->
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
 
 
-def reported(instruction: messages.Instruction) -> tuple[int, fields.Kept]:
-    return instruction.last, instruction.kept  # type: ignore[attr-defined]
+def reported(instruction: messages.Instruction) -> tuple[int, fields.InUse]:
+    return instruction.last, instruction.in_use  # type: ignore[attr-defined]
 
 
 def test_a_lent_slab_is_kept_until_a_newer_one_is_applied(station: Station) -> None:
@@ -790,7 +790,7 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too(station: S
     assert isinstance(released, messages.Released)
     assert released.nonce == nonce(7)
     assert released.last >= 2
-    assert released.kept == ()
+    assert released.in_use == ()
 
 
 def test_who_was_superseded_and_reads_on_says_nothing(station: Station) -> None:

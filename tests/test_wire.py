@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.protocol import codec
 from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.fields import MAX_CHUNK, MAX_DESCRIPTOR, MAX_FRAMES, MAX_HEADER, MAX_KEPT, MAX_MODELS, MAX_TEXT
+from asyncsync.protocol.fields import (
+    MAX_CHUNK,
+    MAX_DESCRIPTOR,
+    MAX_FRAMES,
+    MAX_HEADER,
+    MAX_IN_USE,
+    MAX_MODELS,
+    MAX_TEXT,
+)
 from asyncsync.protocol.messages import (
     INSTRUCTIONS,
     Again,
@@ -273,12 +281,12 @@ def test_the_first_number_of_an_epoch_leaves_room_for_a_higher_one() -> None:
         (EXAMPLES[Fetch][0], {"upto": -1}),
         (EXAMPLES[Released][0], {"nonce": b"short"}),
         (EXAMPLES[Released][0], {"last": -1}),
-        (EXAMPLES[Released][0], {"kept": (("m", 0),)}),
-        (EXAMPLES[Released][0], {"kept": (("m", True),)}),
-        (EXAMPLES[Released][0], {"kept": (("m", 1, 1),)}),
-        (EXAMPLES[Released][0], {"kept": ((b"m", 1),)}),
-        (EXAMPLES[Released][0], {"kept": (("x" * 513, 1),)}),
-        (EXAMPLES[Staged][0], {"kept": (("m", 1),) * (MAX_KEPT + 1)}),
+        (EXAMPLES[Released][0], {"in_use": (("m", 0),)}),
+        (EXAMPLES[Released][0], {"in_use": (("m", True),)}),
+        (EXAMPLES[Released][0], {"in_use": (("m", 1, 1),)}),
+        (EXAMPLES[Released][0], {"in_use": ((b"m", 1),)}),
+        (EXAMPLES[Released][0], {"in_use": (("x" * 513, 1),)}),
+        (EXAMPLES[Staged][0], {"in_use": (("m", 1),) * (MAX_IN_USE + 1)}),
         (EXAMPLES[Done][0], {"serial": 0}),
         (EXAMPLES[Done][0], {"epoch": (1 << 63, 0)}),
     ],

@@ -91,7 +91,7 @@ class Agreement:
 
     def refuse(self, peer: Peer, refused: messages.Refused) -> bool:
         """A worker refuses a layout: whatever is pending with it goes to nobody. False if that is an old answer."""
-        if refused.question < peer.shown.get((refused.model_id, refused.digest), 0):
+        if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
             return False  # it concerns a publication that is over; the layout was shown again for the next one
         peer.ready = True
         error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")

@@ -88,8 +88,8 @@ class Announcer:
                 fresh.add(target.version)
         if not (fresh := fresh - blocked):
             return {}
-        asked = {behind[m].version for m in first if m in behind} & fresh
-        version = min(asked or fresh)
+        preferred = {behind[m].version for m in first if m in behind} & fresh
+        version = min(preferred or fresh)
         while newer := [v for v in self._replacing(peer, behind, version) if v in fresh]:
             version = max(newer)
         return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
@@ -146,7 +146,7 @@ class Announcer:
         updates: int,
         peers: list[Peer],
         waiting: Collection[Peer],
-        untold: Collection[Peer],
+        unsent: Collection[Peer],
         now: float,
     ) -> None:
         """Take over from the fast path, which has gone on from :meth:`steady` without this.
@@ -157,7 +157,7 @@ class Announcer:
             updates: how many there were, each of the next version and serial number.
             peers: the workers; everybody has applied all of them, but for the newest:
             waiting: who has not acknowledged that.
-            untold: to whom it has yet to be announced.
+            unsent: to whom it has yet to be announced.
             now: when it was published.
         """
         version, serial = self._targets.version + updates, self.serial + updates
@@ -167,7 +167,7 @@ class Announcer:
         for peer in peers:
             peer.applied[model_id] = version - 1 if peer in waiting else version
             if peer in waiting:
-                self._start(peer, model_id, send=peer in untold)
+                self._start(peer, model_id, send=peer in unsent)
 
     def _advance(self, model_id: str, version: int, serial: int, slab: Slab, peers: list[Peer], now: float) -> None:
         """Make this slab the target, and an AGAIN the last announcement. Takes over the caller's reference."""

@@ -35,7 +35,7 @@ __all__ = ["decode", "encode"]
 
 PROTOCOL = 1
 _SMALL_HEADER = 512
-_SMALL_ARRAY = 128  # a kept slab takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
+_SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
 
 

@@ -15,7 +15,7 @@ __all__ = [
     "Buffer",
     "Check",
     "Epoch",
-    "Kept",
+    "InUse",
     "binary",
     "boolean",
     "build",
@@ -23,8 +23,8 @@ __all__ = [
     "descriptor",
     "digest",
     "epoch",
+    "in_use",
     "integer",
-    "kept",
     "mapping",
     "name",
     "optional",
@@ -42,8 +42,8 @@ MAX_FRAMES = 2050
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
 MAX_SERIAL = (1 << 64) - 1
-MAX_VALUES = 24 * MAX_MODELS  # a part takes nine, what is kept of a model twelve
-MAX_KEPT = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
+MAX_VALUES = 24 * MAX_MODELS  # a part takes nine, what is in use of a model twelve
+MAX_IN_USE = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
 MAX_NAME = 512
 # Characters, of up to four bytes each: the longest message and traceback fit into one header.
 MAX_TEXT = 64 << 10
@@ -52,7 +52,7 @@ MAX_DESCRIPTOR = 64 << 10
 Buffer = bytes | memoryview
 Epoch = tuple[int, int]
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
-Kept = tuple[tuple[str, int], ...]
+InUse = tuple[tuple[str, int], ...]
 """Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.leases`."""
 
 _repr = Repr()
@@ -134,9 +134,9 @@ def epoch(raw: Any) -> Epoch:
     return _start(raw[0]), u64(raw[1])
 
 
-def kept(raw: Any) -> Kept:
-    if not isinstance(raw, list) or len(raw) > MAX_KEPT:
-        raise ProtocolError(f"a list of at most {MAX_KEPT} lent slabs was expected, not {show(raw)}")
+def in_use(raw: Any) -> InUse:
+    if not isinstance(raw, list) or len(raw) > MAX_IN_USE:
+        raise ProtocolError(f"a list of at most {MAX_IN_USE} lent slabs was expected, not {show(raw)}")
     for pair in raw:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ProtocolError(f"a model's name and a version were expected, not {show(pair)}")

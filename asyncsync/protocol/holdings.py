@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from asyncsync.protocol.fields import Epoch, Kept
+from asyncsync.protocol.fields import Epoch, InUse
 from asyncsync.protocol.messages import Part
 from asyncsync.protocol.staging import Staging
 from asyncsync.weights.copying import copy_tensors
@@ -106,7 +106,7 @@ class Holdings:
     def _released(self) -> None:
         self.is_report_due = True
 
-    def report(self, awaited: Iterable[Part]) -> Kept:
+    def report(self, awaited: Iterable[Part]) -> InUse:
         """Which leased slabs are in use here; see :mod:`asyncsync.protocol.leases`.
 
         Args:

@@ -50,9 +50,9 @@ class WorkerLeases:
                     slab.retain()
                 self._slabs[key] = (serial, slab)
 
-    def report(self, last: int, kept: Collection[Key]) -> None:
-        """The worker has seen all UPDATEs up to this serial that it will ever look at, and still uses these slabs."""
-        ended = [key for key, (serial, _) in self._slabs.items() if serial <= last and key not in kept]
+    def report(self, last: int, in_use: Collection[Key]) -> None:
+        """The worker has seen all UPDATEs up to this serial that it will ever take, and still uses these slabs."""
+        ended = [key for key, (serial, _) in self._slabs.items() if serial <= last and key not in in_use]
         for key in ended:
             self._slabs.pop(key)[1].release()
 
@@ -79,10 +79,10 @@ class Leases:
             leases = self.of[peer.nonce] = WorkerLeases(peer.worker, peer.hello.pid if peer.local else 0)
         leases.lease(serial, parts)
 
-    def report(self, nonce: bytes, last: int, kept: Collection[Key]) -> None:
+    def report(self, nonce: bytes, last: int, in_use: Collection[Key]) -> None:
         """An incarnation's report: :meth:`WorkerLeases.report`."""
         if (leases := self.of.get(nonce)) is not None:
-            leases.report(last, kept)
+            leases.report(last, in_use)
             if not leases:
                 del self.of[nonce]
 

@@ -29,7 +29,7 @@ from asyncsync.protocol.fields import (
     MAX_TEXT,
     Check,
     Epoch,
-    Kept,
+    InUse,
     binary,
     boolean,
     build,
@@ -68,7 +68,7 @@ __all__ = [
 class Part:
     """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
 
-    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from where it says; if
+    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there; if
     they are to be read ``in_place``, when FETCH has been answered with GRANTED. ``origin``: in a tree, the version at
     its root that this one stands for; None: the sender is the root.
     """
@@ -141,7 +141,7 @@ class Hello(Instruction):
 @dataclass(frozen=True, slots=True)
 class Welcome(Instruction):
     """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet.
-    ``question``: counts those that this worker is sent; a refusal says which one it answers."""
+    ``number``: counts those that this worker is sent; a refusal names the one that it answers."""
 
     epoch: Epoch
     nonce: bytes
@@ -150,7 +150,7 @@ class Welcome(Instruction):
     boot: str
     namespace: int
     models: dict[str, bytes]
-    question: int = 0
+    number: int = 0
 
     kind: ClassVar[int] = 2
     checks: ClassVar[tuple[Check, ...]] = (
@@ -181,7 +181,7 @@ class Refused(Instruction):
     model_id: str
     digest: bytes
     message: str
-    question: int = 0
+    number: int = 0
 
     kind: ClassVar[int] = 4
     checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.name, fields.digest, text(MAX_TEXT), fields.u64)
@@ -230,15 +230,15 @@ class Chunk(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Staged(Instruction):
-    """``last`` and ``kept``, here as elsewhere: of the UPDATEs up to this serial, only these slabs are still in use."""
+    """``last`` and ``in_use``, here as elsewhere: of the UPDATEs up to that serial, these slabs are still in use."""
 
     epoch: Epoch
     serial: int
     last: int = 0
-    kept: Kept = ()
+    in_use: InUse = ()
 
     kind: ClassVar[int] = 8
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), fields.u64, fields.kept)
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), fields.u64, fields.in_use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +246,10 @@ class Applied(Instruction):
     epoch: Epoch
     versions: dict[str, int]
     last: int = 0
-    kept: Kept = ()
+    in_use: InUse = ()
 
     kind: ClassVar[int] = 9
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.versions, fields.u64, fields.kept)
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.versions, fields.u64, fields.in_use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Failed(Instruction):
     message: str
     traceback: str
     last: int = 0
-    kept: Kept = ()
+    in_use: InUse = ()
 
     kind: ClassVar[int] = 10
     checks: ClassVar[tuple[Check, ...]] = (
@@ -274,7 +274,7 @@ class Failed(Instruction):
         text(MAX_TEXT),
         text(MAX_TEXT),
         fields.u64,
-        fields.kept,
+        fields.in_use,
     )
 
 
@@ -300,7 +300,7 @@ class Pong(Instruction):
     staged: dict[str, int]
     serial: int
     last: int = 0
-    kept: Kept = ()
+    in_use: InUse = ()
 
     kind: ClassVar[int] = 12
     checks: ClassVar[tuple[Check, ...]] = (
@@ -310,14 +310,14 @@ class Pong(Instruction):
         fields.versions,
         fields.u64,
         fields.u64,
-        fields.kept,
+        fields.in_use,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Bye(Instruction):
     """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker is there) or ``"refused"``; from a
-    worker, ``"reading"``: closed, but its model goes on to use lent slabs."""
+    worker, ``"reading"``: closed, but its model goes on to use leased slabs."""
 
     epoch: Epoch
     nonce: bytes
@@ -330,20 +330,20 @@ class Bye(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Released(Instruction):
-    """From a worker that has let go of lent slabs and has nothing else to say; also after it was superseded."""
+    """From a worker that has let go of leased slabs and has nothing else to report; also after it was superseded."""
 
     epoch: Epoch
     nonce: bytes
     last: int
-    kept: Kept
+    in_use: InUse
 
     kind: ClassVar[int] = 14
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.digest, fields.u64, fields.kept)
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.digest, fields.u64, fields.in_use)
 
 
 @dataclass(frozen=True, slots=True)
 class Granted(Instruction):
-    """The parts of this UPDATE that are read in place are the worker's until it says otherwise."""
+    """The parts of this UPDATE that are read in place are leased to the worker."""
 
     epoch: Epoch
     serial: int
@@ -355,7 +355,7 @@ class Granted(Instruction):
 @dataclass(frozen=True, slots=True)
 class Again(Instruction):
     """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
-    descriptor tells of, or (None) with the slab's bytes as payload. A worker that has not seen that UPDATE, or has seen
+    descriptor names, or (None) with the slab's bytes as payload. A worker that has not seen that UPDATE, or has seen
     another one since, drops it."""
 
     epoch: Epoch
@@ -370,7 +370,7 @@ class Again(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Done(Instruction):
-    """What the AGAIN of this serial has brought is applied, and nothing of what was lent is still in use."""
+    """What the AGAIN of this serial has brought is applied, and nothing that was leased for it is still in use."""
 
     epoch: Epoch
     serial: int

@@ -159,7 +159,7 @@ class Peer:
     def has(self, version: int, models: Iterable[str]) -> bool:
         """True if it has applied this version of each model, or a newer one."""
         applied = self.applied
-        for model_id in models:  # noqa: SIM110 (asked for every message; a generator takes twice as long)
+        for model_id in models:  # noqa: SIM110 (called for every message; a generator takes twice as long)
             if applied.get(model_id, 0) < version:
                 return False
         return True
@@ -180,13 +180,9 @@ class Peer:
         return max(applied, self.staged[model_id]) if model_id in self.staged else applied
 
     def undeliverable(self, descriptor: bytes, error: Exception) -> bool:
-        """A transport cannot bring the slab that this worker was told to fetch; False if it is not needed any more."""
+        """A transport cannot bring the slab that this worker was to fetch; False if it is not needed any more."""
         if self.transfer is None or all(slab.descriptor != descriptor for _, slab in self.transfer.parts.values()):
             return False
         self.failed.update({model_id: (version, error) for model_id, version in self.transfer.versions.items()})
         self.end_transfer()
         return True
-
-    def covers(self, versions: dict[str, int]) -> bool:
-        """True if all of this is applied or staged."""
-        return all(max(self.applied.get(m, 0), self.staged.get(m, 0)) >= v for m, v in versions.items())

@@ -27,7 +27,7 @@ from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.progress import Progress
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import Kept, Targets
+from asyncsync.protocol.targets import Replaced, Targets
 from asyncsync.protocol.transfer import Transfer
 from asyncsync.weights.slab import Slab
 
@@ -122,10 +122,10 @@ class Publisher:
             if peer.transfer is not None:
                 self._stream(peer, peer.transfer)
 
-    def abandon(self, version: int | None, kept: Kept) -> None:
+    def abandon(self, version: int | None, replaced: Replaced) -> None:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
-        replaced stands again, as :meth:`Targets.keep` has returned it before that."""
-        self.targets.abandon(version, kept)
+        ``replaced``, from :meth:`Targets.keep` before that, stands again."""
+        self.targets.abandon(version, replaced)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
@@ -174,7 +174,7 @@ class Publisher:
             whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{kind.__name__} of another epoch from {whom}")
         if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
-            self.leases.report(instruction.nonce, instruction.last, instruction.kept)
+            self.leases.report(instruction.nonce, instruction.last, instruction.in_use)
         if newcomer is not None and (entered := self.membership.prove(newcomer, instruction, now)) is not None:
             assert isinstance(instruction, messages.Ready)
             self._on_ready(entered, instruction, now)
@@ -187,7 +187,7 @@ class Publisher:
         if isinstance(instruction, messages.Done):
             self.leases.report(peer.nonce, instruction.serial, ())
         elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
-            self.leases.report(peer.nonce, instruction.last, instruction.kept)
+            self.leases.report(peer.nonce, instruction.last, instruction.in_use)
         peer.last_seen = now
         peer.slow = False
         peer.unreachable_since = None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.fields import MAX_NAME, MAX_TEXT, Buffer, Kept
+from asyncsync.protocol.fields import MAX_NAME, MAX_TEXT, Buffer, InUse
 from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import Incoming
 from asyncsync.protocol.messages import Applied, Done, Failed, Instruction, Ping, Pong, Released, Staged
@@ -45,7 +45,7 @@ class Reports:
         self.serial = 0
         self.failure = None
 
-    def in_use(self) -> tuple[int, Kept]:
+    def in_use(self) -> tuple[int, InUse]:
         """Which leased slabs are in use here, of the updates up to which serial."""
         return self.serial, self._holdings.report(self._incoming.awaited)
 
@@ -59,9 +59,9 @@ class Reports:
                 session.send(Staged(unreported.epoch, unreported.serial, *self.in_use()))
         if holdings.is_report_due and session.epoch is not None and session.ended is None:
             before = len(holdings.leased)
-            serial, kept = self.in_use()
+            serial, in_use = self.in_use()
             if len(holdings.leased) < before:
-                session.send(Released(session.epoch, session.nonce, serial, kept))
+                session.send(Released(session.epoch, session.nonce, serial, in_use))
 
     def staged(self, serial: int) -> None:
         """All of this update is here and checked."""
@@ -92,11 +92,11 @@ class Reports:
             holdings.is_report_due = False
             session.send(Done(staging.epoch, staging.serial))
             return
-        serial, kept = self.in_use()
-        if at_once and serial == staging.serial and not kept:
+        serial, in_use = self.in_use()
+        if at_once and serial == staging.serial and not in_use:
             session.send(Done(staging.epoch, staging.serial))
         else:
-            session.send(Applied(staging.epoch, session.named(holdings.versions), serial, kept))
+            session.send(Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
 
     def failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         """These versions could not be applied."""

@@ -176,7 +176,7 @@ class Session:
             else:
                 self.refused[model_id], self._unfit[model_id] = error, layout
                 text = str(error)[:MAX_TEXT]
-                self.send(Refused(welcome.epoch, self.name(model_id), layout.digest, text, welcome.question))
+                self.send(Refused(welcome.epoch, self.name(model_id), layout.digest, text, welcome.number))
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
         self.send(Ready(welcome.epoch, accepted))
 

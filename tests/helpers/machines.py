@@ -101,11 +101,11 @@ class Desk:
         digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
         self.receive(worker, messages.Ready(self.publisher.epoch, digests))
 
-    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", question: int | None = None) -> None:
+    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", number: int | None = None) -> None:
         """As the answer to the newest WELCOME, or to that one."""
-        question = self.publisher.peers[worker].welcomes if question is None else question
+        number = self.publisher.peers[worker].welcomes if number is None else number
         digest = layout(dtype).digest
-        self.receive(worker, messages.Refused(self.publisher.epoch, model, digest, "it does not fit", question))
+        self.receive(worker, messages.Refused(self.publisher.epoch, model, digest, "it does not fit", number))
         self.receive(worker, messages.Ready(self.publisher.epoch, {}))
 
     def join(self, *workers: int) -> None:
@@ -134,11 +134,11 @@ class Desk:
             for slab in slabs.values():
                 slab.release()
 
-    def staged(self, worker: int, update: Instruction, last: int = 0, kept: fields.Kept = ()) -> None:
-        self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, kept))  # type: ignore[attr-defined]
+    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: fields.InUse = ()) -> None:
+        self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))  # type: ignore[attr-defined]
 
-    def applied(self, worker: int, last: int = 0, kept: fields.Kept = (), **versions: int) -> None:
-        self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, kept))
+    def applied(self, worker: int, last: int = 0, in_use: fields.InUse = (), **versions: int) -> None:
+        self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
         """The worker stages and applies this update."""
