@@ -53,6 +53,7 @@ def worlds(draw: st.DrawFn) -> World:
         descriptors=draw(st.booleans()),
         local=bool(lent) or draw(st.booleans()),
         lent=frozenset(lent),
+        fast=draw(st.booleans()),
     )
 
 

@@ -1394,6 +1394,7 @@ def test_it_is_said_in_full_where_anything_is_different() -> None:
     check(lambda desk: None, lent=True)
     check(lambda desk: None, settings=Settings(checksum=True))
     check(lambda desk: None, settings=Settings(eager_bytes=0))
+    check(lambda desk: None, settings=Settings(fast=False))
     check(lambda desk: desk.hello(1))  # it has connected again, and has not said what fits
     check(lambda desk: (desk.hello(1, 2), desk.ready(1)))  # a new incarnation
     check(lambda desk: desk.publish(dtype=F64))  # which has still to be accepted

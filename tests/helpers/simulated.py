@@ -53,6 +53,7 @@ class World:
         eager, descriptors: how bytes travel (neither: as chunks).
         local: the workers share the trainer's host, so their death is noticed at once.
         lent: these models travel in slots that workers map, or copy out at once; only if local.
+        fast: whether the steady state is shorter than the general way.
     """
 
     workers: int = 2
@@ -64,10 +65,12 @@ class World:
     descriptors: bool = False
     local: bool = True
     lent: frozenset[str] = frozenset()
+    fast: bool = True
 
     @property
     def settings(self) -> Settings:
-        return Settings(eager_bytes=4096 if self.eager else 0, chunk_bytes=40, window_bytes=120, checksum=self.checksum)
+        eager_bytes = 4096 if self.eager else 0
+        return Settings(eager_bytes, chunk_bytes=40, window_bytes=120, checksum=self.checksum, fast=self.fast)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,6 +93,7 @@ def draw_world(source: random.Random) -> World:
         descriptors=source.random() < 0.2,
         local=bool(lent) or source.random() < 0.7,
         lent=lent,
+        fast=source.random() < 0.8,
     )
 
 
