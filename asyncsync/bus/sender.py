@@ -179,7 +179,11 @@ class SenderLink(Link):
 
     def _receive(self, frames: list[Any]) -> None:
         route = frames[0].bytes
-        if self.lanes.of and (peer := self.publisher.membership.at(route)) and (lane := self.lanes.of.get(peer.nonce)):
+        if (
+            self.lanes.of
+            and (peer := self.publisher.membership.routes.get(route))
+            and (lane := self.lanes.of.get(peer.nonce))
+        ):
             lane.drain()
         now = self.loop.time()
         try:
@@ -323,7 +327,7 @@ class SenderLink(Link):
 
     def _serve(self, route: bytes, update: Update | Again) -> None:
         """A worker is being told to fetch: the transport's turn, where that acts for each worker."""
-        peer = self.publisher.membership.at(route)
+        peer = self.publisher.membership.routes.get(route)
         parts = update.parts if isinstance(update, Update) else (update,)
         for descriptor in (part.descriptor for part in parts):
             transport = self._served.get(descriptor or b"")

@@ -74,6 +74,8 @@ class Membership:
     Attributes:
         epoch: the trainer's; rises above that of a trainer before it.
         peers: the workers by their index, lost ones too; of an elastic trainer, for some time.
+        routes: the workers that are there, by where they are reached.
+        newcomers_at: those who want the place of a worker, by where they are reached.
         gone: elastic workers that were lost a while ago, and why.
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
         turned_away: why the last one that was refused was.
@@ -96,6 +98,8 @@ class Membership:
         self.num_workers = num_workers
         self.settings = settings
         self.peers: dict[int, Peer] = {}
+        self.routes: dict[bytes, Peer] = {}
+        self.newcomers_at: dict[bytes, Newcomer] = {}
         self.gone: dict[int, str] = {}
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.turned_away = ""
@@ -104,10 +108,8 @@ class Membership:
         self._targets = targets
         self._welcome = welcome
         self._entered = entered
-        self._routes: dict[bytes, Peer] = {}
         self._superseded: dict[bytes, None] = {}
         self._newcomers: dict[int, Newcomer] = {}  # by the worker whose place they want
-        self._newcomer_at: dict[bytes, Newcomer] = {}  # by their route
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
@@ -133,17 +135,9 @@ class Membership:
         there = [peer for peer in self.peers.values() if not peer.lost]
         return there + [one.peer for one in self._newcomers.values() if one.welcomed_at is not None]
 
-    def at(self, route: bytes) -> Peer | None:
-        """The worker that is reached there."""
-        return self._routes.get(route)
-
-    def newcomer_at(self, route: bytes) -> Newcomer | None:
-        """The newcomer that is reached there."""
-        return self._newcomer_at.get(route)
-
     def settled_at(self, route: bytes) -> bytes | None:
         """The nonce of the worker that is reached there, if it has answered its last WELCOME in full."""
-        peer = self._routes.get(route)
+        peer = self.routes.get(route)
         return None if peer is None or peer.unsettled else peer.nonce
 
     def send(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
@@ -195,15 +189,15 @@ class Membership:
     def _enter(self, peer: Peer, now: float) -> None:
         """A worker takes a place."""
         self.gone.pop(peer.worker, None)
-        self.peers[peer.worker] = self._routes[peer.route] = peer
+        self.peers[peer.worker] = self.routes[peer.route] = peer
         self._entered()
         peer.last_ping = peer.last_seen = now
 
     def _move(self, peer: Peer, new: Peer, now: float) -> None:
         """The same incarnation again, perhaps over a new connection."""
-        self._routes.pop(peer.route, None)
+        self.routes.pop(peer.route, None)
         peer.reconnect(new.hello, new.route, new.applied, now)
-        self._routes[new.route] = peer
+        self.routes[new.route] = peer
         self._welcome(peer)
 
     # -- newcomers --------------------------------------------------------------------------------------------------
@@ -223,9 +217,9 @@ class Membership:
                 self._contend(holder, peer, now)
             return
         else:
-            del self._newcomer_at[newcomer.peer.route]
+            del self.newcomers_at[newcomer.peer.route]
         newcomer.peer = peer
-        self._newcomer_at[peer.route] = newcomer
+        self.newcomers_at[peer.route] = newcomer
         if newcomer.welcomed_at is not None:
             self._welcome(peer)
 
@@ -278,7 +272,7 @@ class Membership:
     def _forget_newcomer(self, holder: Peer) -> Newcomer | None:
         newcomer = self._newcomers.pop(holder.worker, None)
         if newcomer is not None:
-            self._newcomer_at.pop(newcomer.peer.route, None)
+            self.newcomers_at.pop(newcomer.peer.route, None)
         return newcomer
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
@@ -315,7 +309,7 @@ class Membership:
     def _drop(self, peer: Peer) -> None:
         peer.end_transfer()
         self._forget_newcomer(peer)
-        self._routes.pop(peer.route, None)
+        self.routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
 
     # -- liveness ---------------------------------------------------------------------------------------------------
@@ -329,12 +323,12 @@ class Membership:
         peer.lost_at, peer.lost_since = self._targets.version, now
         peer.ready = False
         peer.end_transfer()
-        self._routes.pop(peer.route, None)
+        self.routes.pop(peer.route, None)
         return True, self._forget_newcomer(peer)
 
     def unreachable(self, route: bytes, now: float) -> Peer | None:
         """A send found no connection. It may come back; a remote peer that stays away, which is returned, is lost."""
-        peer = self._routes.get(route)
+        peer = self.routes.get(route)
         if peer is None or peer.lost:
             return None
         if (newcomer := self._newcomers.get(peer.worker)) is not None:
@@ -390,10 +384,10 @@ class Membership:
             peer.end_transfer()
             if not peer.lost and not fenced:
                 self._bye(peer.route, peer.nonce, "closed", text)
-        for route, newcomer in self._newcomer_at.items():
+        for route, newcomer in self.newcomers_at.items():
             self._bye(route, newcomer.peer.nonce, "closed", text)
         self._newcomers.clear()
-        self._newcomer_at.clear()
+        self.newcomers_at.clear()
 
 
 def _all_are(nonce: bytes) -> bool:

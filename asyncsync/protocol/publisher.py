@@ -166,8 +166,8 @@ class Publisher:
             self._on_hello(route, instruction, now)
             return
         kind = type(instruction)
-        peer = self.membership.at(route)
-        newcomer = self.membership.newcomer_at(route) if peer is None else None
+        peer = self.membership.routes.get(route)
+        newcomer = self.membership.newcomers_at.get(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
         if getattr(instruction, "epoch", None) != self.membership.epoch:
@@ -355,7 +355,7 @@ class Publisher:
 
     def clogged(self, route: bytes) -> None:
         """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
-        if (peer := self.membership.at(route)) is not None:
+        if (peer := self.membership.routes.get(route)) is not None:
             peer.slow = True
 
     def tick(self, now: float) -> None:

@@ -19,27 +19,28 @@ HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
 AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's length, and one
 _AGAIN = Struct(HEAD.format + AGAIN_FIELDS)
 _DONE = Struct(HEAD.format + "Q")
+_AGAIN_KIND, _DONE_KIND = Again.kind, Done.kind
 
 
 def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
     """The header of an AGAIN with these fields."""
     length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
-    return _AGAIN.pack(FIXED, 16, *epoch, serial, since, version, length) + tail
+    return _AGAIN.pack(FIXED, _AGAIN_KIND, *epoch, serial, since, version, length) + tail
 
 
 def encode_done(epoch: Epoch, serial: int) -> bytes:
     """The header of a DONE with these fields."""
-    return _DONE.pack(FIXED, 17, *epoch, serial)
+    return _DONE.pack(FIXED, _DONE_KIND, *epoch, serial)
 
 
 def decode(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Done, Sequence[Buffer]]:
     """:func:`asyncsync.protocol.codec.decode` for a header of at least two bytes that begins with :data:`FIXED`."""
     kind, expected = header[1], 0
     instruction: Again | Done
-    if kind == Again.kind and len(header) >= _AGAIN.size:
+    if kind == _AGAIN_KIND and len(header) >= _AGAIN.size:
         instruction = _decode_again(header)
         expected = 1 if instruction.descriptor is None else 0
-    elif kind == Done.kind and len(header) >= _DONE.size:
+    elif kind == _DONE_KIND and len(header) >= _DONE.size:
         instruction = _decode_done(header)
     else:
         raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
