@@ -13,7 +13,7 @@ from torch import nn
 
 import asyncsync.model.binding
 from asyncsync import PartialSendError
-from asyncsync.protocol import messages
+from asyncsync.protocol import codec, messages
 from helpers.apis import Api, bare, is_instant
 from helpers.pairs import Clock, Crew, Model, fill, held, read, until
 
@@ -244,12 +244,13 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         receive = link.lane.receive
         link.lane.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
         await send(everybody, 10)
-        again = messages.Again.decode(packets[-1][1:])
+        again, _ = codec.decode([packets[-1][1:]])
+        assert isinstance(again, messages.Again)
         assert again.descriptor is not None
 
         def packet(**changes: Any) -> memoryview:
             fields = {name: getattr(again, name) for name in ("epoch", "serial", "since", "version", "descriptor")}
-            return memoryview(b"\0" + messages.Again(**{**fields, **changes}).encode())
+            return memoryview(b"\0" + codec.encode(messages.Again(**{**fields, **changes})))
 
         serial, since = again.serial + 1, again.serial
         wrong = [
