@@ -92,14 +92,14 @@ def malformed() -> list[list[bytes]]:
     good = codec.encode(hello())
     fields = msgpack.unpackb(good)
     rng = random.Random(0)
-    messages: list[list[bytes]] = [[good[:n]] for n in range(len(good))]
-    messages += [[rng.randbytes(rng.randrange(1, 200))] for _ in range(200)]
+    found: list[list[bytes]] = [[good[:n]] for n in range(len(good))]
+    found += [[rng.randbytes(rng.randrange(1, 200))] for _ in range(200)]
     for _ in range(200):
         mutated = bytearray(good)
         mutated[rng.randrange(2, len(mutated))] ^= 1 << rng.randrange(8)
         if mutated[:2] == good[:2]:
-            messages.append([bytes(mutated) + b"\xc1"])  # no byte of msgpack's: malformed whatever the bit did
-    messages += [
+            found.append([bytes(mutated) + b"\xc1"])  # no byte of msgpack's: malformed whatever the bit did
+    found += [
         [b""],
         [b"", b""],
         [pack(None)],
@@ -132,7 +132,7 @@ def malformed() -> list[list[bytes]]:
         [pack([1, 11, [1, -1], 1])],
         [pack([1, 11, [1], 1])],
     ]
-    return messages
+    return found
 
 
 def out_of_place(epoch: fields.Epoch, version: int) -> list[messages.Instruction]:
@@ -163,14 +163,14 @@ async def test_r202_garbage_from_strangers_is_counted_and_disturbs_nobody(
 ) -> None:
     caplog.set_level(logging.DEBUG, "asyncsync")
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
-    messages = malformed()
+    wrong = malformed()
     strangers = [[codec.encode(i)] for i in out_of_place(sender.bus._link.publisher.epoch, sender.version)]
     async with being_served(sender, receivers):
         with raw_dealer(endpoint) as dealer:
-            for message in [*messages, *strangers, *messages]:
+            for message in [*wrong, *strangers, *wrong]:
                 dealer.send_multipart(message)
                 await asyncio.sleep(0)
-            expected = 2 * len(messages) + len(strangers)
+            expected = 2 * len(wrong) + len(strangers)
             await eventually(
                 lambda: sum(sender.bus.dropped.values()) == expected,
                 why=lambda: f"{sum(sender.bus.dropped.values())} of {expected} dropped",
@@ -489,11 +489,11 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
     layout = layout_of(CHUNKED)
     dropped = 0
 
-    async def all_dropped(*messages: tuple[Any, ...]) -> None:
+    async def all_dropped(*wrong: tuple[Any, ...]) -> None:
         nonlocal dropped
-        for message in messages:
+        for message in wrong:
             fake.say(*message)
-        dropped += len(messages)
+        dropped += len(wrong)
         await eventually(
             lambda: sum(receiver.bus.dropped.values()) >= dropped, why=lambda: (dropped, receiver.bus.dropped)
         )
@@ -630,10 +630,10 @@ async def test_r202_processes_are_served_while_others_send_garbage(
     sender = schemes.sender(CHUNKED, num_workers=2)
     workers = [start(Worker), start(Worker)]
     await asyncio.gather(sender.connect(), *(w.connect(sender, i, CHUNKED) for i, w in enumerate(workers)))
-    messages = malformed()
+    wrong = malformed()
     with raw_dealer(sender.bus.endpoint) as dealer:
         for value in range(2, 42):
-            for message in messages[value::40]:
+            for message in wrong[value::40]:
                 dealer.send_multipart(message)
             assert await sender.send_async(sender.model.fill(value), timeout=10) == value
     assert [await w.value() for w in workers] == [41, 41]
