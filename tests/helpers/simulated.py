@@ -93,7 +93,7 @@ def draw_world(source: random.Random) -> World:
         descriptors=source.random() < 0.2,
         local=bool(lent) or source.random() < 0.7,
         lent=lent,
-        fast=source.random() < 0.8,
+        fast=bool(lent) or source.random() < 0.7,
     )
 
 
