@@ -17,7 +17,7 @@ from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.endpoint import EndpointLock
 from asyncsync.net.packets import BY_SIDE_CHANNEL, MAX_FRAMES, MAX_PACKET, join, read, split
 from asyncsync.net.side_channel import INTRODUCTION, MAX_STRANGERS, SideChannel, SideChannels, connect
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from helpers.pairs import until
 
 EPOCH = (1, 1)
@@ -63,14 +63,14 @@ def test_lengths_that_lie_are_refused(lengths: list[int], count: int, rest: byte
 def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refused() -> None:
     with pytest.raises(LimitExceeded):
         split(memoryview(bytes(MAX_PACKET + 1)))
-    for instruction in (wire.Ping(EPOCH, 1), wire.Bye(EPOCH, NONCE, "closed", ""), wire.Ready(EPOCH, {})):
+    for instruction in (messages.Ping(EPOCH, 1), messages.Bye(EPOCH, NONCE, "closed", ""), messages.Ready(EPOCH, {})):
         assert type(instruction) not in BY_SIDE_CHANNEL
         with pytest.raises(ProtocolError, match="by lane"):
-            read(packet([wire.encode(instruction)]))
-    staged = wire.Staged(EPOCH, 7)
-    assert read(packet([wire.encode(staged)])) == (staged, [])
+            read(packet([codec.encode(instruction)]))
+    staged = messages.Staged(EPOCH, 7)
+    assert read(packet([codec.encode(staged)])) == (staged, [])
     with pytest.raises(ProtocolError):
-        read(packet([wire.encode(staged), b"a payload that it has not"]))
+        read(packet([codec.encode(staged), b"a payload that it has not"]))
 
 
 # -- one connection ----------------------------------------------------------------------------------------------------

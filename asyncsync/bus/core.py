@@ -29,7 +29,7 @@ from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import ClosedError, Fenced, NotConnected
 from asyncsync.model.gate import Gate, Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
-from asyncsync.protocol.publisher import Settings
+from asyncsync.protocol.settings import Settings
 
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
@@ -355,13 +355,13 @@ class BusCore:
 
     def _check_fenced(self) -> None:
         """Receiver: raise Fenced if another incarnation of this worker has taken its place, or its sender's."""
-        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.ended, Fenced):
+        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.session.ended, Fenced):
             raise Fenced(*ended.args)
 
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
-        if isinstance(self._link, ReceiverLink) and self._link.subscriber.ended is not None:
+        if isinstance(self._link, ReceiverLink) and self._link.subscriber.session.ended is not None:
             return True
         return self._closed
 

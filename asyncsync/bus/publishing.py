@@ -18,8 +18,8 @@ from asyncsync.bus.link import INLINE_BYTES, Link
 from asyncsync.bus.member import Source
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.fastpath.sender import FastSender
+from asyncsync.protocol.messages import Again, Update
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.wire import Again, Update
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import KNOWN_BYTES, copy_bytes
 from asyncsync.weights.layout import Layout
@@ -315,13 +315,13 @@ class Publishing:
         publisher = self._publisher
         targets = {t.slab for slot in publisher.targets.slots() for t in slot.targets}  # those are nobody's fault
         holders = []
-        for nonce, loans in publisher.loans.items():
-            versions = sorted({version for (_, version), slab in loans if slab in pool and slab not in targets})
+        for nonce, leases in publisher.leases.of.items():
+            versions = sorted({version for (_, version), slab in leases if slab in pool and slab not in targets})
             if versions:
-                peer = publisher.peers.get(loans.worker)
+                peer = publisher.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"
-                where = f", process {loans.pid}" if loans.pid else ""
-                holders.append(f"worker {loans.worker} ({state}{where}) has version {', '.join(map(str, versions))}")
+                where = f", process {leases.pid}" if leases.pid else ""
+                holders.append(f"worker {leases.worker} ({state}{where}) has version {', '.join(map(str, versions))}")
         return (
             f"there is no free slot of shared memory for a new version: {'; '.join(holders) or 'nobody says why'}. "
             "A worker lets go of a version when it has applied a newer one: look for a stopped process or a hold() "
@@ -341,12 +341,13 @@ class Publishing:
 
     def serve(self, route: bytes, update: Update | Again) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
-        whom = self._publisher.whose(route)
+        peer = self._publisher.membership.routes.get(route)
         parts = update.parts if isinstance(update, Update) else (update,)
         for descriptor in (part.descriptor for part in parts):
             transport = self.served.get(descriptor or b"")
-            if transport is not None and whom is not None:
+            if transport is not None and peer is not None:
                 assert descriptor is not None
+                whom = peer.worker, peer.nonce
                 transport.serve(descriptor, *whom, partial(self._undeliverable, *whom, descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:

@@ -27,10 +27,12 @@ from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import SideChannel, connect
 from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
-from asyncsync.protocol.publisher import Settings
+from asyncsync.protocol.codec import decode, encode
+from asyncsync.protocol.fields import Buffer, Epoch
+from asyncsync.protocol.messages import Again, Bye, Done, Instruction, Welcome
+from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Again, Buffer, Bye, Done, Epoch, Instruction, Welcome, decode, encode
 from asyncsync.runtime.threads import finish
 
 __all__ = ["ReceiverLink"]
@@ -105,7 +107,7 @@ class ReceiverLink(Link):
         if not is_trustworthy(self.endpoint):
             # Without our HELLO, whoever answers there does not know our nonce, and is not listened to.
             logger.error("%s is not this user's any more; not talking to whoever answers there", self.endpoint)
-        elif self.subscriber.ended is None:
+        elif self.subscriber.session.ended is None:
             self.subscriber.connected(self.loop.time())
             self.settle()
 
@@ -125,15 +127,15 @@ class ReceiverLink(Link):
         except ProtocolError as error:
             self.drop(error, "the sender")
         else:
-            if type(instruction) is Bye and self.subscriber.ended is None:
+            if type(instruction) is Bye and self.subscriber.session.ended is None:
                 self.sender_lost = True  # it writes nothing any more, and there may be another
-            elif type(instruction) is Welcome and self.subscriber.welcomed:
+            elif type(instruction) is Welcome and self.subscriber.session.welcomed:
                 self._watch_sender()
                 self._open_side_channel()
         self.settle()
 
     def _receive_packet(self, packet: memoryview) -> None:
-        steady = self.subscriber.routine
+        steady = self.subscriber.fast_path
         if steady is not None:
             now = self.loop.time()
             try:
@@ -164,7 +166,7 @@ class ReceiverLink(Link):
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send DONE, and do what :meth:`settle` does."""
         if self.side_channel is None or not self.side_channel.send_alone(done):
-            self.subscriber.outbox.append((Done.decode(done), ()))
+            self.subscriber.outbox.append((decode([done])[0], ()))
             self.settle()
         elif self.conditions.waiters:
             self.conditions.notify()
@@ -192,12 +194,12 @@ class ReceiverLink(Link):
         """The sender knows this worker now: connect the side channel, unless it is there already."""
         path = side_channel_path(self.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
-            self.side_channel = connect(path, self.subscriber.nonce, self._receive_packet, self.crash)
+            self.side_channel = connect(path, self.subscriber.session.nonce, self._receive_packet, self.crash)
 
     def _watch_sender(self) -> None:
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
-        trainer = self.subscriber.trainer
-        me = self.subscriber.identity
+        trainer = self.subscriber.session.trainer
+        me = self.subscriber.session.identity
         if trainer is None or (trainer.pid == self._watched and not self.sender_lost):
             return
         self._watched = trainer.pid
@@ -222,19 +224,19 @@ class ReceiverLink(Link):
         subscriber = self.subscriber
         if subscriber.staged:
             self.applying.offer()
-        if subscriber.fetches:
+        if subscriber.incoming.fetches:
             self._fetches.start()
         self._send_all()
-        if subscriber.borrows:
+        if subscriber.holdings.copies_later:
             # The copy takes a core for some time, which the sender may need to read the acknowledgement.
             time.sleep(REST_SECONDS)
-            if subscriber.give_back():
+            if subscriber.holdings.copy_out():
                 self._send_all()
 
     def _send_all(self) -> None:
-        self.subscriber.flush()
+        self.subscriber.reports.flush()
         outbox = self.subscriber.outbox
-        if not self.subscriber.online:
+        if not self.subscriber.session.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
         if not outbox:
@@ -253,12 +255,17 @@ class ReceiverLink(Link):
 
     def _send_done(self, done: Done) -> bool:
         channel = self.side_channel
-        return channel is not None and channel.open and self.subscriber.welcomed and channel.send_alone(done.encode())
+        return (
+            channel is not None
+            and channel.open
+            and self.subscriber.session.welcomed
+            and channel.send_alone(encode(done))
+        )
 
     def _send_by_side_channel(self, frames: Sequence[Buffer]) -> bool:
         # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
         channel = self.side_channel
-        return channel is not None and channel.open and self.subscriber.welcomed and channel.send(frames)
+        return channel is not None and channel.open and self.subscriber.session.welcomed and channel.send(frames)
 
     def _fetched(self) -> None:
         if not self.closed:
@@ -279,7 +286,7 @@ class ReceiverLink(Link):
 
     async def _detach(self) -> bool:
         """Models outlive their schemes: they must not show what the sender writes later. False if one may."""
-        ended = self.subscriber.ended
+        ended = self.subscriber.session.ended
         if self.sender_lost or isinstance(ended, ClosedError):
             return True  # nobody writes there any more
         if self.receiving.copying:

@@ -9,8 +9,8 @@ from asyncsync.bus.applying import Applying
 from asyncsync.bus.link import Link
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.gate import Gate
+from asyncsync.protocol.fields import Epoch
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Epoch
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Mark", "Receiving"]
@@ -55,7 +55,7 @@ class Receiving:
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
-        held = self._subscriber.held(model_id)
+        held = self._subscriber.holdings.held.get(model_id)
         return None if held is None else (held[0], held[1])
 
     async def connected(self, model_id: str, timeout: float) -> None:
@@ -70,15 +70,15 @@ class Receiving:
         def done() -> bool:
             return (
                 subscriber.settled(model_id)
-                or subscriber.ended is not None
-                or model_id in subscriber.refused
-                or model_id in subscriber.error
+                or subscriber.session.ended is not None
+                or model_id in subscriber.session.refused
+                or model_id in subscriber.holdings.error
             )
 
         def refused() -> bool:
-            return model_id in subscriber.refused and not subscriber.version(model_id)
+            return model_id in subscriber.session.refused and not subscriber.holdings.version(model_id)
 
-        if subscriber.ended is not None and not refused():
+        if subscriber.session.ended is not None and not refused():
             raise self._ending()
         self._check_again(model_id)
         self._applying.wanted.append(model_id)
@@ -93,36 +93,37 @@ class Receiving:
             self._applying.wanted.remove(model_id)
             self._applying.withdraw()
         if refused():  # since then the sender may have taken its weights back, and left, because they do not fit
-            raise _again(subscriber.refused[model_id])
+            raise _again(subscriber.session.refused[model_id])
         if subscriber.settled(model_id):
             return
-        if subscriber.ended is not None:
+        if subscriber.session.ended is not None:
             raise self._ending()
-        if model_id in subscriber.refused:
-            raise _again(subscriber.refused[model_id])
-        raise subscriber.error[model_id][1]
+        if model_id in subscriber.session.refused:
+            raise _again(subscriber.session.refused[model_id])
+        raise subscriber.holdings.error[model_id][1]
 
     def _check_again(self, model_id: str) -> None:
         """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
         self._subscriber.check_again(model_id, self._link.loop.time())
-        if model_id in self._subscriber.refused:
-            raise _again(self._subscriber.refused[model_id])
+        if model_id in self._subscriber.session.refused:
+            raise _again(self._subscriber.session.refused[model_id])
 
     def _why(self, model_id: str) -> str:
         subscriber = self._subscriber
-        if not subscriber.online:
+        if not subscriber.session.online:
             return f"nobody answers at {self._endpoint}; see whether the sender is connecting, with the same endpoint"
-        if not subscriber.welcomed:
+        if not subscriber.session.welcomed:
             return "the sender has not answered yet"
-        if model_id not in subscriber.served:
-            return f"the sender serves {sorted(subscriber.served)}, not {model_id!r}; use one model_id on both sides"
+        if model_id not in subscriber.session.served:
+            served = sorted(subscriber.session.served)
+            return f"the sender serves {served}, not {model_id!r}; use one model_id on both sides"
         if self._gate.pending:
             return f"an update waits at the gate for {self._gate.readers} reader(s) to leave (a hold() or a forward)"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     def _ending(self) -> WeightSyncError:
-        assert self._subscriber.ended is not None
-        return _again(self._subscriber.ended)
+        assert self._subscriber.session.ended is not None
+        return _again(self._subscriber.session.ended)
 
     async def receive(
         self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
@@ -143,7 +144,7 @@ class Receiving:
         self._applying.wanted.append(model_id)
         try:
             self._link.settle()
-            found = await self._link.wait(lambda: newer() or subscriber.ended is not None or left(), timeout)
+            found = await self._link.wait(lambda: newer() or subscriber.session.ended is not None or left(), timeout)
         finally:
             self._applying.wanted.remove(model_id)
             self._applying.withdraw()
@@ -167,15 +168,18 @@ class Receiving:
         self._check_again(model_id)
         self._applying.wanted.append(model_id)
         try:
-            first = subscriber.request(self._link.loop.time())
+            first = subscriber.session.request()
 
             def done() -> bool:
-                if subscriber.ended is not None or model_id in subscriber.refused:
+                if subscriber.session.ended is not None or model_id in subscriber.session.refused:
                     return True
                 target = subscriber.targets.get(model_id, 0)
-                if not subscriber.answered(first) or not target:
+                if not subscriber.session.answered(first) or not target:
                     return False
-                return subscriber.version(model_id) >= target or subscriber.error.get(model_id, (0,))[0] >= target
+                return (
+                    subscriber.holdings.version(model_id) >= target
+                    or subscriber.holdings.error.get(model_id, (0,))[0] >= target
+                )
 
             while True:
                 self._link.settle()
@@ -187,16 +191,16 @@ class Receiving:
                         f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
                         f"{self._why(model_id)}"
                     )
-                subscriber.request(self._link.loop.time())
+                subscriber.session.request()
         finally:
             self._applying.wanted.remove(model_id)
             self._applying.withdraw()
-        if subscriber.ended is not None:
+        if subscriber.session.ended is not None:
             raise self._ending()
-        if model_id in subscriber.refused:
-            raise _again(subscriber.refused[model_id])
-        if subscriber.version(model_id) < subscriber.targets.get(model_id, 0):
-            raise subscriber.error[model_id][1]
+        if model_id in subscriber.session.refused:
+            raise _again(subscriber.session.refused[model_id])
+        if subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+            raise subscriber.holdings.error[model_id][1]
         mark = self.mark(model_id)
         assert mark is not None
         return mark
@@ -213,10 +217,10 @@ class Receiving:
 
         def done() -> bool:
             meant = [m for m in models if subscriber.targets.get(m, 0) >= version]
-            return bool(meant) and all(subscriber.version(m) >= version for m in meant)
+            return bool(meant) and all(subscriber.holdings.version(m) >= version for m in meant)
 
-        if not await self._link.wait(lambda: done() or subscriber.ended is not None, timeout):
-            have = {m: subscriber.version(m) for m in models}
+        if not await self._link.wait(lambda: done() or subscriber.session.ended is not None, timeout):
+            have = {m: subscriber.holdings.version(m) for m in models}
             raise AckTimeout(
                 f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
             )
@@ -232,7 +236,7 @@ class Receiving:
         """
         models = list(models)
         if not await self._link.wait(
-            lambda: self._origin(models) >= version or self._subscriber.ended is not None, timeout
+            lambda: self._origin(models) >= version or self._subscriber.session.ended is not None, timeout
         ):
             raise AckTimeout(
                 f"worker {self._subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
@@ -243,7 +247,7 @@ class Receiving:
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
-        held = self._subscriber.held(model_id)
+        held = self._subscriber.holdings.held.get(model_id)
         assert held is not None
         slab = held[2].retain()
         self.copying += 1

@@ -23,21 +23,12 @@ from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import Receive, SideChannels
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
+from asyncsync.protocol.codec import decode, encode
+from asyncsync.protocol.fields import Buffer
+from asyncsync.protocol.messages import Again, Bye, Hello, Instruction, Ping, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
-from asyncsync.protocol.publisher import Publisher, Settings
-from asyncsync.protocol.wire import (
-    Again,
-    Buffer,
-    Bye,
-    Hello,
-    Instruction,
-    Ping,
-    Ready,
-    Released,
-    Update,
-    decode,
-    encode,
-)
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
 from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import KnownWeights
@@ -78,8 +69,8 @@ class SenderLink(Link):
         super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1))
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
-        self.publisher.is_watched = self._is_watched
-        self.publisher.shortage = lambda: shortage(self._per_worker)
+        self.publisher.membership.is_watched = self._is_watched
+        self.publisher.membership.shortage = lambda: shortage(self._per_worker)
         self.pool = SlabPool(self._drained)
         known: dict[str, KnownWeights] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
@@ -157,8 +148,8 @@ class SenderLink(Link):
         route = frames[0].bytes
         if (
             self.side_channels.of
-            and (whose := self.publisher.whose(route))
-            and (channel := self.side_channels.of.get(whose[1]))
+            and (peer := self.publisher.membership.routes.get(route))
+            and (channel := self.side_channels.of.get(peer.nonce))
         ):
             channel.drain()
         now = self.loop.time()
@@ -176,7 +167,9 @@ class SenderLink(Link):
         """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
         self.fast.end()
         # A newcomer's side channel may be here before the READY by which it takes its place.
-        return next((partial(self._receive_packet, p) for p in self.publisher.welcomed if p.nonce == nonce), None)
+        return next(
+            (partial(self._receive_packet, p) for p in self.publisher.membership.welcomed if p.nonce == nonce), None
+        )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         steady = self.fast.steady
@@ -200,10 +193,10 @@ class SenderLink(Link):
         """One process watch per co-located worker incarnation; no side channel to one that is gone."""
         publisher = self.publisher
         if self.side_channels.of:
-            self.side_channels.close_others({p.nonce for p in publisher.welcomed})
+            self.side_channels.close_others({p.nonce for p in publisher.membership.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what was leased to it.
-        chosen |= {nonce: (loans.worker, loans.pid) for nonce, loans in publisher.loans.items() if loans.pid}
+        chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in publisher.leases.of.items() if leases.pid}
         if chosen.keys() == self._watches.keys():
             return
         for nonce in self._watches.keys() - chosen.keys():
@@ -230,7 +223,10 @@ class SenderLink(Link):
 
     def _warn_of_blocking(self, seconds: float) -> None:
         publisher = self.publisher
-        waiting = publisher.progress(self.version, publisher.targeted(self.version)).waiting & publisher.peers.keys()
+        waiting = (
+            publisher.progress.of(self.version, publisher.progress.targeted(self.version)).waiting
+            & publisher.peers.keys()
+        )
         if waiting:
             self._has_warned = True
             logger.warning(
@@ -293,7 +289,7 @@ class SenderLink(Link):
             self.conditions.notify()
 
     def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        nonce = self.publisher.settled_at(route) if self.side_channels.of else None
+        nonce = self.publisher.membership.settled_at(route) if self.side_channels.of else None
         channel = None if nonce is None else self.side_channels.of.get(nonce)
         return channel is not None and channel.send(frames)
 

@@ -179,7 +179,7 @@ async def _wait(
 
 def _unsent(bus: Sender, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
     """Nothing was published in time, for any worker."""
-    waiting = workers or bus._sender().publisher.expected()
+    waiting = workers or bus._sender().publisher.membership.expected()
     return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
 

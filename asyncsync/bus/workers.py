@@ -59,8 +59,8 @@ class Workers:
             if version is None:
                 return False
             if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
-                return any(publisher.targets.rejection(w, version) is not None for w in publisher.expected())
-            failed = publisher.progress(version, publisher.expected(), models).failed
+                return any(publisher.targets.rejection(w, version) is not None for w in publisher.membership.expected())
+            failed = publisher.progress.of(version, publisher.membership.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 
         def done() -> bool:
@@ -70,13 +70,13 @@ class Workers:
         in_time = await self._link.wait(done, max(0.0, deadline - self._link.loop.time()))
         ended = "" if self._gathered(models) or hopeless() else ended_process(processes)
         if ended or not in_time:
-            missing = [w for w in publisher.expected() if not publisher.connected(w, models)]
+            missing = [w for w in publisher.membership.expected() if not publisher.progress.connected(w, models)]
             missing.sort(key=lambda w: w in publisher.peers)  # first those that the others may be waiting for
-            reasons = "; ".join(publisher.why_absent(w, models) for w in missing)
-            if publisher.turned_away:
-                reasons += f"; one that came was turned away: {publisher.turned_away}"
+            reasons = "; ".join(publisher.progress.why_absent(w, models) for w in missing)
+            if publisher.membership.turned_away:
+                reasons += f"; one that came was turned away: {publisher.membership.turned_away}"
             if publisher.num_workers is None:
-                there = sum(publisher.connected(w, models) for w in publisher.expected())
+                there = sum(publisher.progress.connected(w, models) for w in publisher.membership.expected())
                 reasons = f"{there} of at least {self._min_workers} workers are there" + (
                     f"; {reasons}" if reasons else ""
                 )
@@ -84,13 +84,13 @@ class Workers:
                 raise NotConnected(f"not connected, because {ended}; {reasons}. connect() may be called again")
             raise NotConnected(f"not connected within {timeout:g} s: {reasons}. connect() may be called again")
         if version is not None and hopeless():
-            progress = publisher.progress(version, publisher.expected(), models)
+            progress = publisher.progress.of(version, publisher.membership.expected(), models)
             raise PartialSendError(progress.acked, progress.failed)
         for model_id in models:
             publisher.assemble(model_id)
 
     def _gathered(self, models: list[str]) -> bool:
-        there = [w for w in self._publisher.expected() if self._publisher.connected(w, models)]
+        there = [w for w in self._publisher.membership.expected() if self._publisher.progress.connected(w, models)]
         needed = self._publisher.num_workers
         return len(there) >= (self._min_workers if needed is None else needed)
 
@@ -117,14 +117,16 @@ class Workers:
         """
         publisher = self._publisher  # who is there, and with which models, does not change on the fast path
         for model_id in models:
-            there = publisher.eligible(model_id)
+            there = publisher.membership.eligible(model_id)
             if publisher.num_workers is None and there < self._min_workers:
                 text = f"{there} workers are connected, min_workers={self._min_workers} are needed"
             elif publisher.num_workers is not None and not there:
                 text = "no worker can apply this"
             else:
                 continue
-            others = "; ".join(publisher.why_absent(w, [model_id]) for w in publisher.without(model_id))
+            others = "; ".join(
+                publisher.progress.why_absent(w, [model_id]) for w in publisher.membership.without(model_id)
+            )
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which late workers catch up with"
@@ -149,20 +151,20 @@ class Workers:
         """
         self._fast.end()
         publisher = self._publisher
-        chosen = publisher.targeted(version, models) if workers is None else workers
+        chosen = publisher.progress.targeted(version, models) if workers is None else workers
         if not chosen and (self._min_workers or publisher.num_workers is not None):
             self.check_quorum(publisher.targets.models if models is None else models)
             raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
 
         def done() -> bool:
             publisher.check_open()
-            return not publisher.outstanding(version, chosen, models)
+            return not publisher.progress.outstanding(version, chosen, models)
 
         await self._link.wait(done, max(0.0, timeout - spent), self._depart)
-        if publisher.applied(version, chosen, models):
+        if publisher.progress.applied(version, chosen, models):
             return
-        progress = publisher.progress(version, chosen, models)
+        progress = publisher.progress.of(version, chosen, models)
         failed = dict(progress.failed)
-        failed.update({w: publisher.timeout_of(w, version, timeout) for w in progress.waiting})
+        failed.update({w: publisher.progress.timeout_of(w, version, timeout) for w in progress.waiting})
         if failed:
             raise PartialSendError(progress.acked, failed)

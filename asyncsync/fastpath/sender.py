@@ -24,9 +24,10 @@ from typing import Protocol
 
 from asyncsync.net.packets import alone
 from asyncsync.net.side_channel import SideChannel, SideChannels
+from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.wire import Again, Buffer, Done
+from asyncsync.protocol.short_form import encode_again, encode_done
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.slab import Slab, SlabPool, pack
 from asyncsync.weights.source_cache import KnownWeights
@@ -184,7 +185,7 @@ class FastSender:
             return False
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return False
-        peers = publisher.steady(model_id, target.slab)
+        peers = publisher.announcer.steady(model_id, target.slab)
         if not peers or publisher.outbox or publisher.fenced is not None:
             return False
         if publisher.num_workers is not None and len(peers) < publisher.num_workers:
@@ -218,7 +219,7 @@ class SteadySender:
     """The steady state of one model.
 
     Args:
-        publisher: in the steady state (:meth:`asyncsync.protocol.publisher.Publisher.steady`).
+        publisher: in the steady state (:meth:`asyncsync.protocol.announcer.Announcer.steady`).
         model_id: the model.
         known: the weights that have been sent.
         slots: the newest version's slab, and the next one's; both with the caller's reference, and a descriptor.
@@ -240,10 +241,11 @@ class SteadySender:
         workers: Sequence[tuple[Peer, SideChannel]],
     ) -> None:
         self.model_id = model_id
-        self.version, self._serial = publisher.version, publisher.serial
+        self.version, self._serial = publisher.version, publisher.announcer.serial
         self.waiting: dict[Peer, SideChannel] = {}
         self.waiter: asyncio.Future[None] | None = None
         self._publisher = publisher
+        self._epoch = publisher.epoch
         self._newest, self._next = slots
         assert slots[0].layout is slots[1].layout is known.layout
         self._workers = workers
@@ -273,9 +275,9 @@ class SteadySender:
                 return False
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
-        epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
-        again: list[Buffer] = [alone(Again.header(epoch, serial, self._serial, version, slab.descriptor))]
-        done = alone(Done.header(epoch, serial))
+        epoch, version, serial = self._epoch, self.version + 1, self._serial + 1
+        again: list[Buffer] = [alone(encode_again(epoch, serial, self._serial, version, slab.descriptor))]
+        done = alone(encode_done(epoch, serial))
         waiting, unsent = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
@@ -339,6 +341,7 @@ class SteadySender:
         if self.updates:
             unsent = [peer for peer, _ in self._unsent]
             peers, waiting = self._peers, self.waiting
-            self._publisher.catch_up(self.model_id, self._newest, self.updates, peers, waiting, unsent, self._began)
+            catch_up = self._publisher.announcer.catch_up
+            catch_up(self.model_id, self._newest, self.updates, peers, waiting, unsent, self._began)
         else:
             self._newest.release()

@@ -21,10 +21,12 @@ from struct import Struct
 
 from asyncsync.model.gate import Gate, Update
 from asyncsync.net.packets import ALONE
-from asyncsync.protocol import wire
-from asyncsync.protocol.staging import Acting
+from asyncsync.protocol import short_form
+from asyncsync.protocol.fields import Epoch
+from asyncsync.protocol.messages import Again, Part
+from asyncsync.protocol.short_form import encode_done
+from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Epoch
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 
@@ -36,16 +38,16 @@ Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
 
 # A packet: no payload frames (see asyncsync.net.packets), then the instruction.
-_AGAIN = Struct(f"<{len(ALONE) + wire.Again.head.size}s{wire.Again.rest}")
+_AGAIN = Struct(f"<{len(ALONE) + short_form.HEAD.size}s{short_form.AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the sender's fast path has
 
 
 def begin(
     subscriber: Subscriber,
-    again: wire.Again,
+    again: Again,
     gate: Gate,
     goes_straight: Callable[[str], bool],
-    window: Callable[[wire.Part, Layout, bytes], memoryview | None],
+    window: Callable[[Part, Layout, bytes], memoryview | None],
     show: Show,
 ) -> None:
     """Begin a steady state, if this AGAIN was applied at once, by copying a few bytes.
@@ -58,12 +60,12 @@ def begin(
         window: of a part and its layout, where the bytes are that another descriptor names.
         show: called when the model has a version.
     """
-    if not subscriber.settings.fast or subscriber.routine is not None:
+    if not subscriber.settings.fast or subscriber.fast_path is not None:
         return
     if (steady := subscriber.steady(again.serial)) is None:
         return
     model_id, part = steady
-    held = subscriber.held(model_id)
+    held = subscriber.holdings.held.get(model_id)
     assert held is not None
     newest = held[2]
     if newest.prepared is None or not newest.prepared.is_known or again.descriptor is None or newest.lent:
@@ -83,7 +85,7 @@ def begin(
     finally:
         slab.release()
     found = partial(window, part, newest.layout)
-    subscriber.routine = SteadyWorker(subscriber, model_id, part, slabs, gate, found, show)
+    subscriber.fast_path = SteadyWorker(subscriber, model_id, part, slabs, gate, found, show)
 
 
 class SteadyWorker:
@@ -103,27 +105,29 @@ class SteadyWorker:
         self,
         subscriber: Subscriber,
         model_id: str,
-        part: wire.Part,
+        part: Part,
         slabs: tuple[Slab, Slab],
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
         show: Show,
     ) -> None:
-        assert subscriber.epoch is not None
+        assert subscriber.session.epoch is not None
         self._subscriber = subscriber
+        self._reports = subscriber.reports
         self._model_id = model_id
         self._part = part
         self._newest, self._next = slabs
         self._gate = gate
         self._window = window
         self._show = show
-        self._epoch = subscriber.epoch
-        self._prefix = ALONE + wire.Again.head.pack(wire.FIXED, wire.Again.kind, *self._epoch)
+        self._epoch = subscriber.session.epoch
+        self._prefix = ALONE + short_form.HEAD.pack(short_form.FIXED, Again.kind, *self._epoch)
         self._binding = subscriber.models[model_id]
         self._plans = self._binding.plans
         self._windows: dict[bytes, memoryview] = {}
         self._update = Update(self._apply, _ignore)
-        self._version = subscriber.version(model_id)
+        self._version = subscriber.holdings.version(model_id)
+        self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 
     def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
@@ -146,7 +150,7 @@ class SteadyWorker:
             return None
         prefix, serial, since, version, length = _AGAIN.unpack_from(packet)
         subscriber, slab = self._subscriber, self._next
-        if prefix != self._prefix or since != subscriber.serial or serial <= since or version <= self._version:
+        if prefix != self._prefix or since != self._reports.serial or serial <= since or version <= self._version:
             return None
         descriptor = bytes(packet[_AGAIN.size :])
         if length != len(descriptor) + 1:
@@ -165,15 +169,31 @@ class SteadyWorker:
             raise
         except BaseException:
             self._is_interrupted = True
-            subscriber.resume(self._model_id, base, version, slab)
+            self._resume(base, version, slab)
             raise
         if not passed or not self._is_applied:
             self._version = before
             return None
-        newest = self._newest
-        subscriber.repeated(self._model_id, base, (self._epoch, version, slab), slab.nbytes, now)
+        newest, holdings, model_id = self._newest, subscriber.holdings, self._model_id
+        # Nothing is called: no interrupt leaves half of this.
+        holdings.held[model_id][2].references -= 1
+        slab.references += 1
+        self._reports.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
+        holdings.versions[model_id] = subscriber.targets[model_id] = version
+        subscriber.incoming.bytes_received += self._nbytes
+        subscriber.last_seen = now
         self._newest, self._next = slab, newest
-        return wire.Done.header(self._epoch, serial)
+        return encode_done(self._epoch, serial)
+
+    def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
+        """After an interrupt: what was begun is staged, and goes the general way."""
+        subscriber = self._subscriber
+        staging = Staging(self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), slab.prepared)})
+        self._reports.unreported = staging
+        subscriber.staged.append(staging)
+        self._reports.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
+        subscriber.incoming.bytes_received += self._nbytes
+        subscriber.end_fast_path()
 
     def _apply(self) -> None:
         """By the gate. Once more after an interrupt, if a reader comes before the general way: then it must be done."""

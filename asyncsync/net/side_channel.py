@@ -45,7 +45,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.net.packets import ALONE, MAX_FRAMES, MAX_PACKET, join
-from asyncsync.protocol.wire import Buffer
+from asyncsync.protocol.fields import Buffer
 
 __all__ = ["Receive", "SideChannel", "SideChannels", "connect"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 
 from asyncsync.net.zmq_private import get, recv, send
-from asyncsync.protocol.wire import MAX_FRAME
+from asyncsync.protocol.fields import MAX_FRAME
 
 __all__ = ["Bound", "LoopSocket", "dealer", "monitor", "router"]
 

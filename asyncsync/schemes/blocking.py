@@ -375,7 +375,7 @@ class WeightSyncScheme(SchemeCore):
         self._bus._check_fork()
 
         async def copy() -> TensorDict | None:
-            if link.subscriber.held(self._topic) is None:
+            if link.subscriber.holdings.held.get(self._topic) is None:
                 return None
             weights: TensorDict = await link.receiving.copy(self._topic, lambda slab: slab.weights())
             return weights

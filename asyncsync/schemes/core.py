@@ -273,7 +273,7 @@ class SchemeCore(SchemeState, ABC):
         if self._devices is not None:
             receiving.device = self._devices[self._worker_idx]
         link = self._bus._open_receiver(self._worker_idx)
-        link.subscriber.reconnects = self._reconnect
+        link.subscriber.session.reconnects = self._reconnect
         receiving.register(link, self._carrier, self._context)
         self._carrier.start(self._worker_idx)
         self._registered = True

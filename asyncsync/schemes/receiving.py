@@ -116,7 +116,7 @@ class Receiving:
 
     async def current(self, link: ReceiverLink) -> TensorDict | None:
         """A copy of what this receiver holds; None: nothing yet."""
-        if link.subscriber.held(self.topic) is None:
+        if link.subscriber.holdings.held.get(self.topic) is None:
             return None
         weights: TensorDict = await link.receiving.copy(self.topic, self._owned)
         return weights

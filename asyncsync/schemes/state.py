@@ -24,7 +24,7 @@ from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.gate import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
-from asyncsync.protocol.wire import MAX_NAME
+from asyncsync.protocol.fields import MAX_NAME
 from asyncsync.schemes.context import find_model
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker
@@ -147,7 +147,7 @@ class SchemeState:
     def _held_weights(self) -> TensorDict | None:
         link = self._bus._link
         if isinstance(link, ReceiverLink):
-            held = link.subscriber.held(self._topic)
+            held = link.subscriber.holdings.held.get(self._topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, SenderLink):
             target = link.caught_up().targets.newest(-1, self._topic)
@@ -163,7 +163,7 @@ class SchemeState:
         link = self._bus._link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
-            workers = self._bus._look(lambda: link.publisher.expected())
+            workers = self._bus._look(lambda: link.publisher.membership.expected())
         if isinstance(self._carrier, ChannelSender):
             channels = self._carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}

@@ -302,7 +302,7 @@ async def test_r192_a_cascade_does_not_outlive_its_receiver(api: Api) -> None:
         await in_thread(context.begun.wait, 5)
         await receiver.shutdown()
         subscriber = bare(receiver).bus._link.subscriber
-        assert subscriber.version("policy") == 1
+        assert subscriber.holdings.version("policy") == 1
         context.may_go_on.set()
         await until(lambda: len(context.calls) == 2)
-        assert subscriber.version("policy") == 1
+        assert subscriber.holdings.version("policy") == 1

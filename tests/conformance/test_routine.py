@@ -52,7 +52,7 @@ async def test_r193_updates_that_are_routine_arrive_whole_and_in_order(api: Api)
         assert slots(everybody) == 2
         assert everybody.sender.status()[0].version == version
         assert link.fast.steady is None  # it was asked
-        assert not link.caught_up().loans
+        assert not link.caught_up().leases.of
         assert slots(everybody) == 2
         await everybody.sender.send_async(fill(everybody.source, 60))
         assert everybody.read == [{60}, {60}]
@@ -70,7 +70,7 @@ async def test_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> No
             assert everybody.read == [{value}, {value}]
         await begin(everybody)
         assert slots(everybody) == 2
-        assert not link.caught_up().loans
+        assert not link.caught_up().leases.of
 
 
 async def test_r195_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:
@@ -244,7 +244,7 @@ async def test_the_fast_paths_can_be_turned_off(api: Api) -> None:
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
             assert link_of(everybody).fast.steady is None
-            assert all(link.subscriber.routine is None for link in links)
+            assert all(link.subscriber.fast_path is None for link in links)
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from torch import nn
 
 import asyncsync.model.binding
 from asyncsync import PartialSendError
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from helpers.apis import Api, bare, is_instant
 from helpers.pairs import Clock, Crew, Model, fill, held, read, until
 
@@ -29,7 +29,7 @@ def link_of(everybody: Crew, worker: int = 0) -> Any:
 
 
 def routine_of(everybody: Crew, worker: int = 0) -> Any:
-    return link_of(everybody, worker).subscriber.routine
+    return link_of(everybody, worker).subscriber.fast_path
 
 
 async def begin(everybody: Crew) -> Any:
@@ -53,14 +53,14 @@ async def test_r193_a_worker_takes_updates_by_routine_and_they_count_as_any_othe
     async with api.crew(2) as everybody:
         await begin(everybody)
         subscriber, seen = link_of(everybody).subscriber, []
-        received, version = subscriber.bytes_received, everybody.sender.version
+        received, version = subscriber.incoming.bytes_received, everybody.sender.version
         for value in range(10, 40):
             await send(everybody, value)
             seen.append(routine_of(everybody))
         assert sum(one is not seen[0] for one in seen) < 10  # only a PING, or a timer of the sender's, ends it
         receiver = bare(everybody.receivers[0])
         assert receiver.version == receiver.bus.version == everybody.sender.version == version + 30
-        assert subscriber.bytes_received - received == 30 * subscriber.held("policy")[2].nbytes
+        assert subscriber.incoming.bytes_received - received == 30 * subscriber.holdings.held.get("policy")[2].nbytes
         assert subscriber.pool.slabs <= 2
         if not is_instant(everybody.receivers[0]):
             assert read(await everybody.receivers[0].receive(timeout=5)) == {39}
@@ -213,7 +213,7 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_a_routine(ap
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
-            slab = link_of(everybody).subscriber.held("policy")[2].retain()
+            slab = link_of(everybody).subscriber.holdings.held.get("policy")[2].retain()
             kept.append((slab, bytes(slab.memory)))
             assert all(bytes(one.memory) == content for one, content in kept)
         for slab, _ in kept:
@@ -230,7 +230,7 @@ async def test_whatever_else_a_worker_hears_or_does_ends_its_routine(api: Api) -
         link, routine = link_of(everybody), routine_of(everybody)
         newest, other = routine._newest, routine._next
         await everybody.receivers[0].shutdown()
-        assert link.subscriber.routine is None
+        assert link.subscriber.fast_path is None
         assert newest.references == other.references == 0
 
 
@@ -244,12 +244,13 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         receive = link.side_channel.receive
         link.side_channel.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
         await send(everybody, 10)
-        again = wire.Again.decode(packets[-1][1:])
+        again, _ = codec.decode([packets[-1][1:]])
+        assert isinstance(again, messages.Again)
         assert again.descriptor is not None
 
         def packet(**changes: Any) -> memoryview:
             fields = {name: getattr(again, name) for name in ("epoch", "serial", "since", "version", "descriptor")}
-            return memoryview(b"\0" + wire.Again(**{**fields, **changes}).encode())
+            return memoryview(b"\0" + codec.encode(messages.Again(**{**fields, **changes})))
 
         serial, since = again.serial + 1, again.serial
         wrong = [
@@ -267,7 +268,7 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
         with pytest.raises(ValueError, match="another transport"):
             routine.take(unknown, 0.0)
-        assert (subscriber.serial, everybody.read) == (since, [{10}])
+        assert (subscriber.reports.serial, everybody.read) == (since, [{10}])
         await send(everybody, 11, 12)
 
 

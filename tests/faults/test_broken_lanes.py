@@ -15,7 +15,7 @@ import pytest
 
 from asyncsync.net.packets import MAX_PACKET
 from asyncsync.net.side_channel import INTRODUCTION
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,13 +109,13 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         b"\x02\xff\xff\xff\xff",
         b"\x00" + b"\xc1" * 50,
         bytes(MAX_PACKET + 1),
-        b"\x00" + wire.encode(wire.Applied(epoch, {"policy": 1 << 40})),
-        b"\x00" + wire.encode(wire.Applied((1, 1), {})),
-        b"\x00" + wire.encode(wire.Bye(epoch, bytes(16), "closed", "")),
+        b"\x00" + codec.encode(messages.Applied(epoch, {"policy": 1 << 40})),
+        b"\x00" + codec.encode(messages.Applied((1, 1), {})),
+        b"\x00" + codec.encode(messages.Bye(epoch, bytes(16), "closed", "")),
     ]
     for one, bus in [
         (receivers[0].bus._link.side_channel, sender.bus),
-        (lanes(sender).of[receivers[0].bus._link.subscriber.nonce], receivers[0].bus),
+        (lanes(sender).of[receivers[0].bus._link.subscriber.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
             one.write([packet])

@@ -360,10 +360,10 @@ async def test_r192_a_receiver_that_connects_while_the_sender_packs_waits_for_th
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
     await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
-    subscriber = receiver.bus._link.subscriber
+    session = receiver.bus._link.subscriber.session
     offered = []
-    welcome = subscriber._on_welcome
-    monkeypatch.setattr(subscriber, "_on_welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
+    welcome = session.welcome
+    monkeypatch.setattr(session, "welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
     there.set()
     await asyncio.gather(connecting, receiving)
     # Told of a model without weights first, it would have taken itself for connected.

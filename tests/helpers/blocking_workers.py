@@ -43,7 +43,7 @@ def compute(scheme: Any, index: int, numel: int, connection: Connection) -> None
     scheme.connect(timeout=30)
     connection.send("connected")
     x = 0
-    while not scheme._bus._link.subscriber.ended:
+    while not scheme._bus._link.subscriber.session.ended:
         for _ in range(1000):
             x += 1
     scheme.shutdown()

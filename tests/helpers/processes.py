@@ -391,7 +391,7 @@ class Worker(_Party):
             os.environ["ASYNCSYNC_FAST"] = "0"
         if elsewhere:
             from asyncsync.bus import receiver
-            from asyncsync.protocol.publisher import Identity
+            from asyncsync.protocol.settings import Identity
 
             receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
         self.model = Filled(numel, -1.0)
@@ -456,8 +456,8 @@ class Worker(_Party):
 
         assert self.scheme is not None
         if point == "transfer":
-            subscriber = self.scheme.bus._link.subscriber  # type: ignore[union-attr]
-            original, count = subscriber._on_chunk, 0
+            incoming = self.scheme.bus._link.subscriber.incoming  # type: ignore[union-attr]
+            original, count = incoming.chunk, 0
 
             def on_chunk(*args: Any) -> None:
                 nonlocal count
@@ -466,7 +466,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            subscriber._on_chunk = on_chunk  # type: ignore[method-assign]
+            incoming.chunk = on_chunk  # type: ignore[method-assign]
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -71,8 +71,8 @@ def _address_space() -> int:
 
 
 def release_too_early(self: Any, last: int, kept: Any) -> None:
-    """What ``Loans.report`` must not be."""
-    self.close()
+    """What ``WorkerLeases.report`` must not be."""
+    self.release()
 
 
 class BatchNormed(nn.Module):

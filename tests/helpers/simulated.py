@@ -16,7 +16,7 @@ from asyncsync.model.binding import Binding, Prepared
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.packets import split
-from asyncsync.protocol import wire
+from asyncsync.protocol import fields, messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
@@ -53,7 +53,7 @@ class World:
         eager, descriptors: how bytes travel (neither: as chunks).
         local: the workers share the trainer's host, so their death is noticed at once.
         lent: these models travel in slots that workers map, or copy out at once; only if local.
-        fast: there are fast paths.
+        fast: whether the steady state is shorter than the general way.
     """
 
     workers: int = 2
@@ -93,6 +93,7 @@ def draw_world(source: random.Random) -> World:
         descriptors=source.random() < 0.2,
         local=bool(lent) or source.random() < 0.7,
         lent=lent,
+        fast=bool(lent) or source.random() < 0.7,
     )
 
 
@@ -205,7 +206,7 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> wire.Epoch:
+    def epoch(self) -> fields.Epoch:
         return self._publisher.epoch
 
     def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> SteadySender | None:
@@ -221,7 +222,7 @@ class Trainer:
             return None
         if target.slab.references > 1:
             return None
-        peers = publisher.steady(model, target.slab)
+        peers = publisher.announcer.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
         slab = self.slots.acquire(target.slab.layout)
@@ -270,7 +271,7 @@ class SimulatedLane:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[wire.Buffer]) -> bool:
+    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
@@ -331,7 +332,7 @@ class Worker:
         self.late: set[str] = set()
         self.epochs: dict[str, tuple[tuple[int, int], int]] = {}
         self.running: Staging | None = None
-        self.fetches: list[tuple[int, int, wire.Part, Slab]] = []
+        self.fetches: list[tuple[int, int, messages.Part, Slab]] = []
         self.failures = 0
         self.again = 0  # the serial of an AGAIN that has just come
 
@@ -341,7 +342,7 @@ class Worker:
         self.contents[model] = 0
         self.subscriber.register(model, self.bindings[model], now)
 
-    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         """As transports.attachments do it."""
         assert part.descriptor is not None
         if not part.descriptor.startswith(b"slot "):
@@ -380,12 +381,12 @@ class Worker:
         subscriber = self.subscriber
         if (
             not subscriber.settings.fast
-            or subscriber.routine is not None
+            or subscriber.fast_path is not None
             or (steady := subscriber.steady(serial)) is None
         ):
             return
         model, part = steady
-        held = subscriber.held(model)
+        held = subscriber.holdings.held.get(model)
         assert held is not None
         newest = held[2]
         if newest.prepared is None or not newest.prepared.is_known or newest.lent:
@@ -396,7 +397,7 @@ class Worker:
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        subscriber.routine = SteadyWorker(
+        subscriber.fast_path = SteadyWorker(
             subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
         )
 
@@ -423,7 +424,7 @@ class Worker:
 
     @property
     def active(self) -> bool:
-        return self.running_on and self.subscriber.ended is None
+        return self.running_on and self.subscriber.session.ended is None
 
     @property
     def running_on(self) -> bool:
