@@ -1,4 +1,4 @@
-"""Weights that are sent again (asyncsync/weights/source_cache.py): recognised only if nothing but their values can be new."""
+"""Weights that are sent again: recognised only if nothing but their values can be new."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 
-from asyncsync.weights.copying import FEW, KNOWN_BYTES, copy_bytes
+from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import FEW, KNOWN_BYTES, KnownWeights
 from asyncsync.weights.tree import FlatWeights, flatten
 
 Weights = dict[str, torch.Tensor]

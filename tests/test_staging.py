@@ -15,7 +15,8 @@ from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.protocol.staging import Coverage, Incoming, StagedPart, Staging, fill_eagerly
 from asyncsync.protocol.wire import Chunk, Part, Update
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)

@@ -14,7 +14,7 @@ from asyncsync.protocol import wire
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import KEPT_LAYOUTS
 from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
-from asyncsync.weights.slab import SlabPool
+from asyncsync.weights.pool import SlabPool
 from helpers.machines import EPOCH, SMALL, Fickle, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64

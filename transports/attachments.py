@@ -30,7 +30,8 @@ from asyncsync.model.gate import any_applying
 from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
-from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import FOREIGN, Slab
 
 __all__ = ["Attachment", "Attachments"]
 

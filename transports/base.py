@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from asyncsync.errors import NotConnected
 from asyncsync.transports.destination import Destination
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

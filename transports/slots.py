@@ -31,7 +31,8 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.net.descriptors import shortage
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["COPY_BYTES", "F_ADD_SEALS", "SEALS", "Place", "SlotPool", "no_memory", "open_memory"]
 

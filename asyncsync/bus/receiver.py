@@ -194,8 +194,9 @@ class ReceiverLink(Link):
         model_id, part = steady
         held = subscriber.held(model_id)
         assert held is not None
-        newest = held[2]
-        if newest.prepared is None or not newest.prepared.is_known or again.descriptor is None or newest.lent:
+        newest, binding = held[2], subscriber.models[model_id]
+        prepared = binding.cached(newest)
+        if prepared is None or not prepared.is_known or again.descriptor is None or newest.lent:
             return
         if model_id in self.manual or self.cascade.task is not None or self.cascade.concerns((model_id,)):
             return
@@ -204,7 +205,7 @@ class ReceiverLink(Link):
         except (MemoryError, RuntimeError):  # torch raises the latter
             return  # the next update tells the trainer, if it cannot be had then either
         try:
-            if subscriber.models[model_id].prepare(slab) is not slab.prepared:
+            if binding.prepare(slab) is not binding.cached(slab):
                 return
             slabs = newest.retain(), slab.retain()
         except (MemoryError, RuntimeError):

@@ -41,10 +41,12 @@ from asyncsync.runtime.threads import finish
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.slots import SlotPool
 from asyncsync.transports.zmq import Bound, LoopSocket, router
-from asyncsync.weights.copying import KNOWN_BYTES, copy_bytes
+from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack, pack_slab_values
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.packing import pack, pack_slab_values
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import KNOWN_BYTES, KnownWeights
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["SenderLink"]

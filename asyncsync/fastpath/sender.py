@@ -24,7 +24,8 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.wire import Again, Buffer, Done
 from asyncsync.weights.copying import copy_bytes
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import KnownWeights
 from asyncsync.weights.tree import FlatWeights
 

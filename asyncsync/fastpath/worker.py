@@ -66,6 +66,7 @@ class WorkerRoutine:
         self._epoch = subscriber.epoch
         self._prefix = ALONE + wire.Again.head.pack(wire.FIXED, wire.Again.kind, *self._epoch)
         self._binding = subscriber.models[model_id]
+        self._prepared = {slab: self._binding.cached(slab) for slab in slabs}
         self._plans = self._binding.plans
         self._windows: dict[bytes, memoryview] = {}
         self._update = Update(self._apply, _ignore)
@@ -115,7 +116,7 @@ class WorkerRoutine:
 
     def _apply(self) -> None:
         """By the gate. Once more after an interrupt, if a reader is quicker than the long way: then it must be done."""
-        prepared = self._next.prepared
+        prepared = self._prepared[self._next]
         if prepared is None:
             return
         if not prepared.repeat():

@@ -21,9 +21,10 @@ from torch import nn
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.parameters import Places, Plan, Specs
-from asyncsync.weights.copying import KNOWN_BYTES, KnownMemory, copy_bytes, copy_tensors, normal_tensors
+from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
-from asyncsync.weights.slab import Slab, clone, is_foreign
+from asyncsync.weights.slab import Slab, is_foreign
+from asyncsync.weights.source_cache import KNOWN_BYTES, KnownMemory
 from asyncsync.weights.tree import FlatWeights, dotted, have_dtypes, have_shapes, nest, uncompiled
 
 if TYPE_CHECKING:
@@ -345,6 +346,7 @@ class Binding:
             apply = self._strategy_apply
         self._custom = apply
         self.plans: dict[bytes, _Known] = {}
+        self._cache: weakref.WeakKeyDictionary[Slab, Prepared] = weakref.WeakKeyDictionary()
         self.places: Places | None = None
         self.refresh()
 
@@ -400,8 +402,8 @@ class Binding:
         if self._own_convert:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
-        if slab.prepared is not None and slab.prepared.is_again(self, slab):
-            return slab.prepared
+        if (cached := self._cache.get(slab)) is not None and cached.is_again(self, slab):
+            return cached
         if (known := self.plans.get(slab.layout.digest)) is None:
             known = self._remember(slab.layout)
         plan, order, states, memory = known
@@ -419,8 +421,15 @@ class Binding:
         # (What is tied here, but was not where it comes from, has to be compared each time.)
         is_simple = direct is not None and self.inplace and not (states or values or plan.ties)
         prepared._is_simple = is_simple
-        slab.prepared = prepared if is_simple else None
+        if is_simple:
+            self._cache[slab] = prepared
+        else:
+            self._cache.pop(slab, None)
         return prepared
+
+    def cached(self, slab: Slab) -> Prepared | None:
+        """What was prepared for this slab, if the same can be done whenever the slab holds another version."""
+        return self._cache.get(slab)
 
     def prepare_flat(self, flat: FlatWeights) -> Prepared:
         """The same for weights that are at hand already and may not fit at all."""

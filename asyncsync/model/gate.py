@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from asyncsync.model.hooks import Enter, Leave
 from asyncsync.errors import AckTimeout
+from asyncsync.model.hooks import Enter, Leave
 
 _log = logging.getLogger("asyncsync")
 _TICK = 0.05  # seconds between two looks of a waiting reader for entries that were left behind

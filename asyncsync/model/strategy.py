@@ -29,7 +29,8 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from asyncsync.model.binding import apply_now
-from asyncsync.weights.tree import COMPILED, EXTRA_STATE, FlatWeights, Path, flatten, nest
+from asyncsync.weights.torch_private import COMPILED
+from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
 __all__ = ["WeightStrategy", "flat_weights", "module_weights", "resolve_strategy"]
 

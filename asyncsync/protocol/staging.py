@@ -14,7 +14,8 @@ from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding, Prepared
 from asyncsync.protocol.wire import MAX_NAME, MAX_TEXT, Buffer, Chunk, Epoch, Failed, Kept, Part, Update
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["Coverage", "Incoming", "KnownLayouts", "StagedPart", "Staging", "failure"]
 

@@ -27,7 +27,8 @@ from asyncsync.protocol.staging import Incoming, KnownLayouts, StagedPart, Stagi
 from asyncsync.protocol.wire import Buffer, Epoch, Instruction
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 if TYPE_CHECKING:
     from asyncsync.fastpath.worker import WorkerRoutine
@@ -569,7 +570,7 @@ class Subscriber:
     def resume(self, model_id: str, base: tuple[int, wire.Part], version: int, slab: Slab) -> None:
         """The routine was interrupted while it applied an AGAIN: what it has begun is staged, and goes the long way."""
         assert self.epoch is not None
-        parts = {model_id: StagedPart(version, slab.retain(), slab.prepared)}
+        parts = {model_id: StagedPart(version, slab.retain(), self.models[model_id].cached(slab))}
         self._unsaid = Staging(self.epoch, base[0], parts)
         self.staged.append(self._unsaid)
         self._serial, self._base, self.targets[model_id] = base[0], base, version

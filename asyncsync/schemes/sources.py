@@ -12,7 +12,7 @@ from asyncsync.bus.sender import SenderLink
 from asyncsync.model.strategy import WeightStrategy, flat_weights, module_weights
 from asyncsync.schemes.context import find_model, resolve_model
 from asyncsync.schemes.state import SchemeState, as_tensordict, by_worker, is_plain
-from asyncsync.weights.slab import cuda_events
+from asyncsync.weights.packing import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten
 
 __all__ = ["Sources"]

@@ -24,7 +24,8 @@ from asyncsync.schemes.context import find_model
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channel_receiver import WrappedReceiver
 from asyncsync.transports.channel_sender import WrappedSender
-from asyncsync.weights.slab import Slab, copy_flat
+from asyncsync.weights.copying import copy_flat
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, nest
 
 __all__ = ["LOCAL", "SchemeState", "as_tensordict", "by_worker", "is_plain"]

@@ -51,18 +51,15 @@ MAX_SLAB_BYTES = 1 << 42
 MAX_PATH_PARTS = 64
 MAX_DIMENSIONS = 64
 
-# The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them.
+# The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them,
+# and torch has no copy kernel for integers of less than a byte.
 _DTYPE_NAMES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 ]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-# torch has no copy kernel for the sub-byte integers: they are copied as the bytes they are stored in.
-RAW = {DTYPES[name] for name in _DTYPE_NAMES[-14:] if name in DTYPES}
 # torch.cat of many small tensors costs two thirds of as many copies; it is used for the plain dtypes only.
 _CATABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _CATABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -87,10 +84,8 @@ def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no values to send; materialise it first")
     if tensor.dtype not in NAMES:
-        kind = tensor.dtype
-        raise TypeError(
-            f"{name!r} has dtype {kind}, which cannot be sent as bytes; use `.int_repr()` or `.dequantize()`"
-        )
+        remedy = "`.int_repr()` or `.dequantize()`" if tensor.is_quantized else "`.view(torch.uint8)`"
+        raise TypeError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent as bytes; use {remedy}")
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -19,8 +19,9 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
+from asyncsync.weights.torch_private import COMPILED
+
 __all__ = [
-    "COMPILED",
     "EXTRA_STATE",
     "FlatWeights",
     "Path",
@@ -36,7 +37,6 @@ __all__ = [
 Path = tuple[str, ...]
 
 EXTRA_STATE = "_extra_state"
-COMPILED = "_orig_mod"  # what torch.compile(module) calls the module: the same weights have the same names without it
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 

@@ -23,7 +23,8 @@ from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import KnownWeights
 from asyncsync.weights.tree import FlatWeights
 from helpers.machines import Borrowed
@@ -374,11 +375,12 @@ class Worker:
         model, part = steady
         held = subscriber.held(model)
         assert held is not None
-        newest = held[2]
-        if newest.prepared is None or not newest.prepared.is_known or newest.lent:
+        newest, binding = held[2], subscriber.models[model]
+        prepared = binding.cached(newest)
+        if prepared is None or not prepared.is_known or newest.lent:
             return
         slab = subscriber.pool.acquire(newest.layout)
-        if Binding.prepare(subscriber.models[model], slab) is not slab.prepared:
+        if Binding.prepare(binding, slab) is not binding.cached(slab):
             slab.release()
             return
         gate: Any = SimulatedGate(self)
