@@ -14,8 +14,9 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.update import Prepared
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
@@ -503,7 +504,8 @@ def test_updates_of_one_layout_do_not_grow_what_is_remembered() -> None:
         order = order[i % 4 :] + order[: i % 4] if i < 8 else order
         update(binding, {key: torch.full((2,), float(i)) for key in order})
         assert all((t == i).all() for t in model.values())
-    assert len(binding.plans) <= 4
+    assert binding.bound is not None
+    assert len(binding.bound.plans) <= 4
 
 
 def test_different_layouts_of_one_model_are_told_apart() -> None:
@@ -574,7 +576,8 @@ def test_what_is_prepared_for_a_slab_is_used_again_for_the_same_model_only() -> 
     resolve(first)
     assert binding.prepare(slab) is first
     assert other.prepare(slab) is not first
-    binding.refresh()
+    assert binding.bound is not None
+    binding.bound.refresh()
     assert binding.prepare(slab) is not first
 
 

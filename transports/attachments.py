@@ -7,9 +7,10 @@ thrown away before the slot is used for another version.
 A slot that the sender wants back soon is *borrowed*: an update is applied from it, and then it is copied out. No
 Parameter lies there.
 
-Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.binding` has pointed here, and only as long as
-this worker has not said that it is done with the slot. :meth:`Attachments.detach` makes them the process's own, for
-models that live on when their scheme does not; a forked child does so at once, while the parent keeps the slot for it.
+Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.update` has pointed here, and only as
+long as this worker has not said that it is done with the slot. :meth:`Attachments.detach` makes them the process's own,
+for models that live on when their scheme does not; a forked child does so at once, while the parent keeps the slot for
+it.
 """
 
 from __future__ import annotations

@@ -65,9 +65,11 @@ class WorkerRoutine:
         self._show = show
         self._epoch = subscriber.epoch
         self._prefix = ALONE + wire.Again.head.pack(wire.FIXED, wire.Again.kind, *self._epoch)
-        self._binding = subscriber.models[model_id]
-        self._prepared = {slab: self._binding.cached(slab) for slab in slabs}
-        self._plans = self._binding.plans
+        binding = subscriber.models[model_id]
+        assert binding.bound is not None
+        self._bound = binding.bound
+        self._plans = self._bound.plans
+        self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
         self._update = Update(self._apply, _ignore)
         self._version = subscriber.version(model_id)
@@ -90,7 +92,7 @@ class WorkerRoutine:
         descriptor = bytes(packet[_AGAIN.size :])
         if length != len(descriptor) + 1:
             return None
-        if slab.references > 1 or self._binding.plans is not self._plans:  # the former: it is still being copied from
+        if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
             return None
         window = self._windows.get(descriptor)
         if window is None and (window := self._look(descriptor)) is None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
+from asyncsync.model.update import Prepared
 from asyncsync.protocol.wire import MAX_NAME, MAX_TEXT, Buffer, Chunk, Epoch, Failed, Kept, Part, Update
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.pool import SlabPool

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.update import Prepared
 from asyncsync.protocol import wire
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings

@@ -12,9 +12,10 @@ import torch
 from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.fastpath.sender import Routine
 from asyncsync.fastpath.worker import WorkerRoutine
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.update import Prepared
 from asyncsync.net.side_channel import split
 from asyncsync.protocol import wire
 from asyncsync.protocol.publisher import Publisher
