@@ -32,7 +32,9 @@ from torch import nn
 
 from asyncsync.errors import AckTimeout
 from asyncsync.model import gate as gate_module
-from asyncsync.model.gate import Gate, Hold, Update
+from asyncsync.model import readers as readers_module
+from asyncsync.model.gate import Gate, Update
+from asyncsync.model.readers import Hold
 
 pytestmark = pytest.mark.timeout(60)
 LONG = 10.0  # seconds that nothing here comes near, unless it hangs
@@ -602,12 +604,12 @@ def test_a_generator_collected_while_the_gate_is_locked_leaves_its_hold(gate: Ga
 class Interrupted(Gate):
     """KeyboardInterrupt comes just after a reader has been let in."""
 
-    def _enter(self, entry: Any) -> None:
-        super()._enter(entry)
+    def enter(self, reader: Any) -> None:
+        super().enter(reader)
         raise KeyboardInterrupt
 
-    async def _enter_async(self, entry: Any) -> None:
-        await super()._enter_async(entry)
+    async def enter_async(self, reader: Any) -> None:
+        await super().enter_async(reader)
         raise asyncio.CancelledError
 
 
@@ -623,7 +625,7 @@ async def test_an_interrupt_while_entering_leaves_no_reader_behind() -> None:
 
 def test_reading_again_and_again_keeps_nothing_alive(gate: Gate, model: Model) -> None:
     def entries() -> int:
-        return sum(type(thing) is gate_module._Entry for thing in gc.get_objects())
+        return sum(type(thing) is readers_module.Reader for thing in gc.get_objects())
 
     gc.collect()
     before = entries()

@@ -22,7 +22,8 @@ from asyncsync.bus.sender import SenderLink, Source
 from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
-from asyncsync.model.gate import Gate, Hold
+from asyncsync.model.gate import Gate
+from asyncsync.model.readers import Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.protocol.publisher import Settings
 

@@ -1,4 +1,4 @@
-"""The private names of torch that models need; tests/test_torch_private.py says what breaks without each of them."""
+"""The private names of torch that models need; tests/test_private_names.py says what breaks without each of them."""
 
 from __future__ import annotations
 

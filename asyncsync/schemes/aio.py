@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from tensordict import TensorDict
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.model.gate import Hold
+from asyncsync.model.readers import Hold
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import scheme_class
 

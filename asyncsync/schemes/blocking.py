@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll, as_workers
 from asyncsync.bus.link import check_timeout
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.model.gate import Hold
+from asyncsync.model.readers import Hold
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import scheme_class
