@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from asyncsync.bus.link import LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.fastpath.worker import WorkerRoutine
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate
+from asyncsync.model.gate import Gate, Update
 from asyncsync.net.endpoint import is_trustworthy, lane_path
 from asyncsync.net.side_channel import BY_LANE, Lane, connect, read
 from asyncsync.protocol.publisher import Settings
@@ -68,7 +67,6 @@ class ReceiverLink(Link):
         self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings)
         self.gate = gate
         self.gate.bind()
-        self._thread = threading.get_ident()
         self.manual: set[str] = set()
         self.wanted: list[str] = []
         self.cascade = Cascade()
@@ -76,7 +74,6 @@ class ReceiverLink(Link):
         self.sender_lost = False
         self._copying = 0
         self._offered: list[Staging] = []  # what the gate has, unless it has done with it
-        self._inline: list[list[Staging]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
         self._fetches = Fetches(self.subscriber, self._fetched)
@@ -318,14 +315,12 @@ class ReceiverLink(Link):
         if not passing or passing == self._offered:
             return
         self._offered = passing
-        self._inline = []
-        try:
-            self.gate.offer(lambda: self._pass(passing), lambda error: self._done(passing))
-        finally:
-            finished, self._inline = self._inline, None
-        for done in finished:
-            self._applied(done)
-        if not finished and self.gate.pending and self._gate_timer is None:
+        update = Update(lambda: self._pass(passing), lambda error: self._done(passing))
+        if self.gate.try_apply(update):
+            self._applied(passing)
+        else:
+            self.gate.offer(update.apply, update.done)
+        if self.gate.pending and self._gate_timer is None:
             self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
 
     def _ready(self) -> list[Staging]:
@@ -368,10 +363,7 @@ class ReceiverLink(Link):
         return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
 
     def _done(self, passed: list[Staging]) -> None:
-        """Called by the gate in the thread that applied."""
-        if self._inline is not None and threading.get_ident() == self._thread:
-            self._inline.append(passed)
-            return
+        """Called by the gate, in the thread that applied, if that was not done at once."""
         try:
             self.loop.call_soon_threadsafe(self._applied_later, passed)
         except RuntimeError:

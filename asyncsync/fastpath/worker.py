@@ -101,7 +101,7 @@ class WorkerRoutine:
         before, self._version, self._is_applied = self._version, version, False
         base = serial, self._part
         try:
-            passed = self._gate.pass_through(self._update)
+            passed = self._gate.try_apply(self._update)
         except Exception:
             raise
         except BaseException:

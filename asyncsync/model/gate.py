@@ -147,11 +147,11 @@ class Gate:
             self._update = Update(update, done)
         self.poll()
 
-    def pass_through(self, update: Update) -> bool:
-        """Apply an update at once, in this thread, if nobody reads and no other is on its way; else False.
+    def try_apply(self, update: Update) -> bool:
+        """Apply an update at once, in this thread, if nobody reads and no other is on its way; whether it is applied.
 
-        What ``apply`` raises is raised; ``done`` is called only if something else than an Exception comes between, and
-        another one applies this update.
+        What ``apply`` raises is raised: after an Exception the update is dropped, after an interrupt it is pending. Its
+        ``done`` is called only in the latter case, when it has been applied.
         """
         frame = sys._getframe()
         try:

@@ -295,7 +295,7 @@ class SimulatedGate:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def pass_through(self, update: Update) -> bool:
+    def try_apply(self, update: Update) -> bool:
         if self._worker.held or self._worker.running is not None:
             return False
         update.apply()
