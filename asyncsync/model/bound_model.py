@@ -75,11 +75,7 @@ class BoundModel:
         self.plans = {}
 
     def check_fit(self, specs: Specs, values: Collection[str]) -> None:
-        """Compare tensors (dtype and shape by name) and values with the model.
-
-        Raises:
-            SchemaMismatch: they do not fit.
-        """
+        """Compare tensors and values, by name, with the model's. Raises SchemaMismatch if they do not fit."""
         check_fit(self.tensors, specs, values, cast=self.cast, inplace=self.inplace, converted=self._converted)
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:

@@ -85,7 +85,7 @@ class ModelTensors:
         if extract_as == "state_dict":
             state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
             self._follow(state)
-            # What it leaves out (non-persistent buffers, say) is not insisted on; extra state it promises.
+            # What a state dict leaves out, such as non-persistent buffers, is not required; its extra state is.
             self.required = {name for name in self.known if name in state}
         else:
             # TensorDict.from_module has no extra state.
@@ -175,7 +175,7 @@ class Plan:
     def cast(self, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.Tensor]]:
         """The sources in the model's dtypes, and the plan for them."""
         found = [self.model.get(name) for name in self.names]
-        # Whatever is no tensor any more is reported under the gate, like every other change of the model.
+        # What is no tensor any more is refused under the gate, like every other change of the model.
         dtypes = [t.dtype if isinstance(t, torch.Tensor) else d for t, d in zip(found, self.dtypes, strict=True)]
         if dtypes == self.dtypes:
             return self, sources

@@ -148,7 +148,7 @@ def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights |
 
 
 def _flatten_module(module: nn.Module) -> FlatWeights:
-    """Parameters, buffers (non-persistent ones too) and extra state, tied ones under each of their names."""
+    """Parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
     flat = FlatWeights()
     _visit(module, (), flat)
     return flat

@@ -1,4 +1,4 @@
-"""What the gate cannot see of a module: told where it is registered."""
+"""Warnings of calls that the gate cannot see, raised where a module is registered."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 torch's own threads wait for each other at a barrier and spin there, which costs tens of milliseconds where workers
 keep the cores busy; so nothing large is left to them. The threads here are plain ones that last for one copy: they
-share a busy core like anybody else.
+share a busy core like any other thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["PLAIN", "clone", "copy_bytes", "copy_flat", "copy_tensors", "memory_
 PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20
-# From some size on, which depends on the machine (1 MiB on one, 190 MiB on another), libc's memcpy bypasses the caches.
-# That is quick for one thread on a core of its own; for two of them, pieces below it take three quarters of the time.
+# From some size on, 1 MiB on one machine and 190 MiB on another, libc's memcpy bypasses the caches. That is quick for
+# one thread on a core of its own; for two threads, pieces below that size take three quarters of the time.
 PIECE = 512 << 10
 MAX_THREADS = 4
 
@@ -49,7 +49,7 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
             sizes = [d.numel() for d in destinations]
             large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _same_bytes(destinations[i], sources[i])]
-            _copy_bytes([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
+            _copy_in_threads([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
             done = set(large)
             sources = [s for i, s in enumerate(sources) if i not in done]
@@ -112,8 +112,8 @@ def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> Non
         destination[:] = source
 
 
-def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
-    """Copy (to, from) in this thread, and in others for as long as it lasts if there is much."""
+def _copy_in_threads(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    """Copy pairs of a destination and a source, in other threads, too, if there is much."""
     total = sum([len(d) for d, _ in pairs])
     count = min(total // BYTES_PER_THREAD, MAX_THREADS, _cores())
     if count <= 1:
@@ -139,7 +139,7 @@ def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
                 _copy_all(share)
         _copy_all(mine)
     finally:
-        # Whatever comes (Ctrl-C): when this returns or raises, nobody writes any more.
+        # Also after Ctrl-C: when this returns or raises, no thread writes any more.
         interrupt: BaseException | None = None
         while begun:
             try:

@@ -10,7 +10,7 @@ Usage::
 
     flat = flatten(weights)                  # {path: tensor} and msgpack values; see asyncsync.weights.tree
     layout = Layout.of(flat)
-    layout.describes(flat)                   # before it is used for the next version
+    layout.arrange(flat)                     # the tensors in slab order, if the next version has the same layout
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier: on
-# cores that are busy (with the workers, say) that takes a hundred times as long. Two cores copy no faster than one.
+# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier. Where
+# workers keep the cores busy, that takes a hundred times as long. Two cores copy no faster than one.
 LARGE_NUMEL = 32 << 10
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20
@@ -116,7 +116,7 @@ class Layout:
     Attributes:
         entries: the stored tensors, in slab order.
         aliases: ``{path: index of the entry}`` of tied tensors, which are stored once.
-        value_paths: key paths of the msgpack values (extra state), which ride in the instruction.
+        value_paths: key paths of the msgpack values, which are extra state and ride in the instruction.
         nbytes: size of a slab in bytes.
         digest: 16 bytes that stand for the layout once both sides know it.
     """
@@ -160,9 +160,9 @@ class Layout:
         """The layout of these weights: tied tensors stored once, equal trailing shapes next to each other.
 
         Raises:
-            TypeError: a tensor has no plain bytes (sparse, quantised, nested, distributed), or msgpack cannot carry
-                a value.
-            ValueError: a tensor has no values yet (meta, lazy), or two keys have the same dotted name.
+            TypeError: a tensor has no plain bytes, as it is sparse, quantised, nested or distributed, or msgpack cannot
+                carry a value.
+            ValueError: a tensor has no values yet, as it is meta or lazy, or two keys have the same dotted name.
             LimitExceeded: a value or the whole is too large.
         """
         seen: dict[tuple[Any, ...], Path] = {}
@@ -186,12 +186,9 @@ class Layout:
             raise LimitExceeded(f"a layout of {len(layout.encoded)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
         return layout
 
-    def describes(self, flat: FlatWeights) -> bool:
-        """True if these weights have exactly this schema, ties included."""
-        return self.arrange(flat) is not None
-
     def arrange(self, flat: FlatWeights) -> list[torch.Tensor] | None:
-        """The stored tensors in slab order; None unless :meth:`describes`. The cheap check at every publication."""
+        """The stored tensors in slab order; None unless these weights have exactly this schema, ties included. This is
+        the cheap check at every publication."""
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
             return None
         tensors = flat.tensors
@@ -214,7 +211,7 @@ class Layout:
 
     @cached_property
     def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int] | None]:
-        """The entries by column, and which of them have any bytes (None: all)."""
+        """Paths, shapes and dtypes of the entries, and which entries have any bytes; None: all."""
         entries = self.entries
         filled = [i for i, e in enumerate(entries) if e.nbytes]
         return (
@@ -228,10 +225,6 @@ class Layout:
     def paths(self) -> list[Path]:
         """Every key path: stored, tied, and values."""
         return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
-
-    def spec(self, path: Path) -> Entry | None:
-        """The entry that a key path (tied ones too) refers to; None for values and unknown paths."""
-        return self._by_path.get(path)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -256,14 +249,8 @@ class Layout:
         return tuple(runs)
 
     @cached_property
-    def _by_path(self) -> dict[Path, Entry]:
-        table = {e.path: e for e in self.entries}
-        table.update({path: self.entries[i] for path, i in self.aliases.items()})
-        return table
-
-    @cached_property
     def encoded(self) -> bytes:
-        """The layout as it travels (msgpack)."""
+        """The layout as it travels, in msgpack."""
         entries = [[list(e.path), NAMES[e.dtype], list(e.shape)] for e in self.entries]
         aliases = [[list(path), i] for path, i in self.aliases.items()]
         blob: bytes = msgpack.packb([1, entries, aliases, [list(p) for p in self.value_paths]])

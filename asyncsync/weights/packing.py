@@ -75,7 +75,7 @@ def pack(
 
 
 def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
-    """Encode what is no tensor (extra state).
+    """Encode extra state that is no tensor.
 
     Raises:
         TypeError, LimitExceeded: msgpack cannot carry a value.

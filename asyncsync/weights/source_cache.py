@@ -35,11 +35,14 @@ class KnownMemory:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._pointers: list[int] = []
         self._views: list[memoryview] | None = None
-        self._is_more = False  # a copy of these is more than one of bytes
+        self._is_more = False  # to copy these takes more than to copy bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The bytes of each, good until it is changed. None where a copy is more than one of bytes, and for many
-        tensors that are seen for the first time: they may be others the next time again."""
+        """The bytes of each tensor, valid until a tensor gets other memory.
+
+        None where it takes more than to copy bytes, and for many tensors that are seen for the first time: they may be
+        others again the next time.
+        """
         if not self._are_noted(tensors):
             self._tensors, self._pointers, self._views, self._is_more = [], [], None, False
             if len(tensors) > MOST:
@@ -52,7 +55,7 @@ class KnownMemory:
             if len(tensors) > FEW:
                 return None
         if self._views is None and not self._is_more:
-            # What is there twice would get one value, and then another.
+            # A tensor that is there twice would get one value, and then another.
             if all(map(_is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
                 self._views = [memory_of(tensor) for tensor in tensors]
             else:
@@ -65,7 +68,7 @@ class KnownMemory:
         return self._views is not None
 
     def again(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The same if these are the tensors of the last time, and lie where they did; None: perhaps not."""
+        """:meth:`of`, if these are the tensors of the last time, and lie where they did; None: perhaps they do not."""
         return self._views if self._views is not None and self._are_noted(tensors) else None
 
     def _are_noted(self, tensors: list[torch.Tensor]) -> bool:
@@ -73,7 +76,7 @@ class KnownMemory:
         if not known or len(tensors) != len(known) or not all(map(is_, tensors, map(call, known))):
             return False
         try:
-            if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:  # another device's are other ones, too
+            if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:  # addresses tell devices apart, too
                 return False
         except RuntimeError:
             return False
@@ -91,21 +94,21 @@ class KnownWeights:
     """The latest weights with a layout: if the next are the same tensors, nothing but their bytes has to be copied.
 
     Args:
-        layout: theirs.
+        layout: of these weights.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._memory = KnownMemory()
-        self._views: list[memoryview] | None = None  # of the tensors, as given; and in the order of the layout:
-        self._ordered: list[memoryview] = []
+        self._views: list[memoryview] | None = None  # in the order of the tensors
+        self._ordered: list[memoryview] = []  # the same in the order of the layout
         self._paths: list[Path] = []
         self._shapes: list[tuple[int, ...]] = []
         self._dtypes: list[torch.dtype] = []
 
     def again(self, flat: FlatWeights) -> list[memoryview] | None:
-        """The bytes of these weights, an item per entry of the layout, good until a tensor is changed; None: they are
-        other tensors, or have to be looked at more closely."""
+        """The bytes of these weights, an item per entry of the layout, valid until a tensor gets other memory; None:
+        they may be other tensors."""
         if flat.values:
             return None
         found = list(flat.tensors.values())
@@ -117,7 +120,7 @@ class KnownWeights:
         return self._ordered if list(flat.tensors) == self._paths else None
 
     def learn(self, flat: FlatWeights) -> None:
-        """These weights have the layout (:meth:`asyncsync.weights.layout.Layout.arrange`)."""
+        """Remember these weights, which have the layout."""
         layout = self.layout
         if layout.nbytes > KNOWN_BYTES or layout.aliases or flat.values or not all(map(_is_cpu, flat.tensors.values())):
             return
