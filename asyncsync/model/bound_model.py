@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncsync.model.mismatch import check_fit
+from asyncsync.errors import SchemaMismatch
+from asyncsync.model.mismatch import all_problems, key_problem, tensor_problem
 from asyncsync.model.parameters import ModelTensors, Plan, Specs
 from asyncsync.weights.slab import is_foreign
 from asyncsync.weights.source_cache import KnownMemory
@@ -18,19 +19,12 @@ __all__ = ["BoundModel", "LayoutPlan", "Repointing"]
 
 
 class LayoutPlan(NamedTuple):
-    """How an update of one layout gets into the model, so that it takes no names.
-
-    Attributes:
-        plan: the model's tensors.
-        order: for each of them, which view of the slab.
-        states: names of extra state, with the view for each.
-        memory: where the model's tensors had their bytes the last time.
-    """
+    """How an update of one layout gets into the model, so that it takes no names."""
 
     plan: Plan
-    order: list[int]
-    states: list[tuple[str, int]]
-    memory: KnownMemory
+    order: list[int]  # of each tensor of the plan: which view of the slab
+    states: list[tuple[str, int]]  # names of extra state, with the view for each
+    memory: KnownMemory  # where the tensors of the plan had their bytes the last time
 
 
 class BoundModel:
@@ -75,11 +69,35 @@ class BoundModel:
         self.plans = {}
 
     def check_fit(self, specs: Specs, values: Collection[str]) -> None:
-        """Compare tensors and values, by name, with the model's. Raises SchemaMismatch if they do not fit."""
-        check_fit(self.tensors, specs, values, cast=self.cast, inplace=self.inplace, converted=self._converted)
+        """Compare tensors, by name, and the names of values with the model.
+
+        Raises:
+            SchemaMismatch: with both key lists and their common prefix, or every differing shape and dtype.
+        """
+        own = self.tensors
+        required = own.required
+        if self._converted:
+            # A strategy maps tensors only: values go where their names happen to fit.
+            values = {n for n in values if n in own.known}
+            required = {n for n in required if n in own.owners and isinstance(own.get(n), torch.Tensor)}
+        sent = specs.keys() | set(values)
+        missing, unexpected = required - sent, sent - own.known
+        if missing or unexpected:
+            raise SchemaMismatch(key_problem(sent, own.known, missing, unexpected))
+        problems = [
+            f"{name}: sent as a plain value, but the model holds a tensor"
+            for name in sorted(values)
+            if name in own.owners and isinstance(own.get(name), torch.Tensor)
+        ]
+        for name, (dtype, shape) in specs.items():
+            if name not in own.extra_state:
+                problem = tensor_problem(dtype, shape, own.get(name), cast=self.cast, inplace=self.inplace)
+                problems += [f"{name}: {problem}"] if problem else []
+        if problems:
+            raise SchemaMismatch(all_problems(problems))
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
-        """The plan for these tensors and values. Raises SchemaMismatch if they do not fit."""
+        """The plan for these tensors and values. Raises as :meth:`check_fit`."""
         self.check_fit(specs, values)
         return Plan.of(self.tensors, specs)
 

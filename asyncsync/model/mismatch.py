@@ -1,57 +1,20 @@
-"""Mismatch: whether tensors fit a model, and the words of :class:`SchemaMismatch` for those that do not."""
+"""Mismatch: the words of :class:`SchemaMismatch` for weights that do not fit a model."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from asyncsync.errors import SchemaMismatch
-from asyncsync.model.parameters import ModelTensors, Specs
-
-__all__ = ["check_fit", "constant"]
+__all__ = ["all_problems", "constant", "key_problem", "tensor_problem"]
 
 SHOWN = 12
 
 
-def check_fit(
-    tensors: ModelTensors, specs: Specs, values: Collection[str], *, cast: bool, inplace: bool, converted: bool
-) -> None:
-    """Compare tensors and values that have come with those of a model.
-
-    Args:
-        tensors: the model's.
-        specs: dtype and shape of each tensor that has come, by its name.
-        values: names of the msgpack values that have come.
-        cast: whether dtypes may differ.
-        inplace: whether the model's own memory is to be written.
-        converted: whether a strategy has made these tensors. A strategy maps tensors only: values go where their names
-            happen to fit.
-
-    Raises:
-        SchemaMismatch: with both key lists and their common prefix, or every differing shape and dtype.
-    """
-    required = tensors.required
-    if converted:
-        values = {n for n in values if n in tensors.known}
-        required = {n for n in required if n in tensors.owners and isinstance(tensors.get(n), torch.Tensor)}
-    sent = specs.keys() | set(values)
-    missing, unexpected = required - sent, sent - tensors.known
-    if missing or unexpected:
-        raise SchemaMismatch(_key_message(sent, tensors.known, missing, unexpected))
-    problems = [
-        f"{name}: sent as a plain value, but the model holds a tensor"
-        for name in sorted(values)
-        if name in tensors.owners and isinstance(tensors.get(name), torch.Tensor)
-    ]
-    for name, (dtype, shape) in specs.items():
-        if name not in tensors.extra_state:
-            problem = _problem(dtype, shape, tensors.get(name), cast=cast, inplace=inplace)
-            problems += [f"{name}: {problem}"] if problem else []
-    if problems:
-        more = f" … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise SchemaMismatch("the weights do not fit the model: " + "; ".join(problems[:SHOWN]) + more)
+def all_problems(problems: list[str]) -> str:
+    more = f" … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return "the weights do not fit the model: " + "; ".join(problems[:SHOWN]) + more
 
 
 def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -60,7 +23,7 @@ def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return one.expand(shape) if shape else one.reshape(())
 
 
-def _problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cast: bool, inplace: bool) -> str:
+def tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cast: bool, inplace: bool) -> str:
     """Why a tensor that has come does not fit the model's own; empty: it does."""
     if not isinstance(own, torch.Tensor):
         is_array = type(own).__module__ == "numpy"
@@ -101,7 +64,8 @@ def _castable(source: torch.dtype, destination: torch.dtype) -> bool:
     return True
 
 
-def _key_message(sent: Iterable[str], own: Iterable[str], missing: set[str], unexpected: set[str]) -> str:
+def key_problem(sent: Iterable[str], own: Iterable[str], missing: set[str], unexpected: set[str]) -> str:
+    """Both key lists, what differs, and their common prefixes."""
     sent, own = sorted(sent), sorted(own)
     text = (
         "the keys of the weights do not fit the model: "

@@ -93,13 +93,7 @@ def is_finished(frame: FrameType | None) -> bool:
 
 
 def refusal(patience: float, writer: int | None, readers: Iterable[Reader]) -> AckTimeout:
-    """Why a reader was not let in.
-
-    Args:
-        patience: seconds that it has waited.
-        writer: the thread that is writing the model; None: an update is pending.
-        readers: those that the update waits for.
-    """
+    """Why a reader was not let in: the thread ``writer`` writes the model, or an update waits for these readers."""
     if writer is not None:
         return AckTimeout(
             f"Reading the model was refused: a weight update has been writing it for {patience:g} s, in "

@@ -10,18 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "CALL_IMPL",
-    "call_hooks",
-    "forward_hooks",
-    "has_compiled_anything",
-    "is_compiled",
-    "is_optimized",
-    "optimized_modules",
-    "tensors_and_children",
-    "wraps_as_it_is",
-]
-
 # The dictionaries of a module's parameters, of its buffers and of its children. One call for all three, as every
 # publication walks over the model.
 tensors_and_children = attrgetter("_parameters", "_buffers", "_modules")

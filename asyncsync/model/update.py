@@ -60,11 +60,11 @@ class ModelUpdate:
         states: extra state that is a tensor, by name.
         values: extra state that is a msgpack value, by name.
         slab: where Parameters may get their memory; None: nowhere.
-        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: the
-            update takes more than copying those.
+        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: it
+            takes more than to copy bytes.
 
     Attributes:
-        is_simple: the same may be done whenever the slab holds another version, and be no more than a copy of bytes.
+        is_simple: the same may be done whenever the slab holds another version.
 
     Raises:
         SchemaMismatch: tied parameters of the model would get two different values.
