@@ -783,7 +783,7 @@ def test_a_piece_may_come_back_in_a_garbage_collection_under_the_pools_lock() ->
         with pool._lock:
             gc.collect()
             assert not drained.is_set()
-        pool._settle()  # as whoever takes the lock does afterwards
+        pool._count_returned()  # as whoever takes the lock does afterwards
         assert drained.is_set()
     finally:
         gc.enable()
