@@ -69,13 +69,13 @@ def test_large_and_small_destinations_get_their_own_sources() -> None:
 def test_torch_is_not_given_a_large_copy_of_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads would wait for each other on busy cores: a hundred times as long."""
     given: list[int] = []
-    copy = torch._foreach_copy_
+    copy = copying.foreach_copy
 
     def spy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         given.extend(d.numel() for d in destinations)
         copy(destinations, sources)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", spy)
+    monkeypatch.setattr(copying, "foreach_copy", spy)
     copy_tensors([torch.empty(COUNT), torch.empty(3)], [torch.ones(COUNT), torch.ones(3)])
     assert given == [3]
 
