@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.weights.copying import FEW, MOST, KnownMemory, copy_bytes, copy_tensors
+from asyncsync.weights.copying import copy_bytes, copy_tensors
+from asyncsync.weights.source_cache import FEW, MOST, KnownMemory
 from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 
-from asyncsync.weights.copying import FEW, KNOWN_BYTES, copy_bytes
+from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import FEW, KNOWN_BYTES, KnownWeights
 from asyncsync.weights.tree import FlatWeights, flatten
 
 Weights = dict[str, torch.Tensor]

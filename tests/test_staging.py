@@ -16,7 +16,8 @@ from asyncsync.protocol.incoming import Coverage, IncomingUpdate, fill_eagerly
 from asyncsync.protocol.messages import Part, Update
 from asyncsync.protocol.staging import StagedPart, Staging
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)

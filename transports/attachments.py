@@ -7,7 +7,7 @@ thrown away before the slot is used for another version.
 A slot whose lease is to be short is *borrowed*: an update is applied from it, and then it is copied out. No Parameter
 lies there.
 
-Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.binding` has pointed here, and only as
+Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.update` has pointed here, and only as
 long as this worker has not released the slot. :meth:`Attachments.detach` makes them the process's own,
 for models that live on when their scheme does not; a forked child does so at once, and the parent holds the lease until
 then.
@@ -29,7 +29,8 @@ from asyncsync.net.memory_file import map_private, open_place
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
-from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import FOREIGN, Slab
 
 __all__ = ["Attachment", "Attachments"]
 

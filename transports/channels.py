@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import settle
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.blocking import TransportBackend
@@ -129,7 +130,7 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
             _call(close)
         return
     patience = min(timeout, CLOSE_SECONDS)
-    if asyncio._get_running_loop() is loop:
+    if running_loop() is loop:
         await asyncio.wait([_in_thread(partial(_call, close), loop) for close in closes], timeout=patience)
     else:  # the loop is over: nothing of ours waits for it any more
         for close in closes:

@@ -19,7 +19,8 @@ from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.destination import Destination
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = [
     "SLOTS",

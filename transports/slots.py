@@ -28,7 +28,8 @@ from asyncsync.net import memory_file
 from asyncsync.net.memory_file import MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["COPY_BYTES", "Place", "SlotPool"]
 

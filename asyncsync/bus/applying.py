@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -11,7 +10,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.cascade import Cascade
 from asyncsync.bus.link import Link
 from asyncsync.fastpath.worker import Show
-from asyncsync.model.gate import Gate
+from asyncsync.model.gate import Gate, Update
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 
@@ -48,9 +47,7 @@ class Applying:
         self._gate = gate
         self._transports = transports
         self._show = show
-        self._thread = threading.get_ident()
         self._offered: list[Staging] = []  # what the gate has, unless it has done with it
-        self._inline: list[list[Staging]] | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
 
@@ -75,14 +72,12 @@ class Applying:
         if not passing or passing == self._offered:
             return
         self._offered = passing
-        self._inline = []
-        try:
-            self._gate.offer(lambda: self._pass(passing), lambda error: self._done(passing))
-        finally:
-            finished, self._inline = self._inline, None
-        for done in finished:
-            self._applied(done)
-        if not finished and self._gate.pending and self._gate_timer is None:
+        update = Update(lambda: self._pass(passing), lambda error: self._done(passing))
+        if self._gate.try_apply(update):
+            self._applied(passing)
+        else:
+            self._gate.offer(update.apply, update.done)
+        if self._gate.pending and self._gate_timer is None:
             self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
 
     def _ready(self) -> list[Staging]:
@@ -125,10 +120,7 @@ class Applying:
         return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
 
     def _done(self, passed: list[Staging]) -> None:
-        """Called by the gate in the thread that applied."""
-        if self._inline is not None and threading.get_ident() == self._thread:
-            self._inline.append(passed)
-            return
+        """Called by the gate, in the thread that applied, if that was not done at once."""
         try:
             self._link.loop.call_soon_threadsafe(self._applied_later, passed)
         except RuntimeError:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["Carrier", "Failed"]
 

@@ -27,7 +27,8 @@ from asyncsync.bus.sending import DEFAULT_TIMEOUT
 from asyncsync.bus.sharing import share
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import ClosedError, Fenced, NotConnected
-from asyncsync.model.gate import Gate, Hold
+from asyncsync.model.gate import Gate
+from asyncsync.model.readers import Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.protocol.settings import Settings
 

@@ -21,10 +21,12 @@ from asyncsync.fastpath.sender import FastSender
 from asyncsync.protocol.messages import Again, Update
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
-from asyncsync.weights.copying import KNOWN_BYTES, copy_bytes
+from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack, pack_slab_values
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.packing import pack, pack_slab_values
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import KNOWN_BYTES, KnownWeights
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["Publishing"]

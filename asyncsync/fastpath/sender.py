@@ -29,7 +29,9 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.short_form import encode_again, encode_done
 from asyncsync.weights.copying import copy_bytes
-from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import KnownWeights
 from asyncsync.weights.tree import FlatWeights
 

@@ -67,8 +67,9 @@ def begin(
     model_id, part = steady
     held = subscriber.holdings.held.get(model_id)
     assert held is not None
-    newest = held[2]
-    if newest.prepared is None or not newest.prepared.is_known or again.descriptor is None or newest.lent:
+    newest, binding = held[2], subscriber.models[model_id]
+    prepared = binding.cached(newest)
+    if prepared is None or not prepared.is_known or again.descriptor is None or newest.lent:
         return
     if not goes_straight(model_id):
         return
@@ -77,7 +78,7 @@ def begin(
     except (MemoryError, RuntimeError):  # torch raises the latter
         return  # the next update tells the trainer, if it cannot be had then either
     try:
-        if subscriber.models[model_id].prepare(slab) is not slab.prepared:
+        if binding.prepare(slab) is not binding.cached(slab):
             return
         slabs = newest.retain(), slab.retain()
     except (MemoryError, RuntimeError):
@@ -122,8 +123,11 @@ class SteadyWorker:
         self._show = show
         self._epoch = subscriber.session.epoch
         self._prefix = ALONE + short_form.HEAD.pack(short_form.FIXED, Again.kind, *self._epoch)
-        self._binding = subscriber.models[model_id]
-        self._plans = self._binding.plans
+        binding = subscriber.models[model_id]
+        assert binding.bound is not None
+        self._bound = binding.bound
+        self._plans = self._bound.plans
+        self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
         self._update = Update(self._apply, _ignore)
         self._version = subscriber.holdings.version(model_id)
@@ -155,7 +159,7 @@ class SteadyWorker:
         descriptor = bytes(packet[_AGAIN.size :])
         if length != len(descriptor) + 1:
             return None
-        if slab.references > 1 or self._binding.plans is not self._plans:  # the former: it is still being copied from
+        if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
             return None
         window = self._windows.get(descriptor)
         if window is None and (window := self._look(descriptor)) is None:
@@ -164,7 +168,7 @@ class SteadyWorker:
         before, self._version, self._is_applied = self._version, version, False
         base = serial, self._part
         try:
-            passed = self._gate.pass_through(self._update)
+            passed = self._gate.try_apply(self._update)
         except Exception:
             raise
         except BaseException:
@@ -188,7 +192,9 @@ class SteadyWorker:
     def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
         """After an interrupt: what was begun is staged, and goes the general way."""
         subscriber = self._subscriber
-        staging = Staging(self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), slab.prepared)})
+        staging = Staging(
+            self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}
+        )
         self._reports.unreported = staging
         subscriber.staged.append(staging)
         self._reports.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
@@ -197,7 +203,7 @@ class SteadyWorker:
 
     def _apply(self) -> None:
         """By the gate. Once more after an interrupt, if a reader comes before the general way: then it must be done."""
-        prepared = self._next.prepared
+        prepared = self._prepared[self._next]
         if prepared is None:
             return
         if not prepared.repeat():

@@ -8,7 +8,8 @@ from asyncsync.protocol.fields import Epoch, InUse
 from asyncsync.protocol.messages import Part
 from asyncsync.protocol.staging import Staging
 from asyncsync.weights.copying import copy_tensors
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["Held", "Holdings"]
 

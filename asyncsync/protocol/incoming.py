@@ -13,7 +13,8 @@ from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.messages import Chunk, Fetch, Granted, Instruction, Part, Update
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["Coverage", "Incoming", "IncomingUpdate", "fill_eagerly"]
 

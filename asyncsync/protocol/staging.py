@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncsync.model.binding import Prepared
+from asyncsync.model.update import Prepared
 from asyncsync.protocol.fields import Epoch
 from asyncsync.weights.slab import Slab
 

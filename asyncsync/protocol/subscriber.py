@@ -30,7 +30,8 @@ from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["FastPath", "Subscriber"]
 

@@ -27,6 +27,7 @@ import time
 from typing import TypeVar
 
 from asyncsync.runtime import process_exit as ending
+from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.loop_calls import CLEANUP_SECONDS, EXIT_SECONDS, Call, LoopThread, Make, Open
 from asyncsync.runtime.threads import finish, settle
 
@@ -95,7 +96,7 @@ def is_here() -> bool:
 
 def check_exit() -> None:
     """End the calling thread silently if it is a daemon and the process ends."""
-    if _exiting and (daemon := ending.daemon()) is not None and asyncio._get_running_loop() is None:
+    if _exiting and (daemon := ending.daemon()) is not None and running_loop() is None:
         raise ending.end(daemon)
 
 

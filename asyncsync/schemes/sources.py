@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.schemes.context import find_model, resolve_model
-from asyncsync.weights.slab import cuda_events
+from asyncsync.weights.packing import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 
 __all__ = ["Sources", "as_tensordict", "by_worker", "count_workers"]

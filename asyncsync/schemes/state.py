@@ -22,7 +22,7 @@ from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import ClosedError, WeightSyncError
-from asyncsync.model.gate import Hold
+from asyncsync.model.readers import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.protocol.fields import MAX_NAME
 from asyncsync.schemes.context import find_model
@@ -30,7 +30,8 @@ from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker
 from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
-from asyncsync.weights.slab import Slab, copy_flat
+from asyncsync.weights.copying import copy_flat
+from asyncsync.weights.slab import Slab
 
 __all__ = ["LOCAL", "SchemeState"]
 

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from asyncsync.errors import AckTimeout
-from asyncsync.model.gate import Gate, Hold
+from asyncsync.model.gate import Gate
+from asyncsync.model.readers import Hold
 from asyncsync.runtime.threads import interruptibly
 
 __all__ = ["Holds", "LocalUpdates"]

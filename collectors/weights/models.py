@@ -7,8 +7,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.update import Prepared
 from asyncsync.schemes.context import follow
 
 __all__ = ["belongs_to", "find_model", "fitted"]

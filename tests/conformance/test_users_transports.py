@@ -18,7 +18,9 @@ from asyncsync.transports import TAG, channel_receiver
 from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channels import tagged
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, Api, in_thread
 from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Lane, board

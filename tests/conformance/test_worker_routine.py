@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import asyncsync.model.binding
+import asyncsync.model.update
 from asyncsync import PartialSendError
 from asyncsync.protocol import codec, messages
 from helpers.apis import Api, bare, is_instant
@@ -291,7 +291,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, caught = link_of(everybody), []
-        receive, copy = link.side_channel.receive, asyncsync.model.binding.copy_bytes
+        receive, copy = link.side_channel.receive, asyncsync.model.update.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             try:
@@ -306,7 +306,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
             raise Interrupt
 
         link.side_channel.receive = receiving
-        monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
+        monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
         slabs = link.subscriber.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert len(caught) == 1
@@ -324,7 +324,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        receive, take_in, copy = link.side_channel.receive, link._take_in, asyncsync.model.binding.copy_bytes
+        receive, take_in, copy = link.side_channel.receive, link._take_in, asyncsync.model.update.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -345,7 +345,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
             take_in(packet)
 
         link.side_channel.receive, link._take_in = receiving, taking_in
-        monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
+        monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
         await send(everybody, 11, 12)

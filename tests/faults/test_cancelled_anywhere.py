@@ -21,7 +21,8 @@ from asyncsync import (
     TransportBackend,
     ZMQWeightSyncScheme,
 )
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from helpers.processes import LARGE, Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]

@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync import ZMQWeightSyncScheme
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of

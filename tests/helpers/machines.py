@@ -6,15 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.update import Prepared
 from asyncsync.protocol import codec, fields, messages
 from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["EPOCH", "SMALL", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]

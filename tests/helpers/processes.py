@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
-from asyncsync.model import binding
-from asyncsync.model.gate import Gate
+from asyncsync.model import update
+from asyncsync.model.gate import Gate, Update
 from helpers.apis import Face, in_thread
 
 __all__ = [
@@ -400,7 +400,7 @@ class Worker(_Party):
         scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx)
         if broken_gate:
             scheme.bus._gate = BrokenGate()
-            binding.copy_tensors = _copy_one_by_one
+            update.copy_tensors = _copy_one_by_one
         if settings is not None:
             impatient(scheme, **settings)
 
@@ -475,7 +475,7 @@ class Worker(_Party):
                 halt()
                 _copy(destinations[half:], sources[half:])
 
-            binding.copy_tensors = copy_half
+            update.copy_tensors = copy_half
 
     async def forwards(self, count: int) -> tuple[int, int]:
         """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
@@ -507,7 +507,7 @@ class Worker(_Party):
         return torn, len(seen)
 
 
-_copy = binding.copy_tensors
+_copy = update.copy_tensors
 
 
 def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
@@ -518,6 +518,9 @@ def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[tor
 
 class BrokenGate(Gate):
     """Lets every update through at once."""
+
+    def try_apply(self, update: Update) -> bool:
+        return False
 
     def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         update()

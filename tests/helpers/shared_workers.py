@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from asyncsync.bus import publishing
-from asyncsync.model import binding
+from asyncsync.model import update
 from asyncsync.weights.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
 
@@ -335,7 +335,7 @@ def forwards(
     scheme.init_on_receiver("policy", model=Filled(numel, -1.0, parts=4), worker_idx=index, inplace=inplace)
     if broken:
         scheme.bus._gate = BrokenGate()
-        binding.copy_tensors = _copy_one_by_one
+        update.copy_tensors = _copy_one_by_one
     scheme.connect(timeout=30)
     connection.send("connected")
     model = scheme.model

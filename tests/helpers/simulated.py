@@ -12,9 +12,10 @@ import torch
 from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Update
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.update import Prepared
 from asyncsync.net.packets import split
 from asyncsync.protocol import fields, messages
 from asyncsync.protocol.publisher import Publisher
@@ -23,7 +24,8 @@ from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import KnownWeights
 from asyncsync.weights.tree import FlatWeights
 from helpers.machines import Borrowed
@@ -303,7 +305,7 @@ class SimulatedGate:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def pass_through(self, update: Update) -> bool:
+    def try_apply(self, update: Update) -> bool:
         if self._worker.held or self._worker.running is not None:
             return False
         update.apply()
@@ -388,11 +390,12 @@ class Worker:
         model, part = steady
         held = subscriber.holdings.held.get(model)
         assert held is not None
-        newest = held[2]
-        if newest.prepared is None or not newest.prepared.is_known or newest.lent:
+        newest, binding = held[2], subscriber.models[model]
+        prepared = binding.cached(newest)
+        if prepared is None or not prepared.is_known or newest.lent:
             return
         slab = subscriber.pool.acquire(newest.layout)
-        if Binding.prepare(subscriber.models[model], slab) is not slab.prepared:
+        if Binding.prepare(binding, slab) is not binding.cached(slab):
             slab.release()
             return
         gate: Any = SimulatedGate(self)

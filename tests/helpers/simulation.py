@@ -25,7 +25,8 @@ import torch
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.net.packets import join
 from asyncsync.protocol import codec, messages
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 from helpers.oracle import Oracle
 from helpers.simulated import (
