@@ -1302,7 +1302,7 @@ def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
         station.subscriber.give_back()
     after = station.subscriber.held("policy")
     assert after is not None
-    assert not after[2].borrowed
+    assert not after[2].short_lease
     assert held[2].references == 1
 
 

@@ -19,7 +19,7 @@ from asyncsync.bus.link import LINGER_MS, Link, ProcessWatch, this_process
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.fastpath.worker import WorkerRoutine
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate, Update
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.endpoint import is_trustworthy, lane_path
 from asyncsync.net.side_channel import BY_LANE, Lane, connect, read
 from asyncsync.protocol.publisher import Settings
@@ -193,7 +193,7 @@ class ReceiverLink(Link):
         assert held is not None
         newest, binding = held[2], subscriber.models[model_id]
         prepared = binding.cached(newest)
-        if prepared is None or not prepared.is_known or again.descriptor is None or newest.lent:
+        if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
             return
         if model_id in self.manual or self.cascade.task is not None or self.cascade.concerns((model_id,)):
             return
@@ -315,7 +315,7 @@ class ReceiverLink(Link):
         if not passing or passing == self._offered:
             return
         self._offered = passing
-        update = Update(lambda: self._pass(passing), lambda error: self._done(passing))
+        update = Writer(lambda: self._pass(passing), lambda error: self._done(passing))
         if self.gate.try_apply(update):
             self._applied(passing)
         else:
@@ -405,7 +405,7 @@ class ReceiverLink(Link):
         if error is None:
             self.subscriber.applied(staging)
             for part in staging.parts.values():
-                if part.slab.lent:
+                if part.slab.leased:
                     self._clean_soon()
                     break
         else:
@@ -636,7 +636,7 @@ class ReceiverLink(Link):
         finally:
             self._copying -= 1
             slab.release()
-            if slab.lent and not self.closed:
+            if slab.leased and not self.closed:
                 self.settle()  # the sender may be waiting for it
 
     # -- the end ----------------------------------------------------------------------------------------------------

@@ -46,14 +46,14 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack, pack_slab_values
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import KNOWN_BYTES, KnownWeights
+from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["SenderLink"]
 
 logger = logging.getLogger("asyncsync")
 
-assert KNOWN_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
+assert CACHED_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
 # A slab whose last bytes libzmq is just letting go of is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
@@ -118,7 +118,7 @@ class SenderLink(Link):
         self.order = asyncio.Lock()
         self._in_line = 0  # publications that wait for it
         self._full: SlabPool | None = None  # what the publication that has it waits for
-        self._known: dict[str, KnownWeights] = {}
+        self._known: dict[str, SourceCache] = {}
         self._said: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # what came by lane last
         self._watches: dict[bytes, ProcessWatch] = {}
         self._served: dict[bytes, TransportCore] = {}  # by descriptor: those that act for each worker
@@ -420,7 +420,7 @@ class SenderLink(Link):
             workers.append((peer, lane))
         known = self._known.get(model_id)
         if known is None or known.layout is not layout:  # that one was only tried
-            known = self._known[model_id] = KnownWeights(layout)
+            known = self._known[model_id] = SourceCache(layout)
         slab = pool.acquire(layout)
         self._describe(transport, slab, pool.describe(slab))
         self._routine = Routine(publisher, model_id, known, (target.slab.retain(), slab), workers)
@@ -629,7 +629,7 @@ class SenderLink(Link):
         if known is None or memory is None:
             tensors = None if known is None else known.layout.arrange(flat)
             if known is None or tensors is None:
-                known = self._known[model_id] = KnownWeights(Layout.of(flat))
+                known = self._known[model_id] = SourceCache(Layout.of(flat))
             if alone:
                 known.learn(flat)
         layout = known.layout

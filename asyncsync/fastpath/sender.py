@@ -26,7 +26,7 @@ from asyncsync.protocol.wire import Again, Buffer, Done
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["Routine"]
@@ -55,7 +55,7 @@ class Routine:
         self,
         publisher: Publisher,
         model_id: str,
-        known: KnownWeights,
+        known: SourceCache,
         slots: tuple[Slab, Slab],
         workers: Sequence[tuple[Peer, Lane]],
     ) -> None:

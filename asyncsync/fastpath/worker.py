@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from struct import Struct
 
-from asyncsync.model.gate import Gate, Update
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.side_channel import ALONE
 from asyncsync.protocol import wire
 from asyncsync.protocol.staging import Acting
@@ -71,7 +71,7 @@ class WorkerRoutine:
         self._plans = self._bound.plans
         self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
-        self._update = Update(self._apply, _ignore)
+        self._update = Writer(self._apply, _ignore)
         self._version = subscriber.version(model_id)
         self._is_applied = self._is_interrupted = False
 

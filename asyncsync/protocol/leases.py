@@ -42,7 +42,7 @@ class Loans:
     def lend(self, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
         """These parts of the UPDATE of this serial are the worker's from now on."""
         for model_id, (version, slab) in parts.items():
-            if slab.lent:
+            if slab.leased:
                 key = (model_id, version)
                 known = self._lent.get(key)
                 if known is None:

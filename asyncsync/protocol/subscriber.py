@@ -154,7 +154,7 @@ class Subscriber:
                 if held is not None:
                     held[2].release()
                 self._held[model_id] = (staging.epoch, part.version, part.slab.retain())
-                self.borrows = self.borrows or part.slab.borrowed
+                self.borrows = self.borrows or part.slab.short_lease
         staging.release()
         failure = self._failure
         if failure is not None and all(self.version(self._local(m)) >= v for m, v in failure.versions.items()):
@@ -179,7 +179,7 @@ class Subscriber:
         """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
         again. True if that is to be told: :meth:`flush` again."""
         self.borrows = False
-        found = [(model_id, held) for model_id, held in self._held.items() if held[2].borrowed]
+        found = [(model_id, held) for model_id, held in self._held.items() if held[2].short_lease]
         try:
             for model_id, (epoch, version, slab) in found:
                 # In this order an interrupt costs a slot at worst.
@@ -212,8 +212,9 @@ class Subscriber:
         self._done(staging)
         versions = staging.versions
         for model_id, part in staging.parts.items():
-            if part.slab.adopted:  # it had got so far, and the model's memory may be here until an update succeeds
-                if part.slab.is_home:
+            # It had got so far, and the model's memory may be here until an update succeeds.
+            if part.slab.holds_parameters:
+                if part.slab.holds_all_parameters:
                     self._move_out(model_id, (staging.epoch, part.version))
                 self._homes.setdefault(model_id, []).append((staging.epoch, part.version, part.slab.retain()))
         staging.release()
@@ -438,7 +439,7 @@ class Subscriber:
             )
             if not whole or self._is_copied_first(versions):
                 for i, slab in enumerate(attached):
-                    if slab is not None and slab.borrowed:
+                    if slab is not None and slab.short_lease:
                         attached[i] = self._copy(slab)
                         slab.release()
             if whole:
@@ -501,7 +502,7 @@ class Subscriber:
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return
-            elif slab.borrowed and self._is_copied_first((model_id,)):
+            elif slab.short_lease and self._is_copied_first((model_id,)):
                 borrowed, slab = slab, self._copy(slab)
                 borrowed.release()
             slab.values = b""
@@ -585,7 +586,7 @@ class Subscriber:
 
     def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
-        if slab is not None and slab.lent:
+        if slab is not None and slab.leased:
             # By the trainer's name for the model: a worker's own name for it may change when another model joins.
             self._kept[part.model_id, part.version] = slab
             slab.on_release = self._let_go

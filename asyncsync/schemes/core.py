@@ -274,7 +274,7 @@ class SchemeCore(Sources, ABC):
             self.strategy,
             cast=cast,
             inplace=inplace is not False,
-            adopts=inplace is None and self._adopts,
+            repoints=inplace is None and self._adopts,
             apply=custom,
         )
         hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
