@@ -29,7 +29,7 @@ class Pair:
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
         self.strategy = WeightStrategy("state_dict")
-        self.binding = Binding(model, self.strategy, adopts=True, **options)
+        self.binding = Binding(model, self.strategy, repoints=True, **options)
         self.pool = SlotPool(4, 0)
         self.attachments = Attachments()
         self.slots: list[Slab] = []

@@ -33,7 +33,7 @@ from torch import nn
 from asyncsync.errors import AckTimeout
 from asyncsync.model import gate as gate_module
 from asyncsync.model import readers as readers_module
-from asyncsync.model.gate import Gate, Update
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.model.readers import Hold
 
 pytestmark = pytest.mark.timeout(60)
@@ -820,7 +820,7 @@ def test_a_newer_update_makes_an_interrupted_one_whole(gate: Gate, model: Model)
 
 def test_what_is_tried_is_applied_at_once_or_not_at_all(gate: Gate, model: Model) -> None:
     done = Done()
-    update = Update(lambda: model.write(7), done)
+    update = Writer(lambda: model.write(7), done)
     with gate.hold():
         assert not gate.try_apply(update)
     assert (model(), gate.pending) == (0, False)
@@ -840,9 +840,9 @@ def test_nobody_reads_while_what_was_tried_is_applied(gate: Gate, model: Model, 
         reads.append(pool.submit(model))
         while not waiting(gate):
             time.sleep(0.001)
-        assert not gate.try_apply(Update(lambda: None, Done()))
+        assert not gate.try_apply(Writer(lambda: None, Done()))
 
-    assert gate.try_apply(Update(lambda: model.write(1, between), Done()))
+    assert gate.try_apply(Writer(lambda: model.write(1, between), Done()))
     assert reads[0].result(LONG) == 1
 
 
@@ -851,21 +851,21 @@ def test_what_raises_when_tried_is_dropped_and_readers_go_on(gate: Gate, model: 
         raise OSError("no weights")
 
     with pytest.raises(OSError, match="no weights"):
-        gate.try_apply(Update(fails, Done()))
+        gate.try_apply(Writer(fails, Done()))
     assert (model(), gate.pending, gate.applying) == (0, False, False)
 
 
 def test_nobody_reads_what_was_interrupted_when_tried(gate: Gate, model: Model, pool: ThreadPoolExecutor) -> None:
     done = Done()
     with pytest.raises(KeyboardInterrupt):
-        gate.try_apply(Update(interrupted_write(model, 1), done))
+        gate.try_apply(Writer(interrupted_write(model, 1), done))
     with pytest.raises(TornRead):
         model.version()
-    assert not gate.try_apply(Update(lambda: model.write(2), Done())), "the interrupted one goes first"
+    assert not gate.try_apply(Writer(lambda: model.write(2), Done())), "the interrupted one goes first"
     assert pool.submit(model).result(LONG) == 1
     assert (gate.pending, done) == (False, [None])
     with pytest.raises(KeyboardInterrupt):
-        gate.try_apply(Update(interrupted_write(model, 3), done))
+        gate.try_apply(Writer(interrupted_write(model, 3), done))
     gate.offer(lambda: model.write(4), done)  # makes it whole
     assert model() == 4
 

@@ -23,7 +23,7 @@ RETRY = Settings().retry_interval
 
 def lent(nbytes: int = 64) -> Slab:
     slab = Slab(Layout([(("w",), torch.uint8, (nbytes,))]), torch.zeros(nbytes, dtype=torch.uint8))
-    slab.lent = True
+    slab.leased = True
     return slab
 
 
@@ -65,7 +65,7 @@ def test_reports_that_come_twice_or_late_give_nothing_back_twice() -> None:
 
 def test_only_what_workers_read_in_place_is_a_loan() -> None:
     leases, mine, plain = WorkerLeases(0, 7), lent(), lent()
-    plain.lent = False
+    plain.leased = False
     leases.lease(1, {"policy": (1, mine), "critic": (1, plain)})
     assert [key for key, _ in leases] == [("policy", 1)]
     assert plain.references == 1

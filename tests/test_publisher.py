@@ -1474,7 +1474,7 @@ def test_a_done_of_an_update_that_is_over_changes_nothing() -> None:
 def test_what_was_granted_is_not_said_again_in_short() -> None:
     """Or every later one would be lent without being asked for."""
     slab = slab_of(SlabPool(), 1)
-    slab.lent = slab.in_place = True
+    slab.leased = slab.in_place = True
     slab.descriptor = b"slot"
     for granted in (False, True):
         parts = {"policy": (1, slab)}

@@ -1325,7 +1325,7 @@ def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
         station.subscriber.holdings.copy_out()
     after = station.subscriber.holdings.held.get("policy")
     assert after is not None
-    assert not after[2].borrowed
+    assert not after[2].short_lease
     assert held[2].references == 1
 
 

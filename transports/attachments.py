@@ -4,13 +4,11 @@ A mapping is private, copy on write: reading it costs no copy, and what a worker
 BatchNorm) stays its own. The price is that a page it has written shows nothing newer any more, so such pages are
 thrown away before the slot is used for another version.
 
-A slot whose lease is to be short is *borrowed*: an update is applied from it, and then it is copied out. No Parameter
-lies there.
+A slot can have a *short lease*: an update is applied from it, and then it is copied out. No Parameter lies there.
 
 Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.update` has pointed here, and only as
-long as this worker has not released the slot. :meth:`Attachments.detach` makes them the process's own,
-for models that live on when their scheme does not; a forked child does so at once, and the parent holds the lease until
-then.
+long as this worker has not released the slot. :meth:`Attachments.detach` makes them the process's own, for models that
+live on when their scheme does not; a forked child does so at once, and the parent holds the lease until then.
 """
 
 from __future__ import annotations
@@ -48,19 +46,19 @@ _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 class Mapped(Slab):
     """A slab that is read in its slot."""
 
-    lent = True
+    leased = True
 
-    def __init__(self, layout: Layout, attachment: Attachment, *, borrowed: bool) -> None:
+    def __init__(self, layout: Layout, attachment: Attachment, *, short_lease: bool) -> None:
         super().__init__(layout, attachment.buffer[: layout.nbytes])
         self._attachment = attachment
-        self.borrowed = borrowed
-        self.adoptable = not borrowed
+        self.short_lease = short_lease
+        self.may_hold_parameters = not short_lease
 
     @property
     def views(self) -> list[torch.Tensor]:
         """A typed view per entry of the layout, each a storage of its own: a Parameter that is pickled, saved, or
         shared with another process, takes along its bytes, not the whole slab's."""
-        if self.borrowed:  # no Parameter ever lies here
+        if self.short_lease:  # no Parameter ever lies here
             return super().views
         if self._views is None:
             with normal_tensors():
@@ -101,7 +99,7 @@ class Attachment:
 
     def __init__(self, place: Place) -> None:
         self.key = (place.device, place.inode)
-        self._borrowed = not place.mapped
+        self._short_lease = not place.mapped
         number = open_place(place.file, "the sender's", REMEDY)
         try:
             self._size = os.fstat(number).st_size
@@ -143,7 +141,7 @@ class Attachment:
     @property
     def is_adopted(self) -> bool:
         """Whether a model's Parameters lie here, and show what the slot holds."""
-        return self._slab is not None and self._slab.references > 0 and self._slab.adopted
+        return self._slab is not None and self._slab.references > 0 and self._slab.holds_parameters
 
     def window(self, layout: Layout) -> memoryview:
         """The slot's content, where it is."""
@@ -169,20 +167,20 @@ class Attachment:
             return slab.retain()  # the same update again; the slot cannot have been written meanwhile
         self.clean()
         if slab is None or slab.nbytes != layout.nbytes:
-            slab = self._slab = Mapped(layout, self, borrowed=self._borrowed)
+            slab = self._slab = Mapped(layout, self, short_lease=self._short_lease)
         else:
-            slab._reuse(layout)
+            slab.reuse(layout)
         return slab
 
     def clean(self) -> None:
         """If nobody uses it: throw away pages of this process's own, which would hide what the slot holds next."""
         slab = self._slab
-        if slab is None or slab.references or not (slab.adopted or slab.exposed) or self.is_detached:
+        if slab is None or slab.references or not (slab.holds_parameters or slab.exposed) or self.is_detached:
             return
         if self._has_own_pages():
             self._map.madvise(mmap.MADV_DONTNEED)
         slab.forget_moved()
-        slab.adopted = slab.is_home = slab.exposed = False
+        slab.holds_parameters = slab.holds_all_parameters = slab.exposed = False
 
     def _has_own_pages(self) -> bool:
         # Asking the kernel is cheaper than throwing away, and mapping anew, all pages whenever some might be written.
@@ -241,7 +239,7 @@ class Attachment:
         if self.is_adopted or (self.in_use and applying):
             self.detach()
             if self._slab is not None:
-                self._slab.adopted = False
+                self._slab.holds_parameters = False
 
 
 class Attachments:

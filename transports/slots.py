@@ -97,7 +97,7 @@ class Slot(Slab):
         WeightSyncError: this system has no memory files.
     """
 
-    lent = True
+    leased = True
 
     def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
         # Shared memory comes in pages; an empty slab has one, too.
@@ -210,10 +210,10 @@ class SlotPool(SlabPool):
         super().close()
         self._dispose(spare)
 
-    def _released(self, slab: Slab) -> None:
+    def released(self, slab: Slab) -> None:
         assert isinstance(slab, Slot)
         self.used.discard(slab)
-        super()._released(slab)
+        super().released(slab)
 
     def _keep(self, slab: Slab) -> None:
         surplus = slab if self._closed else self._spare

@@ -10,7 +10,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.cascade import Cascade
 from asyncsync.bus.link import Link
 from asyncsync.fastpath.worker import Show
-from asyncsync.model.gate import Gate, Update
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 
@@ -72,7 +72,7 @@ class Applying:
         if not passing or passing == self._offered:
             return
         self._offered = passing
-        update = Update(lambda: self._pass(passing), lambda error: self._done(passing))
+        update = Writer(lambda: self._pass(passing), lambda error: self._done(passing))
         if self._gate.try_apply(update):
             self._applied(passing)
         else:
@@ -162,7 +162,7 @@ class Applying:
         if error is None:
             self._subscriber.applied(staging)
             for part in staging.parts.values():
-                if part.slab.lent:
+                if part.slab.leased:
                     self._clean_soon()
                     break
         else:

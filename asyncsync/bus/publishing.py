@@ -26,12 +26,12 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack, pack_slab_values
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import KNOWN_BYTES, KnownWeights
+from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["Publishing"]
 
-assert KNOWN_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
+assert CACHED_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
 # A slab whose last bytes libzmq is just releasing is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
 
@@ -74,7 +74,7 @@ class Publishing:
         link: Link,
         publisher: Publisher,
         fast: FastSender,
-        known: dict[str, KnownWeights],
+        known: dict[str, SourceCache],
         pool: SlabPool,
         depart: Callable[[], None],
     ) -> None:
@@ -272,7 +272,7 @@ class Publishing:
         if known is None or memory is None:
             tensors = None if known is None else known.layout.arrange(flat)
             if known is None or tensors is None:
-                known = self._known[model_id] = KnownWeights(Layout.of(flat))
+                known = self._known[model_id] = SourceCache(Layout.of(flat))
             if alone:
                 known.learn(flat)
         layout = known.layout

@@ -256,7 +256,7 @@ class Receiving:
         finally:
             self.copying -= 1
             slab.release()
-            if slab.lent and not self._link.closed:
+            if slab.leased and not self._link.closed:
                 self._link.settle()  # the sender may be waiting for it
 
 

@@ -31,7 +31,7 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
 from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.source_cache import SourceCache
 
 __all__ = ["SenderLink"]
 
@@ -72,7 +72,7 @@ class SenderLink(Link):
         self.publisher.membership.is_watched = self._is_watched
         self.publisher.membership.shortage = lambda: shortage(self._per_worker)
         self.pool = SlabPool(self._drained)
-        known: dict[str, KnownWeights] = {}
+        known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
         self.workers = Workers(self, self.publisher, self.fast, min_workers, self.depart)

@@ -32,7 +32,7 @@ from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import pack
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["FastSender", "Pause", "Shell", "Slots", "SteadySender"]
@@ -108,7 +108,7 @@ class FastSender:
         pause: the link's.
     """
 
-    def __init__(self, shell: Shell, known: dict[str, KnownWeights], *, is_on: bool = True) -> None:
+    def __init__(self, shell: Shell, known: dict[str, SourceCache], *, is_on: bool = True) -> None:
         self.steady: SteadySender | None = None
         self.pause = Pause()
         self._shell = shell
@@ -200,7 +200,7 @@ class FastSender:
             workers.append((peer, channel))
         known = self._known.get(model_id)
         if known is None or known.layout is not layout:  # that layout was only tried
-            known = self._known[model_id] = KnownWeights(layout)
+            known = self._known[model_id] = SourceCache(layout)
         slab = pool.acquire(layout)
         slab.descriptor = transport.describe(slab)
         self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
@@ -238,7 +238,7 @@ class SteadySender:
         self,
         publisher: Publisher,
         model_id: str,
-        known: KnownWeights,
+        known: SourceCache,
         slots: tuple[Slab, Slab],
         workers: Sequence[tuple[Peer, SideChannel]],
     ) -> None:

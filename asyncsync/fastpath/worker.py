@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from struct import Struct
 
-from asyncsync.model.gate import Gate, Update
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.packets import ALONE
 from asyncsync.protocol import short_form
 from asyncsync.protocol.fields import Epoch
@@ -69,7 +69,7 @@ def begin(
     assert held is not None
     newest, binding = held[2], subscriber.models[model_id]
     prepared = binding.cached(newest)
-    if prepared is None or not prepared.is_known or again.descriptor is None or newest.lent:
+    if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
         return
     if not goes_straight(model_id):
         return
@@ -129,7 +129,7 @@ class SteadyWorker:
         self._plans = self._bound.plans
         self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
-        self._update = Update(self._apply, _ignore)
+        self._update = Writer(self._apply, _ignore)
         self._version = subscriber.holdings.version(model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False

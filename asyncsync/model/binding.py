@@ -23,7 +23,7 @@ from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import KNOWN_BYTES, KnownMemory
+from asyncsync.weights.source_cache import CACHED_BYTES, AddressCache
 from asyncsync.weights.tree import FlatWeights, dotted, nest, uncompiled
 
 __all__ = ["Binding"]
@@ -39,7 +39,7 @@ class Binding:
         strategy: its receiver half converts.
         cast: convert dtypes where they differ, instead of refusing.
         inplace: copy into the model's own memory (default), or give its tensors new memory.
-        adopts: give a module's Parameters their memory in a slab that is theirs until the next update.
+        repoints: give a module's Parameters their memory in a slab that is theirs until the next update.
         apply: replaces the copy (a scheme's or strategy's overridden ``apply_weights``); called with a TensorDict that
             is its to keep.
 
@@ -58,11 +58,11 @@ class Binding:
         *,
         cast: bool = False,
         inplace: bool = True,
-        adopts: bool = False,
+        repoints: bool = False,
         apply: Callable[[Any], None] | None = None,
     ) -> None:
         self.strategy = strategy
-        self.adopts = adopts and not _has_compiled(model)
+        self.repoints = repoints and not _has_compiled(model)
         self._model = model
         self.inplace = inplace
         self._converts = type(strategy).convert is not WeightStrategy.convert
@@ -121,9 +121,9 @@ class Binding:
             known = _remember(bound, slab.layout)
         plan, order, states, memory = known
         views = slab.views
-        home = slab if self.adopts and slab.adoptable and plan.model.is_module else None
+        home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         direct = None
-        if slab.nbytes <= KNOWN_BYTES and home is None and not bound.cast:
+        if slab.nbytes <= CACHED_BYTES and home is None and not bound.cast:
             pieces = slab.pieces
             direct = memory, [pieces[i] for i in order]
         update = ModelUpdate(
@@ -173,7 +173,7 @@ def _remember(bound: BoundModel, layout: Layout) -> LayoutPlan:
     states = [(n, i) for n, i in index.items() if n in bound.tensors.extra_state]
     while len(bound.plans) >= MOST_PLANS:
         del bound.plans[next(iter(bound.plans))]
-    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states, KnownMemory())
+    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states, AddressCache())
     return known
 
 

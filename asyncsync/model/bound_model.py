@@ -13,7 +13,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.mismatch import all_problems, key_problem, tensor_problem
 from asyncsync.model.parameters import ModelTensors, Plan, Specs
 from asyncsync.weights.slab import is_foreign
-from asyncsync.weights.source_cache import KnownMemory
+from asyncsync.weights.source_cache import AddressCache
 
 __all__ = ["BoundModel", "LayoutPlan", "Repointing"]
 
@@ -24,7 +24,7 @@ class LayoutPlan(NamedTuple):
     plan: Plan
     order: list[int]  # of each tensor of the plan: which view of the slab
     states: list[tuple[str, int]]  # names of extra state, with the view for each
-    memory: KnownMemory  # where the tensors of the plan had their bytes the last time
+    memory: AddressCache  # where the tensors of the plan had their bytes the last time
 
 
 class BoundModel:

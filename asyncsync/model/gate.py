@@ -32,13 +32,13 @@ from torch.utils.hooks import RemovableHandle
 from asyncsync.model.hooks import attach
 from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_held_by_caller, is_inside, refusal
 
-__all__ = ["Gate", "Update", "any_applying"]
+__all__ = ["Gate", "Writer", "any_applying"]
 
 _log = logging.getLogger("asyncsync")
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
 
 
-class Update:
+class Writer:
     """What writes the models, and who is told when it has."""
 
     __slots__ = ("applied", "apply", "done", "frame", "thread")
@@ -74,8 +74,8 @@ class Gate:
         self._loop_thread: int | None = None
         self._handles: list[RemovableHandle] = []
         self._readers: dict[object, Reader] = {}  # forwards by the frame of their call, holds by themselves
-        self._update: Update | None = None
-        self._applying: Update | None = None
+        self._update: Writer | None = None
+        self._applying: Writer | None = None
         self._torn = False  # an interrupted apply left the model half written: only an update may touch it next
         self._waiters: set[asyncio.Future[None]] = set()
         self._renew_locks()
@@ -144,10 +144,10 @@ class Gate:
                 calls come in the order of the updates. What it raises is logged.
         """
         with self._mutex:
-            self._update = Update(update, done)
+            self._update = Writer(update, done)
         self.poll()
 
-    def try_apply(self, update: Update) -> bool:
+    def try_apply(self, update: Writer) -> bool:
         """Apply an update at once, in this thread, if nobody reads and no other is on its way; whether it is applied.
 
         What ``apply`` raises is raised: after an Exception the update is dropped, after an interrupt it is pending. Its
@@ -382,7 +382,7 @@ class Gate:
             if not self._applying.applied:
                 self._torn, must = True, self._applying
             self._applying = None
-        self._update = None if must is None else Update(must.apply, lambda error: None)
+        self._update = None if must is None else Writer(must.apply, lambda error: None)
         self._waiters = set()
 
 

@@ -21,7 +21,7 @@ from asyncsync.model.bound_model import BoundModel, Repointing
 from asyncsync.model.parameters import Plan
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.source_cache import KnownMemory
+from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import FlatWeights, dotted, have_dtypes, have_shapes
 
 __all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "apply_now", "prepare_tensors"]
@@ -78,7 +78,7 @@ class ModelUpdate:
         states: Mapping[str, torch.Tensor],
         values: Mapping[str, Any],
         slab: Slab | None = None,
-        direct: tuple[KnownMemory, list[memoryview]] | None = None,
+        direct: tuple[AddressCache, list[memoryview]] | None = None,
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
@@ -237,7 +237,7 @@ class ModelUpdate:
         model, slab, repointing = self._model, self._slab, self._repointing
         is_new = slab is not None and (repointing is None or repointing is not model.repointing)
         if slab is not None:
-            slab.adopted = model.is_repointed = True
+            slab.holds_parameters = model.is_repointed = True
         if is_new:
             model.repointing = None
             model.repointed += [weakref.ref(destination) for destination, _ in self._repointed]
@@ -246,7 +246,7 @@ class ModelUpdate:
         # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
         torch.autograd.graph.increment_version([destination for destination, _ in self._repointed])
         if slab is not None:
-            slab.is_home = True
+            slab.holds_all_parameters = True
         if is_new:
             model.repointed = model.repointed[-len(self._repointed) :]
             model.repointing = repointing

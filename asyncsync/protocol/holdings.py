@@ -66,13 +66,15 @@ class Holdings:
                 if held is not None:
                     held[2].release()
                 self.held[model_id] = (staging.epoch, part.version, part.slab.retain())
-                self.copies_later = self.copies_later or part.slab.borrowed
+                self.copies_later = self.copies_later or part.slab.short_lease
 
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
         for model_id, part in staging.parts.items():
-            if part.slab.adopted:  # it had got so far, and the model's memory may be here until an update succeeds
-                if part.slab.is_home:
+            if (
+                part.slab.holds_parameters
+            ):  # it had got so far, and the model's memory may be here until an update succeeds
+                if part.slab.holds_all_parameters:
                     self._move_out(model_id, (staging.epoch, part.version))
                 self.homes.setdefault(model_id, []).append((staging.epoch, part.version, part.slab.retain()))
 
@@ -127,7 +129,7 @@ class Holdings:
         """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
         again. True if that is to be reported: :meth:`asyncsync.protocol.subscriber.Subscriber.flush` again."""
         self.copies_later = False
-        found = [(model_id, held) for model_id, held in self.held.items() if held[2].borrowed]
+        found = [(model_id, held) for model_id, held in self.held.items() if held[2].short_lease]
         try:
             for model_id, (epoch, version, slab) in found:
                 # In this order an interrupt costs a slot at worst.

@@ -280,7 +280,7 @@ class Incoming:
             whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
             if copies_first or not whole:
                 for i, slab in enumerate(attached):
-                    if slab is not None and slab.borrowed:
+                    if slab is not None and slab.short_lease:
                         attached[i] = self._copy(slab)
                         slab.release()
             if whole:

@@ -43,7 +43,7 @@ class WorkerLeases:
     def lease(self, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
         """These parts of the UPDATE of this serial are the worker's from now on."""
         for model_id, (version, slab) in parts.items():
-            if slab.lent:
+            if slab.leased:
                 key = (model_id, version)
                 known = self._slabs.get(key)
                 if known is None:

@@ -272,9 +272,9 @@ class Subscriber:
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return
-            elif slab.borrowed and self._copies_first((model_id,)):
-                borrowed, slab = slab, self.holdings.copy(slab)
-                borrowed.release()
+            elif slab.short_lease and self._copies_first((model_id,)):
+                leased, slab = slab, self.holdings.copy(slab)
+                leased.release()
             slab.values = b""
             self.reports.serial = again.serial
             self.base = again.serial, part
@@ -321,7 +321,7 @@ class Subscriber:
 
     def _attach(self, part: Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
-        if slab is not None and slab.lent:
+        if slab is not None and slab.leased:
             self.holdings.lease(part, slab)
         return slab
 

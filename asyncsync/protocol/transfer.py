@@ -50,7 +50,7 @@ class Announcement:
         for _, slab in parts.values():
             if slab.packed != slab.nbytes:
                 eager = False  # what is not there yet can only follow as chunks
-            if slab.lent and (granted or not slab.in_place):
+            if slab.leased and (granted or not slab.in_place):
                 self.leases = True
         for model_id, (version, slab) in parts.items():
             crc = None

@@ -62,7 +62,7 @@ class Receiving:
         self.device: torch.device | None = None
         self.returned: Mark | None = None
         self.binding = Binding(
-            model, strategy, cast=cast, inplace=inplace is not False, adopts=inplace is None and adopts, apply=custom
+            model, strategy, cast=cast, inplace=inplace is not False, repoints=inplace is None and adopts, apply=custom
         )
         self._model = model
         self._is_manual = apply == "on_receive"

@@ -73,7 +73,7 @@ class SlabPool:
         if self._came_back:
             self._count_returned()
         if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
-            slab._reuse(layout)
+            slab.reuse(layout)
         else:
             slab = None  # its memory goes before the new one's comes
             try:
@@ -95,12 +95,12 @@ class SlabPool:
 
     # Whoever takes the lock counts, after releasing it, what came back meanwhile.
 
-    def _exported(self, slab: Slab) -> None:
+    def exported(self, slab: Slab) -> None:
         with self._lock:
             slab.exports += 1
         self._count_returned()
 
-    def _released(self, slab: Slab) -> None:
+    def released(self, slab: Slab) -> None:
         with self._lock:
             self._in_use -= 1
             if slab.exports:
@@ -110,7 +110,7 @@ class SlabPool:
         if self._came_back:
             self._count_returned()
 
-    def _returned(self, slab: Slab) -> None:
+    def returned(self, slab: Slab) -> None:
         self._came_back.append(slab)
         self._count_returned()
 

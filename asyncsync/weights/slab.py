@@ -75,13 +75,13 @@ def is_foreign(tensor: torch.Tensor) -> bool:
 class SlabOwner(Protocol):
     """What a slab reports to: its pool."""
 
-    def _exported(self, slab: Slab) -> None:
+    def exported(self, slab: Slab) -> None:
         """A piece of the slab is about to leave."""
 
-    def _returned(self, slab: Slab) -> None:
+    def returned(self, slab: Slab) -> None:
         """One of these pieces is used no more."""
 
-    def _released(self, slab: Slab) -> None:
+    def released(self, slab: Slab) -> None:
         """The last reference is gone."""
 
 
@@ -93,25 +93,25 @@ class Slab:
     Attributes:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
-        lent: workers read this very memory, and it is leased to them until they release it; see
+        leased: workers read this very memory, and it is leased to them until they release it; see
             :mod:`asyncsync.protocol.leases`.
         in_place: such a slab that workers do not copy out: they ask for a lease before they read it.
-        borrowed: such a slab in a worker that applies it where it is, and copies it out when it has acknowledged it.
-        adoptable: a model's Parameters may have their memory here: what is written there stays this process's own.
-        adopted: some Parameters have their memory here.
-        is_home: all Parameters that can have their memory here do.
+        short_lease: such a slab in a worker that applies it where it is, and copies it out when it has acknowledged it.
+        may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
+        holds_parameters: some Parameters have their memory here.
+        holds_all_parameters: all Parameters that can have their memory here do.
         exposed: a user's code had views of the slab, and may have written them.
         on_release: called when the last reference is released.
         origin: in a tree, the version at its root that this one stands for; None: it is the root's own.
         packed: how many of its bytes are there already; all, except while it is packed behind a transfer.
     """
 
-    lent = False
+    leased = False
     in_place = False
-    borrowed = False
-    adoptable = False
-    adopted = False
-    is_home = False
+    short_lease = False
+    may_hold_parameters = False
+    holds_parameters = False
+    holds_all_parameters = False
     exposed = False
     origin: int | None = None
 
@@ -194,7 +194,7 @@ class Slab:
         if callback is not None:
             callback()
         if self.pool is not None:
-            self.pool._released(self)
+            self.pool.released(self)
 
     def export(self, start: int, stop: int) -> memoryview:
         """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
@@ -202,8 +202,8 @@ class Slab:
         # A fresh array per piece, which all views of it refer to: the array's end of life tells that none is left.
         piece = self.buffer.numpy()[start:stop]
         if self.pool is not None:
-            self.pool._exported(self)
-            weakref.finalize(piece, self.pool._returned, self).atexit = False
+            self.pool.exported(self)
+            weakref.finalize(piece, self.pool.returned, self).atexit = False
         return piece.data
 
     def contents(self) -> bytes:
@@ -213,7 +213,7 @@ class Slab:
             self._contents = bytes(self.memory)
         return self._contents
 
-    def _reuse(self, layout: Layout) -> None:
+    def reuse(self, layout: Layout) -> None:
         """Start again, as a slab of another layout of the same size."""
         if layout is not self.layout and layout.digest != self.layout.digest:
             self._views = self._pieces = None

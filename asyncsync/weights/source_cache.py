@@ -16,15 +16,15 @@ from asyncsync.weights.copying import PLAIN, memory_of
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights, Path, have_dtypes, have_shapes
 
-__all__ = ["FEW", "KNOWN_BYTES", "MOST", "KnownMemory", "KnownWeights"]
+__all__ = ["CACHED_BYTES", "FEW", "MOST", "AddressCache", "SourceCache"]
 
 FEW = 16
 MOST = 4096
-KNOWN_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
+CACHED_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
 _is_cpu = attrgetter("is_cpu")
 
 
-class KnownMemory:
+class AddressCache:
     """Where the tensors of a small model have their bytes: mostly, where they had them the last time.
 
     The memory found then stays in existence until the next call: a thread that gives a tensor other memory meanwhile
@@ -90,7 +90,7 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
     return not (tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex)
 
 
-class KnownWeights:
+class SourceCache:
     """The latest weights with a layout: if the next are the same tensors, nothing but their bytes has to be copied.
 
     Args:
@@ -99,7 +99,7 @@ class KnownWeights:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._memory = KnownMemory()
+        self._memory = AddressCache()
         self._views: list[memoryview] | None = None  # in the order of the tensors
         self._ordered: list[memoryview] = []  # the same in the order of the layout
         self._paths: list[Path] = []
@@ -122,7 +122,12 @@ class KnownWeights:
     def learn(self, flat: FlatWeights) -> None:
         """Remember these weights, which have the layout."""
         layout = self.layout
-        if layout.nbytes > KNOWN_BYTES or layout.aliases or flat.values or not all(map(_is_cpu, flat.tensors.values())):
+        if (
+            layout.nbytes > CACHED_BYTES
+            or layout.aliases
+            or flat.values
+            or not all(map(_is_cpu, flat.tensors.values()))
+        ):
             return
         self._views = None
         if (views := self._memory.of(list(flat.tensors.values()))) is None:

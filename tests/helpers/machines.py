@@ -129,7 +129,7 @@ class Desk:
     ) -> int:
         slabs = {m: slab_of(self.pool, value, dtype) for m in models}
         for model, slab in slabs.items():
-            slab.lent = lent
+            slab.leased = lent
             slab.descriptor = f"{model} {self.publisher.version + 1}".encode() if lent else None
         try:
             return self.publisher.publish(slabs, workers, self.now)
@@ -178,7 +178,7 @@ class Desk:
 class Borrowed(Slab):
     """A lent slab, as a worker sees it: the sender's very memory."""
 
-    lent = True
+    leased = True
     forked = False
 
     @property
@@ -305,7 +305,7 @@ class Station:
         if known is not None and known.references:
             return known.retain()
         slab = self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
-        slab.borrowed = self.borrows
+        slab.short_lease = self.borrows
         return slab
 
     def flush(self) -> None:

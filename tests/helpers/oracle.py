@@ -79,7 +79,7 @@ class Oracle:
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
         for borrowed in worker.mapped.values():
             assert not borrowed.references or borrowed in holders, f"{worker} keeps a slot that nothing uses"
-        own = sum(not slab.lent for slab in holders)
+        own = sum(not slab.leased for slab in holders)
         assert own <= subscriber.pool.slabs <= own + 1, f"{worker} leaks slabs"
         for staging in subscriber.staged:
             if staging is worker.running:
@@ -101,7 +101,7 @@ class Oracle:
             parts = zip(incoming.parts, incoming.slabs, strict=True)
             seen += [(subscriber.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
         for epoch, version, slab, model in seen:
-            if slab.lent:
+            if slab.leased:
                 number = self._number(worker, epoch, version, model)
                 assert slab.memory == self.images[number], f"version {version} of {model!r} was written under {worker}"
         for use in worker.uses:

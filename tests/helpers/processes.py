@@ -32,7 +32,7 @@ from torch import nn
 
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
 from asyncsync.model import update
-from asyncsync.model.gate import Gate, Update
+from asyncsync.model.gate import Gate, Writer
 from helpers.apis import Face, in_thread
 
 __all__ = [
@@ -519,7 +519,7 @@ def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[tor
 class BrokenGate(Gate):
     """Lets every update through at once."""
 
-    def try_apply(self, update: Update) -> bool:
+    def try_apply(self, update: Writer) -> bool:
         return False
 
     def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:

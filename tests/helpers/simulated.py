@@ -13,7 +13,7 @@ from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Update
+from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.net.packets import split
@@ -26,7 +26,7 @@ from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 from helpers.machines import Borrowed
 
@@ -151,7 +151,7 @@ class Slots(SlabPool):
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slab = super()._make(layout, pinned=pinned)
-        slab.lent = True
+        slab.leased = True
         self.made.append(slab)
         return slab
 
@@ -231,7 +231,7 @@ class Trainer:
         slab.in_place = False
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, lanes[peer.route]) for peer in peers]
-        known = KnownWeights(slab.layout)
+        known = SourceCache(slab.layout)
         self.routine = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
         return self.routine
 
@@ -305,7 +305,7 @@ class SimulatedGate:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def try_apply(self, update: Update) -> bool:
+    def try_apply(self, update: Writer) -> bool:
         if self._worker.held or self._worker.running is not None:
             return False
         update.apply()
@@ -367,7 +367,7 @@ class Worker:
         if known is None:
             known = self.mapped[slot] = Borrowed(layout, slot.buffer)
         else:
-            known._reuse(layout)
+            known.reuse(layout)
         return known
 
     def _window(self, descriptor: bytes) -> memoryview | None:
@@ -392,7 +392,7 @@ class Worker:
         assert held is not None
         newest, binding = held[2], subscriber.models[model]
         prepared = binding.cached(newest)
-        if prepared is None or not prepared.is_known or newest.lent:
+        if prepared is None or not prepared.is_known or newest.leased:
             return
         slab = subscriber.pool.acquire(newest.layout)
         if Binding.prepare(binding, slab) is not binding.cached(slab):

@@ -611,7 +611,7 @@ class Simulation(Oracle):
             worker.end_use(use)
         if reads:
             for model, (epoch, version, slab) in subscriber.holdings.held.items():
-                if slab.lent and (epoch == subscriber.session.epoch or worker.connection is None):
+                if slab.leased and (epoch == subscriber.session.epoch or worker.connection is None):
                     worker.use("model", slab, self._number(worker, epoch, version, model))
         subscriber.bye("done", reads=reads)
         self._settle()
@@ -624,7 +624,7 @@ class Simulation(Oracle):
         if uses and b % 2:
             worker.end_use(uses[b // 2 % len(uses)])
             return
-        lent = [(m, *held) for m, held in worker.subscriber.holdings.held.items() if held[2].lent]
+        lent = [(m, *held) for m, held in worker.subscriber.holdings.held.items() if held[2].leased]
         if lent and worker.active:
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))
@@ -806,7 +806,7 @@ class Simulation(Oracle):
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
-            trainer.unpack([slab for slab in slabs if not slab.lent])
+            trainer.unpack([slab for slab in slabs if not slab.leased])
         version = publisher.publish(parts, None if each else workers, self.now)
         assert version == record.version
         for slab in slabs:
