@@ -109,7 +109,7 @@ class Carrier:
     def close(self) -> None:
         """Release what this end holds; idempotent."""
 
-    # -- for transports that are wrapped; see asyncsync.transports.channels -------------------------------------------
+    # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 
     def start(self, worker: int | None) -> None:
         """Begin with what :meth:`ready` waits for. ``worker``: which one this receiver is; None on a sender."""

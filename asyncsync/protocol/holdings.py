@@ -71,9 +71,8 @@ class Holdings:
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
         for model_id, part in staging.parts.items():
-            if (
-                part.slab.holds_parameters
-            ):  # it had got so far, and the model's memory may be here until an update succeeds
+            # It had got so far, and the model's memory may be here until an update succeeds.
+            if part.slab.holds_parameters:
                 if part.slab.holds_all_parameters:
                     self._move_out(model_id, (staging.epoch, part.version))
                 self.homes.setdefault(model_id, []).append((staging.epoch, part.version, part.slab.retain()))
