@@ -175,6 +175,17 @@ def test_a_hello_over_another_connection_does_not_take_a_worker_from_where_it_an
     assert desk.take(messages.Update, b"0")
 
 
+def test_a_worker_that_takes_its_own_place_over_a_new_connection_is_sent_its_ping_by_the_same_tick(desk: Desk) -> None:
+    desk.hello(0, route=b"elsewhere", attempt=7)
+    while desk.publisher.peers[0].route != b"elsewhere":
+        desk.take()
+        assert desk.publisher.next_tick(desk.now) > desk.now
+        desk.now = desk.publisher.next_tick(desk.now)
+        desk.publisher.tick(desk.now)
+    assert [type(i) for i in desk.take(None, b"elsewhere")] == [messages.Welcome, messages.Ping]
+    assert desk.publisher.next_tick(desk.now) > desk.now
+
+
 def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
     for incarnation in range(10, 200):
         desk.hello(0, incarnation, route=b"%d" % incarnation)

@@ -358,13 +358,14 @@ class Membership:
                     while len(self.gone) > MAX_PEERS:
                         del self.gone[next(iter(self.gone))]
                 continue
+            # First: a worker that comes back over another connection owes no answer any more, and its PING may be due.
+            newcomer = self._newcomers.get(peer.worker)
+            if newcomer is not None and newcomer.outwaits(now):
+                self._admit(newcomer, now)
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
             if now >= peer.next_ping(self.settings):
                 self.ping(peer, now)
-            newcomer = self._newcomers.get(peer.worker)
-            if newcomer is not None and newcomer.outwaits(now):
-                self._admit(newcomer, now)
 
     def ticks(self) -> Iterator[float]:
         """When :meth:`tick` has something to do again."""
