@@ -41,8 +41,7 @@ from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
-from asyncsync.transports.multiprocess import MPTransport
-from asyncsync.transports.shared_memory import SharedMemTransport
+from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += [

@@ -36,12 +36,12 @@ from asyncsync.errors import (
 )
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.none import BlockingNoSync as _BlockingNoSync
-from asyncsync.schemes.shared_memory import BlockingMultiProcess as _BlockingMultiProcess
-from asyncsync.schemes.shared_memory import BlockingSharedMem as _BlockingSharedMem
-from asyncsync.schemes.zmq import ZMQCore as _ZMQCore
+from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
+from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcessWeightSyncScheme
+from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
+from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.blocking import TransportBackend
-from asyncsync.transports.multiprocess import BlockingMPTransport as MPTransport
+from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
@@ -70,19 +70,3 @@ __all__ = [
     "ZMQTransport",
     "ZMQWeightSyncScheme",
 ]
-
-
-class ZMQWeightSyncScheme(_ZMQCore, WeightSyncScheme):
-    """Weights over ZeroMQ, with the blocking API."""
-
-
-class SharedMemWeightSyncScheme(_BlockingSharedMem):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
-
-
-class MultiProcessWeightSyncScheme(_BlockingMultiProcess):
-    """Weights for workers on this host, each with a copy of its own, with the blocking API."""
-
-
-class NoWeightSyncScheme(_BlockingNoSync):
-    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None."""

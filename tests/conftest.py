@@ -84,6 +84,8 @@ def api(request: pytest.FixtureRequest) -> Api:
     """Runs a test with the asyncio API and with the blocking one, and with every scheme if it is marked so; see
     helpers/apis.py."""
     given: Api = request.param
+    if not given.is_fast:
+        request.getfixturevalue("monkeypatch").setenv("ASYNCSYNC_FAST", "0")
     return given
 
 

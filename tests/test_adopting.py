@@ -18,7 +18,9 @@ from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, is_foreign, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab, is_foreign
 
 
 class Pair:
@@ -27,7 +29,7 @@ class Pair:
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
         self.strategy = WeightStrategy("state_dict")
-        self.binding = Binding(model, self.strategy, adopts=True, **options)
+        self.binding = Binding(model, self.strategy, repoints=True, **options)
         self.pool = SlotPool(4, 0)
         self.attachments = Attachments()
         self.slots: list[Slab] = []

@@ -20,7 +20,8 @@ from asyncsync.transports import attachments
 from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import Place, Slot, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import FOREIGN, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import FOREIGN
 from helpers.memory import files, mappings
 
 PAGE = mmap.PAGESIZE
@@ -62,7 +63,7 @@ def test_a_slot_is_read_where_it_is(pool: SlotPool) -> None:
     slot, place = lend(pool, 1)
     known = Attachments()
     slab = known.find(place).slab(layout_of())
-    assert (slab.lent, slab.adoptable, slab.adopted, slab.references) == (True, True, False, 1)
+    assert (slab.leased, slab.may_hold_parameters, slab.holds_parameters, slab.references) == (True, True, False, 1)
     assert content(slab.memory) == {1}
     slot.memory[:] = b"\x02" * NBYTES
     assert content(slab.memory) == {2}  # which is why nobody writes before it is given back
@@ -80,7 +81,7 @@ def test_a_copy_is_independent_of_the_slot(pool: SlotPool) -> None:
         slab = Attachments().find(place).copy(layout, mine)
         slot.memory[:] = b"\x02" * NBYTES
         assert content(slab.memory) == {1}
-        assert not slab.lent
+        assert not slab.leased
         slot.memory[:] = b"\x01" * NBYTES
         slab.release()
     slot.release()
@@ -108,7 +109,7 @@ def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: SlotPo
     slot, place = lend(pool, 1)
     one, other = Attachments(), Attachments()
     mine, theirs = (known.find(place).slab(layout_of()) for known in (one, other))
-    mine.adopted = True
+    mine.holds_parameters = True
     mine.buffer[::PAGE] = 9  # one byte in every page
     assert content(mine.memory) == {1, 9}
     assert content(theirs.memory) == content(slot.memory) == {1}
@@ -117,7 +118,7 @@ def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: SlotPo
     slot.memory[:] = b"\x02" * NBYTES
     again = one.find(place).slab(layout_of())
     assert again is mine
-    assert not again.adopted
+    assert not again.holds_parameters
     assert content(again.memory) == {2}
     again.release()
     slot.release()
@@ -128,7 +129,7 @@ def test_one_page_that_was_written_is_enough(pool: SlotPool) -> None:
     known = Attachments()
     for version in range(2, 4 + PAGES):
         slab = known.find(place).slab(layout_of())
-        slab.adopted = True
+        slab.holds_parameters = True
         slab.buffer[(version % PAGES) * PAGE + 7] = 99
         slab.release()
         slot.memory[:] = bytes([version]) * NBYTES
@@ -142,7 +143,7 @@ def test_pages_are_thrown_away_where_one_cannot_look_at_them(pool: SlotPool, mon
     slot, place = lend(pool, 1)
     known = Attachments()
     slab = known.find(place).slab(layout_of())
-    slab.adopted = True
+    slab.holds_parameters = True
     slab.buffer[0] = 99
     slab.release()
 
@@ -178,7 +179,7 @@ def test_what_is_detached_never_changes_again(pool: SlotPool) -> None:
     slot, place = lend(pool, 1)
     known = Attachments()
     slab = known.find(place).slab(layout_of())
-    slab.adopted = True
+    slab.holds_parameters = True
     assert known.are_adopted
     parameter = slab.buffer[PAGE : 2 * PAGE]
     parameter[0] = 9
@@ -236,7 +237,7 @@ def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(
     known = Attachments()
     attachment = known.find(place)
     slab = attachment.slab(layout_of())
-    slab.adopted = True
+    slab.holds_parameters = True
     go, tell = os.pipe(), os.pipe()
     child = os.fork()
     if not child:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.weights.copying import FEW, MOST, KnownMemory, copy_bytes, copy_tensors
+from asyncsync.weights.copying import copy_bytes, copy_tensors
+from asyncsync.weights.source_cache import FEW, MOST, AddressCache
 from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -19,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
 def test_the_bytes_of_tensors_can_be_read_and_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source, destination = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-    there, here = KnownMemory().of([source]), KnownMemory().of([destination])
+    there, here = AddressCache().of([source]), AddressCache().of([destination])
     assert there is not None
     assert here is not None
     copy_bytes(here, there)
@@ -44,18 +45,18 @@ class Own(torch.Tensor):
     ids=["transposed", "strided", "expanded", "negative", "complex", "meta", "subclass"],
 )
 def test_what_is_more_than_bytes_is_left_to_torch(tensor: torch.Tensor) -> None:
-    assert KnownMemory().of([torch.zeros(2), tensor]) is None
+    assert AddressCache().of([torch.zeros(2), tensor]) is None
 
 
 def test_inference_tensors_and_many_tensors_are_left_to_torch() -> None:
     with torch.inference_mode():
         inference = torch.zeros(3)
-    assert KnownMemory().of([inference]) is None
-    assert KnownMemory().of([torch.zeros(1) for _ in range(MOST + 1)]) is None
+    assert AddressCache().of([inference]) is None
+    assert AddressCache().of([torch.zeros(1) for _ in range(MOST + 1)]) is None
 
 
 def test_many_tensors_are_known_when_they_come_once_more() -> None:
-    known = KnownMemory()
+    known = AddressCache()
     tensors = [torch.full((3,), float(i)) for i in range(FEW + 1)]
     assert known.of(tensors) is None
     assert not known.is_known
@@ -69,14 +70,14 @@ def test_many_tensors_are_known_when_they_come_once_more() -> None:
 
 def test_a_tensor_that_is_there_twice_is_left_to_torch() -> None:
     """It would get one value, and then another."""
-    known, one = KnownMemory(), torch.zeros(1)
+    known, one = AddressCache(), torch.zeros(1)
     for _ in range(3):
         assert known.of([one, torch.zeros(1), one]) is None
     assert not known.is_known
 
 
 def test_memory_is_known_until_it_is_elsewhere() -> None:
-    known = KnownMemory()
+    known = AddressCache()
     model = nn.Linear(3, 2)
     tensors: list[torch.Tensor] = [model.weight, model.bias]
     first = known.of(tensors)
@@ -92,7 +93,7 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
 
 
 def test_tensors_are_the_same_again_or_nothing_is_known_of_them() -> None:
-    known = KnownMemory()
+    known = AddressCache()
     tensors: list[torch.Tensor] = [torch.ones(2, 2), torch.ones(3)]
     assert known.again(tensors) is None
     first = known.of(tensors)
@@ -114,7 +115,7 @@ def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
     """As sharded training does it, to free memory; a storage that numpy() has seen cannot be."""
     source, destination = torch.ones(numel), torch.zeros(numel)
     copy_tensors([destination], [source])
-    here, there = KnownMemory().of([destination]), KnownMemory().of([source])
+    here, there = AddressCache().of([destination]), AddressCache().of([source])
     assert here is not None
     assert there is not None
     copy_bytes(here, there)
@@ -128,7 +129,7 @@ def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
 @pytest.mark.parametrize("numel", [10, 100_000])
 def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
     """Another thread may give the tensor another storage between a look and a copy."""
-    known, tensor = KnownMemory(), nn.Parameter(torch.ones(numel))
+    known, tensor = AddressCache(), nn.Parameter(torch.ones(numel))
     storage = StorageWeakRef(tensor.untyped_storage())
     views = known.of([tensor])
     assert views is not None

@@ -32,7 +32,9 @@ from torch import nn
 
 from asyncsync.errors import AckTimeout
 from asyncsync.model import gate as gate_module
-from asyncsync.model.gate import Gate, Hold, Update
+from asyncsync.model import readers as readers_module
+from asyncsync.model.gate import Gate, Writer
+from asyncsync.model.readers import Hold
 
 pytestmark = pytest.mark.timeout(60)
 LONG = 10.0  # seconds that nothing here comes near, unless it hangs
@@ -602,12 +604,12 @@ def test_a_generator_collected_while_the_gate_is_locked_leaves_its_hold(gate: Ga
 class Interrupted(Gate):
     """KeyboardInterrupt comes just after a reader has been let in."""
 
-    def _enter(self, entry: Any) -> None:
-        super()._enter(entry)
+    def enter(self, reader: Any) -> None:
+        super().enter(reader)
         raise KeyboardInterrupt
 
-    async def _enter_async(self, entry: Any) -> None:
-        await super()._enter_async(entry)
+    async def enter_async(self, reader: Any) -> None:
+        await super().enter_async(reader)
         raise asyncio.CancelledError
 
 
@@ -623,7 +625,7 @@ async def test_an_interrupt_while_entering_leaves_no_reader_behind() -> None:
 
 def test_reading_again_and_again_keeps_nothing_alive(gate: Gate, model: Model) -> None:
     def entries() -> int:
-        return sum(type(thing) is gate_module._Entry for thing in gc.get_objects())
+        return sum(type(thing) is readers_module.Reader for thing in gc.get_objects())
 
     gc.collect()
     before = entries()
@@ -816,56 +818,54 @@ def test_a_newer_update_makes_an_interrupted_one_whole(gate: Gate, model: Model)
         assert gate.withdraw(), "the model is whole again"
 
 
-def test_what_passes_through_is_applied_at_once_or_not_at_all(gate: Gate, model: Model) -> None:
+def test_what_is_tried_is_applied_at_once_or_not_at_all(gate: Gate, model: Model) -> None:
     done = Done()
-    update = Update(lambda: model.write(7), done)
+    update = Writer(lambda: model.write(7), done)
     with gate.hold():
-        assert not gate.pass_through(update)
+        assert not gate.try_apply(update)
     assert (model(), gate.pending) == (0, False)
     with gate.hold():
         gate.offer(lambda: model.write(1), done)
-        assert not gate.pass_through(update), "another one is on its way"
+        assert not gate.try_apply(update), "another one is on its way"
     assert (model(), done) == (1, [None])
     for _ in range(2):
-        assert gate.pass_through(update)
+        assert gate.try_apply(update)
     assert (model(), gate.pending, gate.applying, done) == (7, False, False, [None])
 
 
-def test_nobody_reads_while_something_passes_through(gate: Gate, model: Model, pool: ThreadPoolExecutor) -> None:
+def test_nobody_reads_while_what_was_tried_is_applied(gate: Gate, model: Model, pool: ThreadPoolExecutor) -> None:
     reads: list[Future[int]] = []
 
     def between() -> None:
         reads.append(pool.submit(model))
         while not waiting(gate):
             time.sleep(0.001)
-        assert not gate.pass_through(Update(lambda: None, Done()))
+        assert not gate.try_apply(Writer(lambda: None, Done()))
 
-    assert gate.pass_through(Update(lambda: model.write(1, between), Done()))
+    assert gate.try_apply(Writer(lambda: model.write(1, between), Done()))
     assert reads[0].result(LONG) == 1
 
 
-def test_what_raises_in_passing_through_is_dropped_and_readers_go_on(gate: Gate, model: Model) -> None:
+def test_what_raises_when_tried_is_dropped_and_readers_go_on(gate: Gate, model: Model) -> None:
     def fails() -> None:
         raise OSError("no weights")
 
     with pytest.raises(OSError, match="no weights"):
-        gate.pass_through(Update(fails, Done()))
+        gate.try_apply(Writer(fails, Done()))
     assert (model(), gate.pending, gate.applying) == (0, False, False)
 
 
-def test_nobody_reads_what_was_interrupted_in_passing_through(
-    gate: Gate, model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_nobody_reads_what_was_interrupted_when_tried(gate: Gate, model: Model, pool: ThreadPoolExecutor) -> None:
     done = Done()
     with pytest.raises(KeyboardInterrupt):
-        gate.pass_through(Update(interrupted_write(model, 1), done))
+        gate.try_apply(Writer(interrupted_write(model, 1), done))
     with pytest.raises(TornRead):
         model.version()
-    assert not gate.pass_through(Update(lambda: model.write(2), Done())), "the interrupted one goes first"
+    assert not gate.try_apply(Writer(lambda: model.write(2), Done())), "the interrupted one goes first"
     assert pool.submit(model).result(LONG) == 1
     assert (gate.pending, done) == (False, [None])
     with pytest.raises(KeyboardInterrupt):
-        gate.pass_through(Update(interrupted_write(model, 3), done))
+        gate.try_apply(Writer(interrupted_write(model, 3), done))
     gate.offer(lambda: model.write(4), done)  # makes it whole
     assert model() == 4
 

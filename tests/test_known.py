@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 
-from asyncsync.weights.copying import FEW, KNOWN_BYTES, copy_bytes
+from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import CACHED_BYTES, FEW, SourceCache
 from asyncsync.weights.tree import FlatWeights, flatten
 
 Weights = dict[str, torch.Tensor]
@@ -22,9 +24,9 @@ def some(count: int = 3) -> Weights:
     return {f"t{i}": torch.ones(2 + i % 3, 5).to(kinds[i % 4]) for i in range(count)}
 
 
-def learnt(weights: Weights) -> KnownWeights:
+def learnt(weights: Weights) -> SourceCache:
     flat = flatten(weights)
-    known = KnownWeights(Layout.of(flat))
+    known = SourceCache(Layout.of(flat))
     known.learn(flat)
     if len(weights) > FEW:
         assert known.again(flat) is None, "many are known when they come once more"
@@ -32,7 +34,7 @@ def learnt(weights: Weights) -> KnownWeights:
     return known
 
 
-def copied(known: KnownWeights, weights: Weights) -> Slab:
+def copied(known: SourceCache, weights: Weights) -> Slab:
     slab = SlabPool().acquire(known.layout)
     slab.memory[:] = b"\x55" * slab.nbytes
     memory = known.again(flatten(weights))
@@ -57,7 +59,7 @@ def test_the_same_tensors_with_other_values_are_copied_to_where_they_belong(coun
 
 def test_nothing_is_known_before_it_is_learnt() -> None:
     flat = flatten(some())
-    assert KnownWeights(Layout.of(flat)).again(flat) is None
+    assert SourceCache(Layout.of(flat)).again(flat) is None
 
 
 @pytest.mark.parametrize("count", [3, 100])
@@ -116,13 +118,13 @@ def test_what_takes_more_than_a_copy_of_bytes_is_not_known() -> None:
         {"a": torch.ones(3, dtype=torch.complex64).conj()},
         {"a": torch._neg_view(torch.ones(3))},
         {"a": inference},
-        {"a": torch.ones(KNOWN_BYTES // 4 + 1)},
+        {"a": torch.ones(CACHED_BYTES // 4 + 1)},
         {"a": torch.ones(3), "b": torch.ones(3, device="meta")},
     ):
         flat = flatten(weights)
-        known = KnownWeights(Layout.of(flatten({n: torch.ones(t.shape, dtype=t.dtype) for n, t in weights.items()})))
+        known = SourceCache(Layout.of(flatten({n: torch.ones(t.shape, dtype=t.dtype) for n, t in weights.items()})))
         if weights["a"] is shared:
-            known = KnownWeights(Layout.of(flat))
+            known = SourceCache(Layout.of(flat))
         for _ in range(3):
             known.learn(flat)
             assert known.again(flat) is None

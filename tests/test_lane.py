@@ -1,4 +1,4 @@
-"""Lanes: packets, connections, introductions. How a bus fares whose lanes break: faults/test_broken_lanes.py."""
+"""Side channels: packets, connections, introductions. How a bus fares when they break: faults/test_broken_lanes.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.net import side_channel as lane
-from asyncsync.net.endpoint import Claim
-from asyncsync.net.side_channel import BY_LANE, MAX_FRAMES, MAX_PACKET, MAX_STRANGERS, Lane, Lanes, connect, join, split
-from asyncsync.protocol import wire
+from asyncsync.net.endpoint import EndpointLock
+from asyncsync.net.packets import BY_SIDE_CHANNEL, MAX_FRAMES, MAX_PACKET, join, read, split
+from asyncsync.net.side_channel import INTRODUCTION, MAX_STRANGERS, SideChannel, SideChannels, connect
+from asyncsync.protocol import codec, messages
 from helpers.pairs import until
 
 EPOCH = (1, 1)
@@ -63,14 +63,14 @@ def test_lengths_that_lie_are_refused(lengths: list[int], count: int, rest: byte
 def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refused() -> None:
     with pytest.raises(LimitExceeded):
         split(memoryview(bytes(MAX_PACKET + 1)))
-    for instruction in (wire.Ping(EPOCH, 1), wire.Bye(EPOCH, NONCE, "closed", ""), wire.Ready(EPOCH, {})):
-        assert type(instruction) not in BY_LANE
+    for instruction in (messages.Ping(EPOCH, 1), messages.Bye(EPOCH, NONCE, "closed", ""), messages.Ready(EPOCH, {})):
+        assert type(instruction) not in BY_SIDE_CHANNEL
         with pytest.raises(ProtocolError, match="by lane"):
-            lane.read(packet([wire.encode(instruction)]))
-    staged = wire.Staged(EPOCH, 7)
-    assert lane.read(packet([wire.encode(staged)])) == (staged, [])
+            read(packet([codec.encode(instruction)]))
+    staged = messages.Staged(EPOCH, 7)
+    assert read(packet([codec.encode(staged)])) == (staged, [])
     with pytest.raises(ProtocolError):
-        lane.read(packet([wire.encode(staged), b"a payload that it has not"]))
+        read(packet([codec.encode(staged), b"a payload that it has not"]))
 
 
 # -- one connection ----------------------------------------------------------------------------------------------------
@@ -83,10 +83,10 @@ class End:
         connection.setblocking(False)
         self.heard: list[bytes] = []
         self.ended = 0
-        self.lane = Lane(connection, memoryview(bytearray(MAX_PACKET + 1)), self._end, crash)
+        self.lane = SideChannel(connection, memoryview(bytearray(MAX_PACKET + 1)), self._end, crash)
         self.lane.receive = lambda packet: self.heard.append(bytes(packet))
 
-    def _end(self, lane: Lane) -> None:
+    def _end(self, lane: SideChannel) -> None:
         self.ended += 1
 
 
@@ -175,12 +175,12 @@ class Listener:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.heard: list[bytes] = []
-        self.lanes = Lanes(path, self._introduce, crash)
+        self.lanes = SideChannels(path, self._introduce, crash)
 
     def _introduce(self, nonce: bytes) -> Any:
         return (lambda packet: self.heard.append(bytes(packet))) if nonce == NONCE else None
 
-    def connect(self, nonce: bytes = NONCE) -> Lane:
+    def connect(self, nonce: bytes = NONCE) -> SideChannel:
         found = connect(self.path, nonce, lambda packet: None, crash)
         assert found is not None
         return found
@@ -203,9 +203,9 @@ async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(
     second = listener.connect()
     await until(lambda: second.open and first.closed)
     assert list(listener.lanes.of) == [NONCE]
-    listener.lanes.keep({NONCE})
+    listener.lanes.close_others({NONCE})
     assert list(listener.lanes.of) == [NONCE]
-    listener.lanes.keep(set())
+    listener.lanes.close_others(set())
     await until(lambda: second.closed)
     assert not listener.lanes.of
 
@@ -213,7 +213,7 @@ async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(
 async def test_whoever_is_not_known_is_turned_away(listener: Listener) -> None:
     stranger = listener.connect(bytes(16))
     await until(lambda: stranger.closed)
-    for words in (b"GET /", lane.INTRODUCTION, NONCE, lane.INTRODUCTION + NONCE + b"!", bytes(MAX_PACKET + 1)):
+    for words in (b"GET /", INTRODUCTION, NONCE, INTRODUCTION + NONCE + b"!", bytes(MAX_PACKET + 1)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
             caller.connect(str(listener.path))
             caller.send(words)
@@ -259,7 +259,7 @@ async def test_without_a_lane_there_is_none(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delattr(socket, "SO_PEERCRED")  # another system
     assert connect(tmp_path / "bus.lane", NONCE, lambda packet: None, crash) is None
     for path in (tmp_path / "bus.lane", None):
-        lanes = Lanes(path, lambda nonce: None, crash)
+        lanes = SideChannels(path, lambda nonce: None, crash)
         assert lanes.path is None
         lanes.close()
     assert os.listdir(tmp_path) == []
@@ -269,17 +269,17 @@ async def test_only_a_dead_predecessors_socket_is_replaced(tmp_path: Path) -> No
     path = tmp_path / "bus.lane"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(path))
-    claim = Claim(f"ipc://{tmp_path}/bus")
-    first = Lanes(path, lambda nonce: None, crash)
+    lock = EndpointLock(f"ipc://{tmp_path}/bus")
+    first = SideChannels(path, lambda nonce: None, crash)
     assert first.path == path
-    claim.beside.append(path)
-    second = Lanes(path, lambda nonce: None, crash)
+    lock.beside.append(path)
+    second = SideChannels(path, lambda nonce: None, crash)
     assert second.path is None
     first.close()
-    claim.release()
+    lock.release()
     assert os.listdir(tmp_path) == []
     path.write_text("somebody's")
-    assert Lanes(path, lambda nonce: None, crash).path is None
+    assert SideChannels(path, lambda nonce: None, crash).path is None
     assert path.read_text() == "somebody's"
 
 

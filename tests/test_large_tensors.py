@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from asyncsync.weights import copying
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.copying import clone, copy_tensors
 from asyncsync.weights.layout import LARGE_NUMEL, Layout
-from asyncsync.weights.slab import SlabPool, clone, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.tree import flatten
 
 COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype
@@ -68,13 +69,13 @@ def test_large_and_small_destinations_get_their_own_sources() -> None:
 def test_torch_is_not_given_a_large_copy_of_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads would wait for each other on busy cores: a hundred times as long."""
     given: list[int] = []
-    copy = torch._foreach_copy_
+    copy = copying.foreach_copy
 
     def spy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         given.extend(d.numel() for d in destinations)
         copy(destinations, sources)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", spy)
+    monkeypatch.setattr(copying, "foreach_copy", spy)
     copy_tensors([torch.empty(COUNT), torch.empty(3)], [torch.ones(COUNT), torch.ones(3)])
     assert given == [3]
 

@@ -10,19 +10,28 @@ The machinery, and what is checked after each step, is in helpers/simulation.py.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.fastpath.sender import Routine
-from asyncsync.fastpath.worker import WorkerRoutine
-from asyncsync.protocol.leases import Loans
-from asyncsync.protocol.peer import Announcement, Peer, Transfer
+from asyncsync.fastpath.sender import SteadySender
+from asyncsync.fastpath.worker import SteadyWorker
+from asyncsync.protocol.agreement import Agreement
+from asyncsync.protocol.announcer import Announcer
+from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.incoming import Coverage, Incoming, IncomingUpdate
+from asyncsync.protocol.leases import WorkerLeases
+from asyncsync.protocol.membership import Membership
+from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.staging import Coverage, Incoming
+from asyncsync.protocol.reports import Reports
+from asyncsync.protocol.session import Session
+from asyncsync.protocol.staging import StagedUpdates
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Targets
+from asyncsync.protocol.transfer import Announcement, Transfer
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 
@@ -48,9 +57,9 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-GIVE = "; self.loans.pop(peer.nonce, Loans(0, 0)).close()"
-NO_PONG = (Publisher, "receive", "wire.Failed | wire.Pong)", "wire.Failed)")
-DONE_REPORTS = "self._reported(peer.nonce, instruction.serial, ())\n    elif isinstance(instruction, "
+GIVE = "; self.leases.release(peer.nonce)"
+NO_PONG = (Publisher, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
+DONE_REPORTS = "self.leases.report(peer.nonce, instruction.serial, ())\n    elif isinstance(instruction, "
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
     if not parts:"""
 
@@ -61,14 +70,15 @@ operations = st.lists(st.tuples(st.sampled_from(weighted), numbers, numbers), mi
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("fast", [True, False], ids=["with fast paths", "without"])
 @settings(max_examples=300, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), operations, st.sets(st.sampled_from(sorted(OPERATIONS.keys() - ALWAYS))))
 def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
-    world: World, steps: list[tuple[str, int, int]], never: set[str]
+    fast: bool, world: World, steps: list[tuple[str, int, int]], never: set[str]
 ) -> None:
     steps = [step for step in steps if step[0] not in never | {"rest"}]
     note(f"in short: {steps}")
-    simulation = Simulation(world)
+    simulation = Simulation(replace(world, fast=fast))
     simulation.run(steps)
     simulation.converge()
 
@@ -76,36 +86,36 @@ def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
 # Each takes away one thing that a guarantee rests on (or two, where either would do), and must be noticed.
 MUTATIONS = {
     "an update counts as complete before it is": [
-        (Incoming, "complete", "self.coverage.covered == self.total", "self.coverage.covered > 0")
+        (IncomingUpdate, "complete", "self.coverage.covered == self.total", "self.coverage.covered > 0")
     ],
     "bytes that come twice count twice": [(Coverage, "add", "(high - low) - known", "stop - start")],
-    "chunks of another update are taken": [(Subscriber, "_on_chunk", "chunk.serial != incoming.serial", "False")],
-    "checksums are not compared": [(Incoming, "write", "zlib.crc32(data) != crc", "False")],
+    "chunks of another update are taken": [(Incoming, "chunk", "chunk.serial != update.serial", "False")],
+    "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
     "a transfer does not hold its slab": [(Transfer, "__init__", "slab.retain()", "slab")],
     "a transfer never lets go of its slab": [(Peer, "end_transfer", "self.transfer.release()", "pass")],
     "slabs of an update that cannot be converted are lost": [
-        (Subscriber, "_stage", "for part in parts.values():", "for part in ():")
+        (Subscriber, "_stage", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
         (Targets, "_withdraw", "slot.reject(publication)", "slot.pending = []")
     ],
     "old updates are taken": [
-        (Subscriber, "_on_update", "update.serial <= self._serial", "False"),
-        (Subscriber, "_stage", "if version > waiting.get(model_id, self.version(model_id)):", "if True:"),
+        (Subscriber, "_on_update", "update.serial <= self.reports.serial", "False"),
+        (Subscriber, "_stage", "if part.version > waiting.get(model_id, holdings.version(model_id)):", "if True:"),
     ],
-    "messages of other trainers are taken": [(Subscriber, "receive", "epoch != self.epoch", "False")],
-    "what an old trainer has sent is still applied": [(Subscriber, "_adopt", "not one.abandon()", "True")],
+    "messages of other trainers are taken": [(Subscriber, "receive", "epoch != session.epoch", "False")],
+    "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
     "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
-    "an announcement is used again for other parts": [(Announcement, "says", "return", "return True or")],
+    "an announcement is used again for other parts": [(Announcement, "matches", "return", "return True or")],
     "nobody is asked, because all accepted something else": [
-        (Publisher, "_agreed", "layout not in peer.accepted", "False"),
-        (Publisher, "_due", "not in peer.accepted", "is None"),
+        (Agreement, "_is_agreed", "layout not in peer.accepted", "False"),
+        (Announcer, "_due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Publisher, "_pump", "if not parts:", ONE_BY_ONE)],
-    "a part is sent without the one that is refused": [(Publisher, "_due", "fresh - blocked", "fresh")],
+    "parts go one by one": [(Announcer, "update", "if not parts:", ONE_BY_ONE)],
+    "a part is sent without the one that is refused": [(Announcer, "_due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
-        (Subscriber, "_line_up", "self.staged.append(staging)", "self.staged.insert(0, staging)")
+        (StagedUpdates, "line_up", "self.append(staging)", "self.insert(0, staging)")
     ],
     "a part is withdrawn with a newer one that is refused": [
         (
@@ -116,71 +126,80 @@ MUTATIONS = {
         )
     ],
     "nobody is asked before a new layout": [
-        (Publisher, "_unanswered", "candidates = ", "return set()\n    candidates = ")
+        (Agreement, "_unanswered", "gathering = self", "return set()\n    gathering = self")
     ],
-    "a refusal concerns the refuser only": [(Publisher, "_on_refused", "peer.worker in publication.awaiting", "False")],
-    "no PING": [(Publisher, "tick", "self._ping(peer, now)", "continue")],
+    "a refusal concerns the refuser only": [(Agreement, "refuse", "peer.worker in publication.awaiting", "False")],
+    "no PING": [(Membership, "tick", "self.ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
         (Publisher, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
     ],
     "PONG does not show a lost UPDATE": [(Publisher, "_on_pong", "pong.serial != transfer.serial", "False")],
     "a HELLO of an old connection is answered there": [
-        (Publisher, "_hello", "hello.attempt <= peer.hello.attempt", "False")
+        (Membership, "hello", "hello.attempt <= peer.hello.attempt", "False")
     ],
     "a trainer whose clock has gone back stays behind": [
-        (Publisher, "_outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
+        (Membership, "outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
     ],
     "missing chunks are not asked for again": [
-        (Subscriber, "tick", "incoming.stalled(now, self.settings.retry_interval)", "False")
+        (Incoming, "tick", "update.stalled(now, self._settings.retry_interval)", "False")
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
-    "an old report gives back what was lent after it": [(Loans, "report", "serial <= last and", "")],
-    "a report says nothing of what is in use": [(Subscriber, "_report", "slab.is_used", "False")],
-    "a report says nothing of what a forked child uses": [(Subscriber, "_report", "slab.is_used", "slab.references")],
+    "an old report gives back what was lent after it": [(WorkerLeases, "report", "serial <= last and", "")],
+    "a report says nothing of what is in use": [(Holdings, "report", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Holdings, "report", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
-        (Publisher, "_supersede", "self._drop(peer)", f"self._drop(peer){GIVE}")
+        (
+            Membership,
+            "_supersede",
+            "self._drop(peer)",
+            f"self._drop(peer){GIVE}".replace("self.l", "self._entered.__self__.l"),
+        )
     ],
-    "whoever connects again has given everything back": [(Publisher, "_on_ready", "peer.ready = True", f"pass{GIVE}")],
-    "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading" and ', "")],
+    "whoever connects again has given everything back": [
+        (Publisher, "_on_ready", "accept(peer, ready)", f"accept(peer, ready){GIVE}")
+    ],
+    "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading"', "True")],
     "nothing tells of a slot that its last reader leaves": [
-        (Subscriber, "flush", "len(self._kept) < before", "False"),
+        (Reports, "flush", "len(holdings.leased) < before", "False"),
         NO_PONG,
     ],
-    "whoever was superseded gives nothing back": [(Subscriber, "bye", "elif not reads:", "elif False:")],
+    "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
     "a slot is granted that may hold something else by now": [
         (Publisher, "_grant", "target.version != version", "False")
     ],
-    "a report says nothing of what is asked for": [(Subscriber, "_report", "self._incoming.claims", "False")],
-    "the end of a process gives nothing back": [(Publisher, "ended", "self.loans.pop(nonce, None)", "None")],
-    "AGAIN leaves the slab before where it is": [(Publisher, "_retell", "current.slab.release()", "pass")],
+    "a report says nothing of what is asked for": [(Incoming, "awaited", "not self.update.awaited", "True")],
+    "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
+    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "current.slab.release()", "pass")],
     "a routine goes on with what it has written, and not who has it": [
-        (Routine, "_hand_over", "self._publisher.catch_up(", "waiting = {}\n        self._publisher.catch_up(")
+        (SteadySender, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],
     "a routine forgets whom it has not told": [
-        (Routine, "_hand_over", "[peer for peer, _ in self._untold]", "[]"),
+        (SteadySender, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
         NO_PONG,
     ],
-    "a routine begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
-    "a routine writes where the newest version is": [(Routine, "publish", "slab = self._next", "slab = self._newest")],
+    "a routine begins with somebody behind": [(Announcer, "steady", "for peer in peers:", "for peer in ():")],
+    "a routine writes where the newest version is": [
+        (SteadySender, "publish", "slab = self._next", "slab = self._newest")
+    ],
     "a worker's routine goes on whatever else it hears": [
-        (Subscriber, "receive", "self.end_routine()", "pass"),
-        (WorkerRoutine, "take", "since != subscriber.serial or ", ""),
+        (Subscriber, "receive", "self.end_fast_path()", "pass"),
+        (SteadyWorker, "take", "since != self._reports.serial or ", ""),
     ],
     "a worker's routine writes where the newest version is": [
-        (WorkerRoutine, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
+        (SteadyWorker, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
     ],
     "a worker's routine takes what waits for a reader as applied": [
-        (WorkerRoutine, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
+        (SteadyWorker, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
     ],
     "DONE gives nothing back": [
         (
             Publisher,
             "receive",
-            DONE_REPORTS + "wire.Staged | wire.Applied | wire.Failed | wire.Pong)",
-            "pass\n    elif isinstance(instruction, wire.Staged | wire.Applied | wire.Failed)",
+            DONE_REPORTS + "messages.Staged | messages.Applied | messages.Failed | messages.Pong)",
+            "pass\n    elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed)",
         )
     ],
-    "HELLO is said once": [(Subscriber, "tick", "not self.welcomed and now >= self._next_hello", "False")],
+    "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
 }
 
 

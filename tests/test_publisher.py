@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.protocol import wire
-from asyncsync.protocol.peer import Announcement
+from asyncsync.protocol import codec, messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.weights.slab import SlabPool
+from asyncsync.protocol.transfer import Announcement
+from asyncsync.weights.pool import SlabPool
 from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32
@@ -34,8 +34,8 @@ def desk() -> Desk:
     return desk
 
 
-def versions_of(update: wire.Instruction) -> dict[str, int]:
-    assert isinstance(update, wire.Update)
+def versions_of(update: messages.Instruction) -> dict[str, int]:
+    assert isinstance(update, messages.Update)
     return {part.model_id: part.version for part in update.parts}
 
 
@@ -47,7 +47,7 @@ def test_hello_is_answered_with_the_layouts_and_ready_with_the_weights() -> None
     version = desk.publish(3)
     desk.hello(0)
     (welcome,) = desk.take()
-    assert isinstance(welcome, wire.Welcome)
+    assert isinstance(welcome, messages.Welcome)
     assert (welcome.epoch, welcome.nonce, welcome.attempt) == (EPOCH, nonce(0), 1)
     assert welcome.models == {"policy": layout().digest}
     desk.ready(0)
@@ -57,18 +57,18 @@ def test_hello_is_answered_with_the_layouts_and_ready_with_the_weights() -> None
 
 def test_a_worker_is_connected_when_it_has_applied_its_target() -> None:
     desk = Desk(1)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
     desk.hello(0)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
     desk.ready(0)
-    assert desk.publisher.connected(0, ["policy"])  # there is nothing to apply yet
+    assert desk.publisher.progress.connected(0, ["policy"])  # there is nothing to apply yet
     desk.publish()
-    (update,) = desk.take(wire.Update)
-    assert not desk.publisher.connected(0, ["policy"])
+    (update,) = desk.take(messages.Update)
+    assert not desk.publisher.progress.connected(0, ["policy"])
     desk.finish(0, update)
-    assert desk.publisher.connected(0, ["policy"])
+    assert desk.publisher.progress.connected(0, ["policy"])
     desk.publisher.lost(0, nonce(0), "it has died", desk.now)
-    assert not desk.publisher.connected(0, ["policy"])
+    assert not desk.publisher.progress.connected(0, ["policy"])
 
 
 def test_why_a_worker_is_absent_is_told() -> None:
@@ -76,7 +76,7 @@ def test_why_a_worker_is_absent_is_told() -> None:
     desk.hello(1, have={"actor": 0})
     desk.join(2, 3)
     desk.publisher.lost(3, nonce(3), "killed", desk.now)
-    why = [desk.publisher.why_absent(w, ["policy"]) for w in range(4)]
+    why = [desk.publisher.progress.why_absent(w, ["policy"]) for w in range(4)]
     assert "has not said hello" in why[0]
     assert "['actor'], not 'policy'" in why[1]
     assert "has not applied" in why[2]
@@ -87,7 +87,7 @@ def test_a_worker_idx_out_of_range_is_refused_and_changes_nothing() -> None:
     desk = Desk(2)
     desk.hello(2)
     (bye,) = desk.take()
-    assert isinstance(bye, wire.Bye)
+    assert isinstance(bye, messages.Bye)
     assert (bye.reason, bye.nonce) == ("refused", nonce(2))
     assert not desk.publisher.peers
 
@@ -95,10 +95,10 @@ def test_a_worker_idx_out_of_range_is_refused_and_changes_nothing() -> None:
 def test_an_elastic_trainer_takes_any_worker_idx() -> None:
     desk = Desk(None)
     desk.hello(4711)
-    assert desk.publisher.expected() == [4711]
+    assert desk.publisher.membership.expected() == [4711]
 
 
-FITS = wire.Ready(EPOCH, {"policy": layout().digest})
+FITS = messages.Ready(EPOCH, {"policy": layout().digest})
 
 
 def test_a_worker_that_answers_keeps_its_place_and_a_newcomer_is_refused(desk: Desk) -> None:
@@ -106,35 +106,35 @@ def test_a_worker_that_answers_keeps_its_place_and_a_newcomer_is_refused(desk: D
     desk.take()
     for incarnation in (10, 11):
         desk.hello(0, incarnation, route=b"new")
-        assert [type(i) for i in desk.take(None, b"0")] == [wire.Ping]
+        assert [type(i) for i in desk.take(None, b"0")] == [messages.Ping]
         with pytest.raises(ProtocolError, match="not worker 0 yet"):
-            desk.receive(b"new", wire.Applied(EPOCH, {"policy": version}))
+            desk.receive(b"new", messages.Applied(EPOCH, {"policy": version}))
         desk.pass_time(1)
         desk.take()
         desk.pong(0)
-        (bye,) = desk.take(wire.Bye)
+        (bye,) = desk.take(messages.Bye)
         assert (bye.reason, bye.nonce) == ("refused", nonce(incarnation))  # type: ignore[attr-defined]
         assert "the index was given twice" in bye.message  # type: ignore[attr-defined]
     assert desk.publisher.peers[0].nonce == nonce(0)
-    assert not desk.publisher._newcomers
+    assert not desk.publisher.membership._newcomers
     desk.applied(0, policy=version)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 def test_a_newcomer_changes_nothing_before_it_has_proved_itself(desk: Desk) -> None:
     version = desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     desk.hello(0, 10, route=b"new")
     assert not desk.take(None, b"new")
     desk.pass_time(3)
-    assert len(desk.take(wire.Welcome, b"new")) == 1
+    assert len(desk.take(messages.Welcome, b"new")) == 1
     assert desk.publisher.peers[0].nonce == nonce(0)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
     desk.receive(b"new", FITS)
-    assert [type(i) for i in desk.take(None, b"new")] == [wire.Update]
+    assert [type(i) for i in desk.take(None, b"new")] == [messages.Update]
     assert desk.publisher.peers[0].nonce == nonce(10)
-    assert desk.publisher.progress(version, [0]).waiting == {0}
+    assert desk.publisher.progress.of(version, [0]).waiting == {0}
 
 
 def test_the_time_in_which_a_trainer_was_busy_does_not_count_as_silence(desk: Desk) -> None:
@@ -142,17 +142,17 @@ def test_the_time_in_which_a_trainer_was_busy_does_not_count_as_silence(desk: De
     desk.take()
     desk.now += 60
     desk.publisher.tick(desk.now)
-    assert not desk.take(wire.Welcome)
+    assert not desk.take(messages.Welcome)
     desk.pass_time(3)
-    assert desk.take(wire.Welcome, b"new")
+    assert desk.take(messages.Welcome, b"new")
 
 
 def test_a_worker_that_answers_late_still_keeps_its_place(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.pass_time(3)
-    assert desk.take(wire.Welcome, b"new")
+    assert desk.take(messages.Welcome, b"new")
     desk.pong(0)
-    assert [b.reason for b in desk.take(wire.Bye, b"new")] == ["refused"]  # type: ignore[attr-defined]
+    assert [b.reason for b in desk.take(messages.Bye, b"new")] == ["refused"]  # type: ignore[attr-defined]
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.receive(b"new", FITS)
 
@@ -161,35 +161,46 @@ def test_a_worker_whose_process_has_ended_gives_way_at_once(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.take()
     desk.publisher.ended(0, nonce(0), "killed", desk.now)
-    assert [type(i) for i in desk.take(None, b"new")] == [wire.Welcome]
+    assert [type(i) for i in desk.take(None, b"new")] == [messages.Welcome]
     desk.receive(b"new", FITS)
-    assert desk.publisher.connected(0, ["policy"])
+    assert desk.publisher.progress.connected(0, ["policy"])
 
 
 def test_a_hello_over_another_connection_does_not_take_a_worker_from_where_it_answers(desk: Desk) -> None:
     desk.hello(0, route=b"elsewhere", attempt=7)
     assert not desk.take(None, b"elsewhere")
     desk.pong(0)
-    assert [b.reason for b in desk.take(wire.Bye, b"elsewhere")] == ["refused"]  # type: ignore[attr-defined]
+    assert [b.reason for b in desk.take(messages.Bye, b"elsewhere")] == ["refused"]  # type: ignore[attr-defined]
     desk.publish()
-    assert desk.take(wire.Update, b"0")
+    assert desk.take(messages.Update, b"0")
+
+
+def test_a_worker_that_takes_its_own_place_over_a_new_connection_is_sent_its_ping_by_the_same_tick(desk: Desk) -> None:
+    desk.hello(0, route=b"elsewhere", attempt=7)
+    while desk.publisher.peers[0].route != b"elsewhere":
+        desk.take()
+        assert desk.publisher.next_tick(desk.now) > desk.now
+        desk.now = desk.publisher.next_tick(desk.now)
+        desk.publisher.tick(desk.now)
+    assert [type(i) for i in desk.take(None, b"elsewhere")] == [messages.Welcome, messages.Ping]
+    assert desk.publisher.next_tick(desk.now) > desk.now
 
 
 def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
     for incarnation in range(10, 200):
         desk.hello(0, incarnation, route=b"%d" % incarnation)
-    assert len(desk.publisher._newcomers) == 1
-    assert len(desk.take(wire.Ping)) == 1
+    assert len(desk.publisher.membership._newcomers) == 1
+    assert len(desk.take(messages.Ping)) == 1
     desk.pass_time(3)
-    assert [to for to, i, _ in desk.publisher.outbox if isinstance(i, wire.Welcome)] == [b"199"]
+    assert [to for to, i, _ in desk.publisher.outbox if isinstance(i, messages.Welcome)] == [b"199"]
     desk.take()
     desk.hello(0, 300, route=b"300")  # not before the one that was shown the layouts has had its time
     assert not desk.take()
     desk.pass_time(RETRY)
     desk.hello(0, 300, route=b"300")
-    assert [b.nonce for b in desk.take(wire.Bye, b"199")] == [nonce(199)]  # type: ignore[attr-defined]
+    assert [b.nonce for b in desk.take(messages.Bye, b"199")] == [nonce(199)]  # type: ignore[attr-defined]
     desk.pass_time(3)
-    assert desk.take(wire.Welcome, b"300")
+    assert desk.take(messages.Welcome, b"300")
     desk.receive(b"300", FITS)
     assert desk.publisher.peers[0].nonce == nonce(300)
 
@@ -198,7 +209,7 @@ def test_closing_tells_newcomers_too(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.take()
     desk.publisher.close()
-    assert [b.reason for b in desk.take(wire.Bye, b"new")] == ["closed"]  # type: ignore[attr-defined]
+    assert [b.reason for b in desk.take(messages.Bye, b"new")] == ["closed"]  # type: ignore[attr-defined]
 
 
 def test_a_superseded_incarnation_is_told_whenever_it_comes_back() -> None:
@@ -207,37 +218,37 @@ def test_a_superseded_incarnation_is_told_whenever_it_comes_back() -> None:
     desk.hello(0, 11, route=b"new")
     desk.pass_time(3)
     desk.take()
-    desk.receive(b"new", wire.Ready(EPOCH, {}))
-    (bye,) = desk.take(wire.Bye)
+    desk.receive(b"new", messages.Ready(EPOCH, {}))
+    (bye,) = desk.take(messages.Bye)
     assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
     desk.hello(0, 10, route=b"again")
     (bye,) = desk.take()
     assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
     assert desk.publisher.peers[0].nonce == nonce(11)
     with pytest.raises(ProtocolError):
-        desk.receive(b"old", wire.Ready(EPOCH, {}))
+        desk.receive(b"old", messages.Ready(EPOCH, {}))
 
 
 def test_a_new_incarnation_gets_everything_again(desk: Desk) -> None:
     version = desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     desk.hello(0, 10, route=b"new")
     desk.cut(b"0")
     desk.receive(b"new", FITS)
-    (update,) = desk.take(wire.Update, b"new")
+    (update,) = desk.take(messages.Update, b"new")
     assert versions_of(update) == {"policy": version}
 
 
 def test_a_worker_that_reconnects_keeps_what_it_has(desk: Desk) -> None:
     version = desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     desk.hello(0, route=b"new", epoch=EPOCH, have={"policy": version})
     desk.cut(b"0")
-    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
-    assert not desk.take(wire.Update)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    desk.receive(b"new", messages.Ready(EPOCH, {"policy": layout().digest}))
+    assert not desk.take(messages.Update)
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
     with pytest.raises(ProtocolError):  # its old route is no longer known
         desk.applied(0, policy=version)
 
@@ -248,20 +259,20 @@ def test_a_hello_that_comes_late_or_twice_does_not_move_the_worker_back(attempt:
     desk.hello(0, route=b"old", attempt=1)
     desk.hello(0, route=b"new", attempt=2)
     desk.cut(b"old")
-    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout().digest}))
+    desk.receive(b"new", messages.Ready(EPOCH, {"policy": layout().digest}))
     desk.take()
     desk.hello(0, route=b"old", attempt=attempt)
     assert not desk.take()
     desk.publish()
-    assert desk.take(wire.Update, b"new")
+    assert desk.take(messages.Update, b"new")
     assert not desk.take(None, b"old")
 
 
 def test_a_duplicated_hello_does_not_bring_a_worker_back_that_has_left(desk: Desk) -> None:
-    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", "done"))
+    desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", "done"))
     desk.hello(0, attempt=1)
     assert desk.publisher.peers[0].state == "lost"
-    assert isinstance(desk.publisher.progress(desk.publish(), [0]).failed[0], PeerLost)
+    assert isinstance(desk.publisher.progress.of(desk.publish(), [0]).failed[0], PeerLost)
 
 
 def test_what_a_worker_claims_of_another_epoch_does_not_count(desk: Desk) -> None:
@@ -289,12 +300,12 @@ def test_before_its_first_update_a_trainer_goes_past_a_higher_epoch() -> None:
     assert desk.publisher.epoch == (5001, 1)
     assert desk.publisher.fenced is None
     assert desk.publisher.peers[1].applied == {}
-    welcomes = desk.take(wire.Welcome)
+    welcomes = desk.take(messages.Welcome)
     assert [w.epoch for w in welcomes] == [(5001, 1)] * 2  # type: ignore[attr-defined]
     desk.ready(0)
     desk.ready(1)
     assert desk.publish() == 1
-    assert [u.epoch for u in desk.take(wire.Update)] == [(5001, 1)] * 2  # type: ignore[attr-defined]
+    assert [u.epoch for u in desk.take(messages.Update)] == [(5001, 1)] * 2  # type: ignore[attr-defined]
 
 
 def test_going_past_a_higher_epoch_does_not_revive_the_lost() -> None:
@@ -303,7 +314,7 @@ def test_going_past_a_higher_epoch_does_not_revive_the_lost() -> None:
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
     desk.hello(1, epoch=(5000, 9))
     assert desk.publisher.peers[0].state == "lost"
-    assert len(desk.take(wire.Welcome)) == 1
+    assert len(desk.take(messages.Welcome)) == 1
 
 
 def test_after_its_first_update_a_trainer_that_meets_a_higher_epoch_is_fenced(desk: Desk) -> None:
@@ -355,22 +366,22 @@ def test_versions_are_monotone_whatever_is_published(desk: Desk) -> None:
 def test_each_worker_has_its_own_target(desk: Desk) -> None:
     slabs = {w: slab_of(desk.pool, 10 + w) for w in (0, 1)}
     version = desk.publisher.publish({"policy": slabs}, None, desk.now)
-    outbox = [(route, payload) for route, i, payload in desk.publisher.outbox if isinstance(i, wire.Update)]
+    outbox = [(route, payload) for route, i, payload in desk.publisher.outbox if isinstance(i, messages.Update)]
     contents = {route: torch.frombuffer(bytearray(payload[-1]), dtype=F32)[0].item() for route, payload in outbox}
     assert contents == {b"0": 10, b"1": 11}
-    assert desk.publisher.targeted(version) == [0, 1]
+    assert desk.publisher.progress.targeted(version) == [0, 1]
 
 
 def test_worker_ids_leave_the_others_alone(desk: Desk) -> None:
     first = desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     second = desk.publish(workers=[1])
-    assert desk.publisher.targeted(second) == [1]
+    assert desk.publisher.progress.targeted(second) == [1]
     assert not desk.take(None, b"0")
-    progress = desk.publisher.progress(second, [0])
+    progress = desk.publisher.progress.of(second, [0])
     assert "no target of version 2" in str(progress.failed[0])
-    assert desk.publisher.progress(first, [0, 1]).acked == {0: first, 1: first}
+    assert desk.publisher.progress.of(first, [0, 1]).acked == {0: first, 1: first}
 
 
 def test_a_late_joiner_gets_what_was_last_meant_for_everybody() -> None:
@@ -394,15 +405,15 @@ def test_what_is_meant_for_everybody_replaces_what_was_meant_for_one(desk: Desk)
 
 def test_latest_wins_and_a_worker_that_is_behind_skips(desk: Desk) -> None:
     desk.publish()
-    first, _ = desk.take(wire.Update)
+    first, _ = desk.take(messages.Update)
     for _ in range(5):
         last = desk.publish()
-    assert not desk.take(wire.Update)  # one UPDATE is outstanding per worker, and stays so
+    assert not desk.take(messages.Update)  # one UPDATE is outstanding per worker, and stays so
     desk.staged(0, first)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": last}
     desk.finish(0, update)
-    assert desk.publisher.progress(3, [0]).acked == {0: last}
+    assert desk.publisher.progress.of(3, [0]).acked == {0: last}
 
 
 def test_memory_is_the_targets_and_what_is_being_fetched(desk: Desk) -> None:
@@ -416,11 +427,11 @@ def test_memory_is_the_targets_and_what_is_being_fetched(desk: Desk) -> None:
 
 def test_a_slow_worker_delays_nobody(desk: Desk) -> None:
     desk.publish()
-    _, update = desk.take(wire.Update)
+    _, update = desk.take(messages.Update)
     for _ in range(20):
         desk.finish(1, update)
         desk.publish()
-        (update,) = desk.take(wire.Update)
+        (update,) = desk.take(messages.Update)
     assert desk.publisher.peers[0].transfer.versions == {"policy": 1}  # type: ignore[union-attr]
 
 
@@ -428,7 +439,7 @@ def test_the_models_of_a_publication_travel_in_one_update() -> None:
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
     version = desk.publish(models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version, "critic": version}
 
 
@@ -437,14 +448,14 @@ def test_a_worker_gets_only_the_models_it_has() -> None:
     desk.publish(models=["policy", "critic"])
     desk.hello(0, have={"critic": 0})
     desk.ready(0, models=["critic"])
-    assert not desk.take(wire.Update)  # everybody is waited for before the first connect, with all models
+    assert not desk.take(messages.Update)  # everybody is waited for before the first connect, with all models
     desk.publisher.assemble("policy")
     desk.publisher.assemble("critic")
     version = desk.publish(models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"critic": version}
     desk.finish(0, update)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -454,12 +465,12 @@ def test_bytes_go_on_credit_only() -> None:
     desk = Desk(1, settings=SMALL)
     desk.join(0)
     desk.publish()
-    (update,) = desk.take(wire.Update)
-    assert isinstance(update, wire.Update)
+    (update,) = desk.take(messages.Update)
+    assert isinstance(update, messages.Update)
     assert not update.eager
     sent = 0
     for credit, total in [(10, 10), (70, 70), (70, 70), (40, 70), (128, 128), (1 << 60, 128)]:
-        desk.receive(0, wire.Fetch(EPOCH, update.serial, 0, 0, credit))
+        desk.receive(0, messages.Fetch(EPOCH, update.serial, 0, 0, credit))
         sent += sum(len(payload[0]) for _, _, payload in desk.publisher.outbox)
         assert all(len(payload[0]) <= SMALL.chunk_bytes for _, _, payload in desk.publisher.outbox)
         desk.take()
@@ -470,21 +481,21 @@ def test_a_higher_restart_sends_from_the_gap_again_and_a_repeated_one_does_not()
     desk = Desk(1, settings=SMALL)
     desk.join(0)
     desk.publish()
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     serial = update.serial  # type: ignore[attr-defined]
-    desk.receive(0, wire.Fetch(EPOCH, serial, 0, 0, 128))
-    assert [c.offset for c in desk.take(wire.Chunk)] == [0, 40, 80, 120]  # type: ignore[attr-defined]
+    desk.receive(0, messages.Fetch(EPOCH, serial, 0, 0, 128))
+    assert [c.offset for c in desk.take(messages.Chunk)] == [0, 40, 80, 120]  # type: ignore[attr-defined]
     for expected in ([40, 80], []):
-        desk.receive(0, wire.Fetch(EPOCH, serial, 1, 40, 100))
-        assert [c.offset for c in desk.take(wire.Chunk)] == expected  # type: ignore[attr-defined]
+        desk.receive(0, messages.Fetch(EPOCH, serial, 1, 40, 100))
+        assert [c.offset for c in desk.take(messages.Chunk)] == expected  # type: ignore[attr-defined]
 
 
 def test_a_fetch_of_another_update_is_ignored() -> None:
     desk = Desk(1, settings=SMALL)
     desk.join(0)
     desk.publish()
-    (update,) = desk.take(wire.Update)
-    desk.receive(0, wire.Fetch(EPOCH, update.serial + 1, 0, 0, 128))  # type: ignore[attr-defined]
+    (update,) = desk.take(messages.Update)
+    desk.receive(0, messages.Fetch(EPOCH, update.serial + 1, 0, 0, 128))  # type: ignore[attr-defined]
     assert not desk.take()
 
 
@@ -495,21 +506,21 @@ def test_a_lost_update_is_sent_again_after_ping_and_pong(desk: Desk) -> None:
     version = desk.publish()
     desk.take()
     desk.pass_time(1)
-    assert desk.take(wire.Ping)
+    assert desk.take(messages.Ping)
     desk.pong(0)
-    assert desk.take(wire.Welcome, b"0")  # maybe it was dropped because its layout is not known any more
+    assert desk.take(messages.Welcome, b"0")  # maybe it was dropped because its layout is not known any more
     desk.ready(0)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version}
 
 
 def test_an_update_that_is_still_being_received_is_not_sent_again(desk: Desk) -> None:
     desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.pass_time(1)
     desk.pong(0, serial=update.serial)  # type: ignore[attr-defined]
     desk.ready(0)
-    assert not desk.take(wire.Update)
+    assert not desk.take(messages.Update)
 
 
 def test_a_pong_to_an_older_ping_does_not_speak_about_a_newer_update(desk: Desk) -> None:
@@ -528,39 +539,39 @@ def test_a_lost_staged_is_repaired_by_pong(desk: Desk) -> None:
     desk.pass_time(1)
     desk.take()
     desk.pong(0, staged={"policy": 1})
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": 2}
 
 
 def test_a_lost_applied_is_repaired_by_pong(desk: Desk) -> None:
     version = desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.staged(0, update)
     desk.pass_time(1)
-    assert desk.publisher.progress(version, [0]).waiting == {0}
+    assert desk.publisher.progress.of(version, [0]).waiting == {0}
     desk.pong(0, {"policy": version})
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 def test_an_applied_that_comes_late_does_not_count_back(desk: Desk) -> None:
     desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.finish(0, update)
     version = desk.publish()
-    (update,) = desk.take(wire.Update, b"0")
+    (update,) = desk.take(messages.Update, b"0")
     desk.finish(0, update)
     desk.applied(0, policy=version - 1)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
 
 
 def test_a_staging_that_the_worker_has_dropped_is_sent_again(desk: Desk) -> None:
     desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.staged(0, update)
     desk.pass_time(1)
     desk.take()
     desk.pong(0)
-    assert desk.take(wire.Update)
+    assert desk.take(messages.Update)
 
 
 def test_a_lost_ready_is_asked_for_again(desk: Desk) -> None:
@@ -570,9 +581,9 @@ def test_a_lost_ready_is_asked_for_again(desk: Desk) -> None:
     desk.take()
     desk.ready(1, F64)
     desk.pong(0)
-    assert [type(i) for i in desk.take(None, b"0")] == [wire.Welcome]
+    assert [type(i) for i in desk.take(None, b"0")] == [messages.Welcome]
     desk.ready(0, F64)
-    assert len(desk.take(wire.Update)) == 2
+    assert len(desk.take(messages.Update)) == 2
 
 
 def test_a_pong_from_before_a_reconnect_does_not_count(desk: Desk) -> None:
@@ -614,7 +625,7 @@ def test_the_timer_is_set_for_what_is_due_next(desk: Desk) -> None:
 def test_silence_alone_never_loses_a_worker(desk: Desk) -> None:
     desk.pass_time(3600)
     assert [p.state for p in desk.publisher.peers.values()] == ["slow", "slow"]
-    assert desk.publisher.progress(desk.publish(), [0, 1]).waiting == {0, 1}
+    assert desk.publisher.progress.of(desk.publish(), [0, 1]).waiting == {0, 1}
 
 
 def test_a_silent_worker_gets_few_pings(desk: Desk) -> None:
@@ -624,7 +635,7 @@ def test_a_silent_worker_gets_few_pings(desk: Desk) -> None:
     for _ in range(20):
         desk.pass_time(1)
         desk.pong(1)
-    pings = Counter(route for route, i, _ in desk.publisher.outbox if isinstance(i, wire.Ping))
+    pings = Counter(route for route, i, _ in desk.publisher.outbox if isinstance(i, messages.Ping))
     assert pings[b"1"] == 20
     assert pings[b"0"] == 20 // RETRY
 
@@ -652,7 +663,7 @@ def test_an_elastic_trainer_forgets_who_has_been_gone_for_a_minute_and_what_was_
 def test_a_worker_whose_process_has_ended_is_lost_at_once(desk: Desk) -> None:
     version = desk.publish()
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
-    progress = desk.publisher.progress(version, [0, 1])
+    progress = desk.publisher.progress.of(version, [0, 1])
     assert "killed" in str(progress.failed[0])
     assert isinstance(progress.failed[0], PeerLost)
     assert progress.waiting == {1}
@@ -673,13 +684,14 @@ def test_a_lost_worker_comes_back_with_hello(desk: Desk) -> None:
     desk.take()
     desk.hello(0, epoch=EPOCH)
     desk.ready(0)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version}
 
 
 def test_a_worker_of_a_host_that_cannot_be_told_is_lost_when_it_cannot_be_reached_any_more() -> None:
     desk = Desk(1)
-    desk.publisher.identity = Identity(1, "", 0)  # two that know nothing of their hosts are not on the same one
+    # Two that know nothing of their hosts are not on the same one.
+    desk.publisher.membership.identity = Identity(1, "", 0)
     desk.hello(0, local=None)
     assert desk.publisher.peers[0].local is None
     desk.cut(b"0")
@@ -712,10 +724,10 @@ def test_an_unreachable_worker_keeps_the_slab_that_it_may_be_reading(desk: Desk)
 
 def test_a_worker_that_leaves_is_lost_and_releases_everything(desk: Desk) -> None:
     desk.publish()
-    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", "done"))
+    desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", "done"))
     assert desk.publisher.peers[0].state == "lost"
     assert desk.publisher.peers[0].transfer is None
-    assert "it has left: done" in str(desk.publisher.progress(1, [0]).failed[0])
+    assert "it has left: done" in str(desk.publisher.progress.of(1, [0]).failed[0])
 
 
 def test_an_elastic_trainer_forgets_who_is_long_gone() -> None:
@@ -723,7 +735,7 @@ def test_an_elastic_trainer_forgets_who_is_long_gone() -> None:
     desk.join(0, 1)
     desk.publisher.lost(0, nonce(0), "gone", desk.now)
     version = desk.publish()
-    assert desk.publisher.targeted(version) == [1]
+    assert desk.publisher.progress.targeted(version) == [1]
     desk.pass_time(70)
     assert list(desk.publisher.peers) == [1]
 
@@ -741,40 +753,40 @@ def test_before_everybody_was_there_nothing_is_sent() -> None:
     version = desk.publish()
     desk.join(0)
     desk.pass_time(1000)
-    assert not desk.take(wire.Update)
-    assert desk.publisher.progress(version, [0, 1]).waiting == {0, 1}
+    assert not desk.take(messages.Update)
+    assert desk.publisher.progress.of(version, [0, 1]).waiting == {0, 1}
     desk.hello(1)
-    assert not desk.take(wire.Update)
+    assert not desk.take(messages.Update)
     desk.ready(1)
-    assert len(desk.take(wire.Update)) == 2
+    assert len(desk.take(messages.Update)) == 2
 
 
 def test_worker_ids_wait_for_these_workers_only() -> None:
     desk = Desk(2)
     desk.join(0)
     desk.publish(workers=[0])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.finish(0, update)
     desk.publish()
     desk.pass_time(1000)
-    assert not desk.take(wire.Update)  # not everybody was there once
+    assert not desk.take(messages.Update)  # not everybody was there once
 
 
 def test_after_everybody_was_there_nobody_who_is_absent_is_waited_for() -> None:
     desk = Desk(2)
     desk.join(0, 1)
     desk.publish()
-    (update, _) = desk.take(wire.Update)
+    (update, _) = desk.take(messages.Update)
     desk.finish(0, update)
     desk.publisher.lost(1, nonce(1), "killed", desk.now)
     desk.publish(dtype=F64)
     desk.ready(0, F64)
-    assert desk.take(wire.Update)
+    assert desk.take(messages.Update)
 
 
 def test_a_new_layout_is_withheld_until_all_have_answered(desk: Desk) -> None:
     old = desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     new = desk.publish(dtype=F64)
     assert [w.models for w in desk.take()] == [{"policy": layout(F64).digest}] * 2  # type: ignore[attr-defined]
@@ -784,79 +796,79 @@ def test_a_new_layout_is_withheld_until_all_have_answered(desk: Desk) -> None:
     assert target is not None
     assert target.version == old
     desk.ready(1, F64)
-    assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": new}] * 2
+    assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": new}] * 2
 
 
 def test_one_refusal_changes_no_worker(desk: Desk) -> None:
     old = desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     new = desk.publish(dtype=F64)
     desk.ready(0, F64)
     desk.take()
     desk.refuse(1, F64)
-    assert not desk.take(wire.Update)
-    assert desk.publisher.targeted(new) == [0, 1]
-    failed = desk.publisher.progress(new, [0, 1]).failed
+    assert not desk.take(messages.Update)
+    assert desk.publisher.progress.targeted(new) == [0, 1]
+    failed = desk.publisher.progress.of(new, [0, 1]).failed
     assert all(isinstance(error, SchemaMismatch) for error in failed.values())
     assert "it does not fit" in str(failed[1])
     assert "worker 1 cannot take it" in str(failed[0])
-    assert desk.publisher.progress(old, [0, 1]).acked == {0: old, 1: old}
+    assert desk.publisher.progress.of(old, [0, 1]).acked == {0: old, 1: old}
     assert desk.pool.slabs <= 2
 
 
 def test_a_refused_layout_is_asked_about_again_with_the_next_publication(desk: Desk) -> None:
     desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     desk.publish(dtype=F64)
     desk.ready(0, F64)
     desk.refuse(1, F64)
     desk.take()
     again = desk.publish(dtype=F64)
-    (welcome,) = desk.take(wire.Welcome, b"1")
+    (welcome,) = desk.take(messages.Welcome, b"1")
     assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
-    assert desk.publisher.progress(again, [0, 1]).waiting == {0, 1}
+    assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.refuse(1, F64)
-    assert set(desk.publisher.progress(again, [0, 1]).failed) == {0, 1}
+    assert set(desk.publisher.progress.of(again, [0, 1]).failed) == {0, 1}
     desk.take()
     last = desk.publish(dtype=F64)
     desk.take()
     desk.ready(1, F64)
-    assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": last}] * 2
+    assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": last}] * 2
 
 
 def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: Desk) -> None:
     """Two workers refuse, and the first one's word is enough: the other's is still on its way when the next comes."""
     desk.publish()
-    for worker, update in enumerate(desk.take(wire.Update)):
+    for worker, update in enumerate(desk.take(messages.Update)):
         desk.finish(worker, update)
     desk.publish(dtype=F64)
-    (first,) = desk.take(wire.Welcome, b"1")
+    (first,) = desk.take(messages.Welcome, b"1")
     desk.refuse(0, F64)
     desk.take()
     again = desk.publish(dtype=F64)
     desk.take()
     desk.ready(0, F64)
-    desk.refuse(1, F64, question=first.question)  # type: ignore[attr-defined]
-    assert desk.publisher.progress(again, [0, 1]).waiting == {0, 1}
+    desk.refuse(1, F64, number=first.number)  # type: ignore[attr-defined]
+    assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.ready(1, F64)
-    assert [versions_of(u) for u in desk.take(wire.Update)] == [{"policy": again}] * 2
+    assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": again}] * 2
 
 
 def test_the_layout_of_its_target_that_a_worker_has_refused_is_asked_about_again() -> None:
     desk = Desk(None)
     desk.join(0)
     desk.publish()
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.finish(0, update)
     desk.hello(1)
     desk.refuse(1, F32)
     desk.take()
     version = desk.publish()
-    assert [versions_of(u) for u in desk.take(wire.Update, b"0")] == [{"policy": version}], "nobody waits for it"
+    assert [versions_of(u) for u in desk.take(messages.Update, b"0")] == [{"policy": version}], "nobody waits for it"
     desk.ready(1)
-    (update,) = desk.take(wire.Update, b"1")
+    (update,) = desk.take(messages.Update, b"1")
     assert versions_of(update) == {"policy": version}
 
 
@@ -866,13 +878,13 @@ def test_a_silent_worker_holds_up_a_new_layout_for_the_patience_only(desk: Desk)
     desk.take()
     desk.now = PATIENCE - 0.01
     desk.publisher.tick(desk.now)
-    assert not desk.take(wire.Update)
+    assert not desk.take(messages.Update)
     assert desk.publisher.next_tick(desk.now) <= PATIENCE
     desk.pass_time(0.02)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version}
     desk.ready(1, F64)
-    assert desk.take(wire.Update)
+    assert desk.take(messages.Update)
 
 
 def test_the_patience_counts_from_the_first_publication_with_this_layout(desk: Desk) -> None:
@@ -881,7 +893,7 @@ def test_the_patience_counts_from_the_first_publication_with_this_layout(desk: D
         desk.ready(0, F64)
         desk.pong(1, seq=0)  # it lives, but does not answer for the layout
         desk.pass_time(PATIENCE / 8)
-    updates = [i for i in desk.take() if isinstance(i, wire.Update)]
+    updates = [i for i in desk.take() if isinstance(i, messages.Update)]
     assert updates
     assert versions_of(updates[0])["policy"] < version
 
@@ -890,7 +902,7 @@ def test_a_slow_worker_does_not_hold_up_a_new_layout(desk: Desk) -> None:
     desk.publisher.clogged(b"1")
     desk.publish(dtype=F64)
     desk.ready(0, F64)
-    assert len(desk.take(wire.Update)) == 1
+    assert len(desk.take(messages.Update)) == 1
 
 
 def test_a_worker_that_dies_does_not_hold_up_a_new_layout(desk: Desk) -> None:
@@ -898,7 +910,7 @@ def test_a_worker_that_dies_does_not_hold_up_a_new_layout(desk: Desk) -> None:
     desk.ready(0, F64)
     desk.take()
     desk.publisher.lost(1, nonce(1), "killed", desk.now)
-    assert len(desk.take(wire.Update)) == 1
+    assert len(desk.take(messages.Update)) == 1
 
 
 def test_a_newcomer_does_not_hold_up_a_layout_that_is_in_use() -> None:
@@ -917,21 +929,21 @@ def test_refusing_a_layout_that_is_in_use_concerns_the_refuser_only() -> None:
     desk = Desk(None)
     desk.join(0)
     desk.publish()
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.finish(0, update)
     desk.hello(1)
     pending = desk.publish()
     desk.refuse(1, F32)
-    assert isinstance(desk.publisher.progress(pending, [1]).failed[1], SchemaMismatch)
+    assert isinstance(desk.publisher.progress.of(pending, [1]).failed[1], SchemaMismatch)
     version = desk.publish()
-    assert desk.publisher.progress(version, [1]).waiting == {1}
+    assert desk.publisher.progress.of(version, [1]).waiting == {1}
     desk.refuse(1, F32)
-    assert isinstance(desk.publisher.progress(version, [1]).failed[1], SchemaMismatch)
-    updates = desk.take(wire.Update)
+    assert isinstance(desk.publisher.progress.of(version, [1]).failed[1], SchemaMismatch)
+    updates = desk.take(messages.Update)
     assert [versions_of(u) for u in updates] == [{"policy": pending}]
     desk.finish(0, updates[0])
-    assert desk.take(wire.Update)
-    assert "cannot take 'policy'" in desk.publisher.why_absent(1, ["policy"])
+    assert desk.take(messages.Update)
+    assert "cannot take 'policy'" in desk.publisher.progress.why_absent(1, ["policy"])
 
 
 def test_a_layout_that_one_worker_uses_may_still_be_news_to_the_others(desk: Desk) -> None:
@@ -940,9 +952,9 @@ def test_a_layout_that_one_worker_uses_may_still_be_news_to_the_others(desk: Des
     desk.ready(0, F64)
     desk.take()
     version = desk.publish(dtype=F64)
-    assert not desk.take(wire.Update)
+    assert not desk.take(messages.Update)
     desk.refuse(1, F64)
-    assert set(desk.publisher.progress(version, [0, 1]).failed) == {0, 1}
+    assert set(desk.publisher.progress.of(version, [0, 1]).failed) == {0, 1}
 
 
 def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
@@ -953,26 +965,26 @@ def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
     desk.hello(1)
     desk.refuse(1, F32, "critic")
     desk.ready(1, models=["policy"])
-    assert not desk.take(wire.Update)
+    assert not desk.take(messages.Update)
     for models in (None, ["policy"], ["critic"]):
-        assert isinstance(desk.publisher.progress(1, [1], models).failed[1], SchemaMismatch)
+        assert isinstance(desk.publisher.progress.of(1, [1], models).failed[1], SchemaMismatch)
 
 
 def test_a_refusal_leaves_an_older_publication_whole() -> None:
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
     desk.publish(models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.finish(0, update)
     both = desk.publish(models=["policy", "critic"], dtype=F64)
     desk.publish(models=["critic"], dtype=I32)
     desk.ready(0, F64, models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": both, "critic": both}
     desk.refuse(0, I32, "critic")
     desk.finish(0, update)
-    assert desk.publisher.progress(both, [0]).acked == {0: both}
-    assert isinstance(desk.publisher.progress(both + 1, [0]).failed[0], SchemaMismatch)
+    assert desk.publisher.progress.of(both, [0]).acked == {0: both}
+    assert isinstance(desk.publisher.progress.of(both + 1, [0]).failed[0], SchemaMismatch)
 
 
 def test_a_version_is_published_when_its_layouts_are_accepted_and_never_if_one_is_refused(desk: Desk) -> None:
@@ -1003,9 +1015,9 @@ def test_a_late_joiner_gets_the_target_while_a_new_layout_is_pending(desk: Desk)
     desk.publish(dtype=F64)
     desk.hello(0, 10, route=b"new")
     desk.cut(b"0")
-    (welcome,) = desk.take(wire.Welcome, b"new")
+    (welcome,) = desk.take(messages.Welcome, b"new")
     assert welcome.models == {"policy": layout(F32).digest}  # type: ignore[attr-defined]
-    desk.receive(b"new", wire.Ready(EPOCH, {"policy": layout(F32).digest}))
+    desk.receive(b"new", messages.Ready(EPOCH, {"policy": layout(F32).digest}))
     welcome, update = desk.take(None, b"new")
     assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
     assert versions_of(update) == {"policy": 1}
@@ -1016,10 +1028,10 @@ def test_a_late_joiner_gets_the_target_while_a_new_layout_is_pending(desk: Desk)
 
 def test_a_failure_is_reported_and_not_sent_again(desk: Desk) -> None:
     version = desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.staged(0, update)
     desk.failed(0, update)
-    error = desk.publisher.progress(version, [0]).failed[0]
+    error = desk.publisher.progress.of(version, [0]).failed[0]
     assert isinstance(error, RemoteError)
     assert error.type_name == "builtins.OSError"
     desk.pass_time(1)
@@ -1032,14 +1044,14 @@ def test_what_failed_does_not_go_along_with_what_was_published_apart_from_it() -
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
     desk.publish(models=["critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.failed(0, update)
     for _ in range(3):
         version = desk.publish(models=["policy"])
-        (update,) = desk.take(wire.Update)
+        (update,) = desk.take(messages.Update)
         assert versions_of(update) == {"policy": version}
         desk.finish(0, update)
-        assert desk.publisher.progress(version, [0], ["policy"]).acked == {0: version}
+        assert desk.publisher.progress.of(version, [0], ["policy"]).acked == {0: version}
     assert not desk.take()
 
 
@@ -1047,15 +1059,15 @@ def test_the_siblings_of_what_failed_come_with_their_next_publication() -> None:
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
     both = desk.publish(models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.failed(0, update)
-    assert set(desk.publisher.progress(both, [0]).failed) == {0}
+    assert set(desk.publisher.progress.of(both, [0]).failed) == {0}
     version = desk.publish(models=["policy"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version}
     desk.finish(0, update)
     both = desk.publish(models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": both, "critic": both}
 
 
@@ -1066,21 +1078,21 @@ def test_each_publication_is_an_update_of_its_own_the_oldest_first() -> None:
     desk.hello(0)
     desk.ready(0, models=versions)
     for model, version in versions.items():
-        (update,) = desk.take(wire.Update)
+        (update,) = desk.take(messages.Update)
         assert versions_of(update) == {model: version}
         desk.staged(0, update)
-    assert not desk.take(wire.Update)
+    assert not desk.take(messages.Update)
 
 
 def test_a_model_that_is_published_all_the_time_does_not_keep_another_waiting() -> None:
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
     desk.publish(models=["policy"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     critic = desk.publish(models=["critic"])
     desk.publish(models=["policy"])
     desk.staged(0, update)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"critic": critic}
 
 
@@ -1090,10 +1102,10 @@ def test_what_a_newer_publication_has_left_of_one_follows_it() -> None:
     newer = desk.publish(models=["policy"])
     desk.hello(0)
     desk.ready(0, models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": newer}
     desk.staged(0, update)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"critic": newer - 1}
 
 
@@ -1103,28 +1115,28 @@ def test_what_is_left_of_a_publication_comes_although_what_has_replaced_the_rest
     newer = desk.publish(models=["policy"])
     desk.hello(0)
     desk.ready(0, models=["policy", "critic"])
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.failed(0, update)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"critic": newer - 1}
 
 
 def test_a_late_failure_does_not_undo_what_was_applied(desk: Desk) -> None:
     version = desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.finish(0, update)
     desk.failed(0, update)
-    assert desk.publisher.progress(version, [0]).acked == {0: version}
-    assert "failed to apply" not in desk.publisher.why_absent(0, ["policy"])
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert "failed to apply" not in desk.publisher.progress.why_absent(0, ["policy"])
 
 
 def test_a_worker_that_reconnects_after_a_failure_is_given_another_try(desk: Desk) -> None:
     desk.publish()
-    update, _ = desk.take(wire.Update)
+    update, _ = desk.take(messages.Update)
     desk.failed(0, update)
     desk.hello(0, epoch=EPOCH)
     desk.ready(0)
-    assert desk.take(wire.Update)
+    assert desk.take(messages.Update)
 
 
 # -- messages that no correct worker sends --------------------------------------------------------------------------
@@ -1139,26 +1151,26 @@ def state(publisher: Publisher) -> str:
 @pytest.mark.parametrize(
     ("route", "instruction"),
     [
-        (b"stranger", wire.Ready(EPOCH, {})),
-        (b"0", wire.Ready((EPOCH[0] - 1, 1), {"policy": layout(F64).digest})),
-        (b"0", wire.Applied((EPOCH[0] + 1, 1), {"policy": 1})),
-        (b"0", wire.Applied(EPOCH, {"policy": 2})),
-        (b"0", wire.Applied(EPOCH, {"critic": 1})),
-        (b"0", wire.Failed(EPOCH, 1, {"policy": 2}, False, "E", "", "")),
-        (b"0", wire.Pong(EPOCH, 1, {"policy": 2}, {}, 0)),
-        (b"0", wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, bytes(16), 128),))),
-        (b"0", wire.Welcome(EPOCH, nonce(0), 1, 1, "", 0, {})),
-        (b"0", wire.Hello(0, nonce(10), 1, 1, "", 0, EPOCH, {"policy": 2})),
+        (b"stranger", messages.Ready(EPOCH, {})),
+        (b"0", messages.Ready((EPOCH[0] - 1, 1), {"policy": layout(F64).digest})),
+        (b"0", messages.Applied((EPOCH[0] + 1, 1), {"policy": 1})),
+        (b"0", messages.Applied(EPOCH, {"policy": 2})),
+        (b"0", messages.Applied(EPOCH, {"critic": 1})),
+        (b"0", messages.Failed(EPOCH, 1, {"policy": 2}, False, "E", "", "")),
+        (b"0", messages.Pong(EPOCH, 1, {"policy": 2}, {}, 0)),
+        (b"0", messages.Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), 128),))),
+        (b"0", messages.Welcome(EPOCH, nonce(0), 1, 1, "", 0, {})),
+        (b"0", messages.Hello(0, nonce(10), 1, 1, "", 0, EPOCH, {"policy": 2})),
     ],
 )
-def test_a_wrong_message_changes_nothing(desk: Desk, route: bytes, instruction: wire.Instruction) -> None:
+def test_a_wrong_message_changes_nothing(desk: Desk, route: bytes, instruction: messages.Instruction) -> None:
     desk.publish()
     desk.take()
     before = state(desk.publisher)
     desk.now = 1.0
-    payload = [b""] if isinstance(instruction, wire.Update) else []
+    payload = [b""] if isinstance(instruction, messages.Update) else []
     with pytest.raises(ProtocolError):
-        desk.publisher.receive(route, *wire.decode([wire.encode(instruction), *payload]), desk.now)
+        desk.publisher.receive(route, *codec.decode([codec.encode(instruction), *payload]), desk.now)
     assert state(desk.publisher) == before
     assert not desk.take()
 
@@ -1181,7 +1193,7 @@ def test_closing_says_goodbye_and_releases_everything(desk: Desk) -> None:
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
     desk.publisher.close()
     (bye,) = desk.take()
-    assert (type(bye), bye.reason, bye.nonce) == (wire.Bye, "closed", nonce(1))  # type: ignore[attr-defined]
+    assert (type(bye), bye.reason, bye.nonce) == (messages.Bye, "closed", nonce(1))  # type: ignore[attr-defined]
     assert desk.pool.slabs == 1  # the spare
     with pytest.raises(ClosedError):
         desk.publish()
@@ -1195,7 +1207,7 @@ def test_a_worker_asks_for_its_targets(desk: Desk) -> None:
     second = desk.publish(workers=[1])
     desk.take()
     for worker in (0, 1):
-        desk.receive(worker, wire.Ping(EPOCH, 9))
+        desk.receive(worker, messages.Ping(EPOCH, 9))
     pongs = desk.take()
     assert [p.versions for p in pongs] == [{"policy": first}, {"policy": second}]  # type: ignore[attr-defined]
     assert [p.seq for p in pongs] == [9, 9]  # type: ignore[attr-defined]
@@ -1208,13 +1220,13 @@ def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
     slab.packed = 0
     version = desk.publisher.publish({"policy": slab}, None, desk.now)
     desk.ready(0)
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     serial = update.serial  # type: ignore[attr-defined]
 
     def offsets() -> list[int]:
-        return [chunk.offset for chunk in desk.take(wire.Chunk)]  # type: ignore[attr-defined]
+        return [chunk.offset for chunk in desk.take(messages.Chunk)]  # type: ignore[attr-defined]
 
-    desk.receive(0, wire.Fetch(EPOCH, serial, 0, 0, 80))
+    desk.receive(0, messages.Fetch(EPOCH, serial, 0, 0, 80))
     assert offsets() == []
     slab.packed = 40
     desk.publisher.packed()
@@ -1225,9 +1237,9 @@ def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
     slab.packed = slab.nbytes
     desk.publisher.packed()
     assert offsets() == [40], "no further than the worker's credit"
-    desk.receive(0, wire.Fetch(EPOCH, serial, 0, 40, slab.nbytes))
+    desk.receive(0, messages.Fetch(EPOCH, serial, 0, 40, slab.nbytes))
     assert offsets()[:1] == [80]
-    assert desk.publisher.progress(version, [0]).waiting == {0}
+    assert desk.publisher.progress.of(version, [0]).waiting == {0}
     slab.release()
 
 
@@ -1244,7 +1256,7 @@ def test_a_version_whose_packing_failed_is_taken_back(desk: Desk) -> None:
     assert desk.publisher.targets.target(0, "policy") is None
     desk.take()
     assert desk.publish(2) == version + 1
-    assert len(desk.take(wire.Update)) == 2
+    assert len(desk.take(messages.Update)) == 2
 
 
 def test_what_a_version_that_failed_has_replaced_is_the_target_again(desk: Desk) -> None:
@@ -1281,10 +1293,10 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
         told = []
         for version in versions:
             for models in (["policy"], ["value"], ["policy", "value"], []):
-                short = desk.publisher.targeted(version, models)
+                short = desk.publisher.progress.targeted(version, models)
                 with monkeypatch.context() as patch:
                     patch.setattr(type(desk.publisher.targets), "are_everybodys", lambda *_: False)
-                    assert desk.publisher.targeted(version, models) == short, (version, models)
+                    assert desk.publisher.progress.targeted(version, models) == short, (version, models)
                 told.append(short)
         return told
 
@@ -1314,7 +1326,7 @@ def test_who_has_none_of_the_models_is_not_asked_why_another_refused_one() -> No
     desk.take()
     desk.refuse(0, F64)
     desk.publish(models=("policy",), dtype=F64)
-    assert desk.publisher.targeted(version, ["policy"]) == [0]
+    assert desk.publisher.progress.targeted(version, ["policy"]) == [0]
 
 
 def test_slabs_are_not_kept_alive_by_what_was_said_of_them() -> None:
@@ -1322,7 +1334,7 @@ def test_slabs_are_not_kept_alive_by_what_was_said_of_them() -> None:
     desk.join(0)
     desk.publisher.assemble("policy")
     desk.publish()
-    (update,) = desk.take(wire.Update)
+    (update,) = desk.take(messages.Update)
     desk.finish(0, update)
     slabs = [weakref.ref(target.slab) for target in [desk.publisher.targets.target(0, "policy")] if target is not None]
     desk.publisher.lost(0, nonce(0), "killed", desk.now)
@@ -1339,7 +1351,7 @@ def trained(desk: Desk, *workers: int, publications: int = 1, **kwargs: bool) ->
     """Everybody has what was published."""
     for _ in range(publications):
         desk.publish(**kwargs)
-        updates = [i for i in desk.take() if isinstance(i, wire.Update | wire.Again)]
+        updates = [i for i in desk.take() if isinstance(i, messages.Update | messages.Again)]
         for worker, update in zip(workers, updates, strict=True):
             desk.applied(worker, update.serial, policy=desk.publisher.version)
     assert desk.take() == []
@@ -1362,19 +1374,19 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
         desk.take()
         descriptor = b"policy %d" % version if lent else None
         assert first[1] is second[1]
-        assert first[1] == wire.Again(EPOCH, version, version - 1, version, descriptor)
+        assert first[1] == messages.Again(EPOCH, version, version - 1, version, descriptor)
         assert (first[0], second[0]) == (b"0", b"1")
         assert [torch.frombuffer(bytearray(frame), dtype=torch.float32, count=15).tolist() for frame in first[2]] == (
             [] if lent else [[version] * 15]
         )
-        assert desk.publisher.outstanding(version, [0, 1], ["policy"])
+        assert desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
         for worker in (0, 1):
             assert desk.publisher.peers[worker].transfer is not None
-            desk.receive(worker, wire.Done(EPOCH, version))
+            desk.receive(worker, messages.Done(EPOCH, version))
             assert desk.publisher.peers[worker].transfer is None
-        assert not desk.publisher.outstanding(version, [0, 1], ["policy"])
-        assert desk.publisher.progress(version, [0, 1]).acked == {0: version, 1: version}
-        assert desk.publisher.loans == {}
+        assert not desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
+        assert desk.publisher.progress.of(version, [0, 1]).acked == {0: version, 1: version}
+        assert desk.publisher.leases.of == {}
         assert desk.pool._in_use == 1
 
 
@@ -1385,7 +1397,7 @@ def test_it_is_said_in_full_where_anything_is_different() -> None:
         change(desk)
         desk.take()
         desk.publish(**publish)
-        assert [i for i in desk.take() if isinstance(i, wire.Again)] == []
+        assert [i for i in desk.take() if isinstance(i, messages.Again)] == []
 
     check(lambda desk: desk.publish())  # some are behind
     check(lambda desk: None, workers=[0])
@@ -1393,6 +1405,7 @@ def test_it_is_said_in_full_where_anything_is_different() -> None:
     check(lambda desk: None, lent=True)
     check(lambda desk: None, settings=Settings(checksum=True))
     check(lambda desk: None, settings=Settings(eager_bytes=0))
+    check(lambda desk: None, settings=Settings(fast=False))
     check(lambda desk: desk.hello(1))  # it has connected again, and has not said what fits
     check(lambda desk: (desk.hello(1, 2), desk.ready(1)))  # a new incarnation
     check(lambda desk: desk.publish(dtype=F64))  # which has still to be accepted
@@ -1407,7 +1420,7 @@ def test_it_is_said_in_full_where_a_worker_is_to_have_weights_of_its_own() -> No
     desk.publish(workers=[2])  # who is not there
     assert desk.take() == []
     desk.publish()
-    assert [type(i) for i in desk.take()] == [wire.Update] * 2
+    assert [type(i) for i in desk.take()] == [messages.Update] * 2
     target = desk.publisher.targets.target(2, "policy")
     assert target is not None
     assert target.version == 3, "what is for everybody replaces what was for one"
@@ -1421,8 +1434,8 @@ def test_an_again_is_not_said_to_who_comes_later_or_back() -> None:
     desk.publisher.lost(1, nonce(1), "gone", desk.now)
     desk.publish()
     (again,) = desk.take()
-    assert isinstance(again, wire.Again)
-    desk.receive(0, wire.Done(EPOCH, again.serial))
+    assert isinstance(again, messages.Again)
+    desk.receive(0, messages.Done(EPOCH, again.serial))
     desk.join(1, 2)  # the one that was lost, still the same incarnation, and a new one
     desk.publisher.peers[1].applied["policy"] = 1
     for worker in (1, 2):
@@ -1430,7 +1443,7 @@ def test_an_again_is_not_said_to_who_comes_later_or_back() -> None:
     assert desk.publisher.peers[1].transfer is not None
     assert desk.publisher.peers[2].transfer is not None
     desk.publish()
-    assert desk.take(wire.Again) == []
+    assert desk.take(messages.Again) == []
 
 
 def test_an_again_that_is_lost_is_repaired_by_an_update() -> None:
@@ -1438,18 +1451,18 @@ def test_an_again_that_is_lost_is_repaired_by_an_update() -> None:
     trained(desk, 0, 1)
     desk.publish(7.0)
     again = desk.take()[0]
-    assert isinstance(again, wire.Again)
-    desk.receive(1, wire.Done(EPOCH, again.serial))
+    assert isinstance(again, messages.Again)
+    desk.receive(1, messages.Done(EPOCH, again.serial))
     desk.pass_time(20.0)
     desk.take()
     desk.pong(0, {"policy": 1})
     desk.ready(0)
-    (update,) = desk.take(wire.Update)
-    assert isinstance(update, wire.Update)
+    (update,) = desk.take(messages.Update)
+    assert isinstance(update, messages.Update)
     assert update.parts[0].version == 2
     desk.applied(0, update.serial, policy=2)
     desk.publish(8.0)
-    assert [type(i) for i in desk.take()] == [wire.Update] * 2, "the two had had different updates last"
+    assert [type(i) for i in desk.take()] == [messages.Update] * 2, "the two had had different updates last"
 
 
 def test_a_done_of_an_update_that_is_over_changes_nothing() -> None:
@@ -1458,21 +1471,21 @@ def test_a_done_of_an_update_that_is_over_changes_nothing() -> None:
     desk.publish()
     desk.publish()  # waits until the one before is through
     (first, _) = desk.take()
-    assert isinstance(first, wire.Again)
+    assert isinstance(first, messages.Again)
     for _ in range(2):
-        desk.receive(0, wire.Done(EPOCH, first.serial))
+        desk.receive(0, messages.Done(EPOCH, first.serial))
     assert desk.publisher.peers[0].applied == {"policy": 2}
-    assert [type(i) for i in desk.take()] == [wire.Update]
-    desk.receive(0, wire.Done(EPOCH, 99))
+    assert [type(i) for i in desk.take()] == [messages.Update]
+    desk.receive(0, messages.Done(EPOCH, 99))
     assert desk.publisher.peers[0].applied == {"policy": 2}
     with pytest.raises(ProtocolError):
-        desk.receive(0, wire.Done((1, 1), first.serial))
+        desk.receive(0, messages.Done((1, 1), first.serial))
 
 
 def test_what_was_granted_is_not_said_again_in_short() -> None:
     """Or every later one would be lent without being asked for."""
     slab = slab_of(SlabPool(), 1)
-    slab.lent = slab.in_place = True
+    slab.leased = slab.in_place = True
     slab.descriptor = b"slot"
     for granted in (False, True):
         parts = {"policy": (1, slab)}
@@ -1494,12 +1507,14 @@ def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: D
     for _ in range(50):
         desk.publish(dtype=F64)
         for instruction in desk.take():
-            asked += isinstance(instruction, wire.Welcome)
-            if isinstance(instruction, wire.Update):
+            asked += isinstance(instruction, messages.Welcome)
+            if isinstance(instruction, messages.Update):
                 desk.finish(1, instruction)
     assert asked <= 1
-    desk.refuse(0, F64, question=1)
-    assert [type(i) for i in desk.take(wire.Welcome, b"0")] == [wire.Welcome], "now that it answers, for the newest"
+    desk.refuse(0, F64, number=1)
+    assert [type(i) for i in desk.take(messages.Welcome, b"0")] == [messages.Welcome], (
+        "now that it answers, for the newest"
+    )
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -1515,7 +1530,7 @@ def test_an_elastic_worker_that_was_silent_for_long_is_remembered_for_a_minute_a
     desk.publisher.tick(desk.now + 61)
     assert set(desk.publisher.peers) == {1}
     if not own:
-        assert isinstance(desk.publisher.progress(version, [0]).failed[0], PeerLost), "who waits for it is told so"
+        assert isinstance(desk.publisher.progress.of(version, [0]).failed[0], PeerLost), "who waits for it is told so"
 
 
 def test_a_version_that_was_skipped_is_nobodys() -> None:
@@ -1523,6 +1538,6 @@ def test_a_version_that_was_skipped_is_nobodys() -> None:
     trained(desk, 0)
     model = desk.publisher.targets.models["policy"].common
     assert model.current is not None
-    assert desk.publisher.steady("policy", model.current.slab) is not None
+    assert desk.publisher.announcer.steady("policy", model.current.slab) is not None
     desk.publisher.targets.carry_on(100)
-    assert desk.publisher.steady("policy", model.current.slab) is None
+    assert desk.publisher.announcer.steady("policy", model.current.slab) is None

@@ -22,7 +22,7 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.transports import slots
 from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import pack
+from asyncsync.weights.packing import pack
 from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
 

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol.staging import Coverage, Incoming, StagedPart, Staging, fill_eagerly
-from asyncsync.protocol.wire import Chunk, Part, Update
+from asyncsync.protocol.incoming import Coverage, IncomingUpdate, fill_eagerly
+from asyncsync.protocol.messages import Part, Update
+from asyncsync.protocol.staging import StagedPart, Staging
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)
@@ -49,14 +51,14 @@ def incoming(
     described: tuple[int, ...] = (),
     values: list[bytes] | None = None,
     attached: list[Slab | None] | None = None,
-) -> Incoming:
+) -> IncomingUpdate:
     layouts = [layout_of(size) for size in sizes]
     parts = tuple(
         Part(f"m{i}", 1, DIGEST, layout.nbytes, descriptor=b"slot" if i in described else None)
         for i, layout in enumerate(layouts)
     )
     update, count = Update(EPOCH, 5, False, parts), len(sizes)
-    return Incoming(update, layouts, values or [b""] * count, SlabPool(), 0.0, attached or [None] * count)
+    return IncomingUpdate(update, layouts, values or [b""] * count, SlabPool(), 0.0, attached or [None] * count)
 
 
 def test_pieces_in_any_order_and_number_fill_the_slabs() -> None:
@@ -91,9 +93,9 @@ def test_a_piece_with_a_wrong_checksum_is_refused_and_can_come_again() -> None:
     update = incoming(64)
     data = b"x" * 64
     with pytest.raises(ProtocolError, match="checksum"):
-        update.write_chunk(Chunk(EPOCH, 5, 0, 0, zlib.crc32(data) ^ 1), data)
+        update.write(0, 0, data, zlib.crc32(data) ^ 1)
     assert not update.complete
-    assert update.write_chunk(Chunk(EPOCH, 5, 0, 0, zlib.crc32(data)), memoryview(data))
+    assert update.write(0, 0, memoryview(data), zlib.crc32(data))
     assert update.complete
 
 
@@ -125,7 +127,7 @@ def test_values_are_limited_before_any_slab_is_taken() -> None:
     pool = SlabPool()
     update = Update(EPOCH, 1, False, (Part("m", 1, DIGEST, 64),))
     with pytest.raises(ProtocolError):
-        Incoming(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0, [None])
+        IncomingUpdate(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0, [None])
     assert (pool.slabs, pool.peak) == (0, 0)
 
 
@@ -142,7 +144,7 @@ def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pool, "acquire", scarce)
     parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
     with pytest.raises(MemoryError):
-        Incoming(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0, [None, None])
+        IncomingUpdate(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0, [None, None])
     assert pool._in_use == 0
 
 

@@ -14,7 +14,9 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import flatten
 
 
@@ -312,7 +314,7 @@ def test_r207_cast_converts_dtypes_and_nothing_else() -> None:
         deliver(WeightStrategy(), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(2)), model, cast=True)
 
 
-@pytest.mark.parametrize(("sent", "own"), [(torch.complex64, torch.float32), (torch.int4, torch.float32)])
+@pytest.mark.parametrize(("sent", "own"), [(torch.complex64, torch.float32), (torch.float4_e2m1fn_x2, torch.float32)])
 def test_a_cast_that_does_not_exist_is_refused_before_anything_is_sent(sent: torch.dtype, own: torch.dtype) -> None:
     layout = Layout([(("w",), sent, (2,))])
     with pytest.raises(SchemaMismatch, match="cannot be cast"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.protocol import wire
+from asyncsync.protocol import fields, messages
+from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
+from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.staging import KEPT_LAYOUTS
-from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
-from asyncsync.weights.slab import SlabPool
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.weights.pool import SlabPool
 from helpers.machines import EPOCH, SMALL, Fickle, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
@@ -45,14 +47,14 @@ def pair() -> Station:
 def test_hello_says_who_this_is_and_what_it_has() -> None:
     station = Station()
     (hello,) = station.take()
-    assert hello == wire.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0})
+    assert hello == messages.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0})
     station.welcome()
     station.update(1, {"policy": (4, 40)})
     station.apply()
     station.take()
     station.subscriber.connected(station.now)
     (hello,) = station.take()
-    assert hello == wire.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, {"policy": 4, "": 4})
+    assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, {"policy": 4, "": 4})
 
 
 def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:
@@ -61,7 +63,7 @@ def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:
     while len(times) < 10:
         station.now = station.subscriber.next_tick(station.now)
         station.subscriber.tick(station.now)
-        times += [station.now] * len(station.take(wire.Hello))
+        times += [station.now] * len(station.take(messages.Hello))
     pauses = [b - a for a, b in pairwise(times)]
     assert pauses == sorted(pauses)
     assert pauses[-1] == RETRY
@@ -83,8 +85,8 @@ def test_ready_names_the_layouts_that_fit() -> None:
     station = Station()
     station.take()
     station.welcome()
-    assert station.take() == [wire.Ready(EPOCH, {"policy": layout().digest})]
-    assert station.subscriber.served == {"policy": layout().digest}
+    assert station.take() == [messages.Ready(EPOCH, {"policy": layout().digest})]
+    assert station.subscriber.session.served == {"policy": layout().digest}
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_ready_and_accepted_later() -> None:
@@ -92,20 +94,20 @@ def test_a_layout_that_does_not_fit_is_refused_before_ready_and_accepted_later()
     station.take()
     station.welcome(F64)
     refused, ready = station.take()
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, messages.Refused)
     assert (refused.model_id, refused.digest) == ("policy", layout(F64).digest)
     assert "torch.float64" in refused.message
-    assert ready == wire.Ready(EPOCH, {})
-    assert isinstance(station.subscriber.refused["policy"], SchemaMismatch)
+    assert ready == messages.Ready(EPOCH, {})
+    assert isinstance(station.subscriber.session.refused["policy"], SchemaMismatch)
     station.welcome(F32)
-    assert station.subscriber.refused == {}
+    assert station.subscriber.session.refused == {}
 
 
 def test_a_model_of_somebody_else_does_not_matter() -> None:
     station = Station()
     station.take()
     station.welcome(models={"policy": layout(), "other": layout(F64)})
-    assert station.take() == [wire.Ready(EPOCH, {"policy": layout().digest})]
+    assert station.take() == [messages.Ready(EPOCH, {"policy": layout().digest})]
 
 
 def test_settled_means_that_there_is_nothing_left_to_apply() -> None:
@@ -127,13 +129,13 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station = Station()
     station.take()
     station.welcome(models={"": layout()})
-    assert station.take() == [wire.Ready(EPOCH, {"": layout().digest})]
+    assert station.take() == [messages.Ready(EPOCH, {"": layout().digest})]
     assert station.subscriber.settled("policy") is False
     station.update(1, {"": (3, 30)})
     station.apply()
     assert station.content() == {30}
-    assert station.subscriber.version("policy") == 3
-    assert station.take(wire.Applied) == [wire.Applied(EPOCH, {"": 3}, 1)]
+    assert station.subscriber.holdings.version("policy") == 3
+    assert station.take(messages.Applied) == [messages.Applied(EPOCH, {"": 3}, 1)]
 
 
 def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(station: Station) -> None:
@@ -144,7 +146,7 @@ def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(stati
     assert hello.have == {"policy": 0, "critic": 0}  # type: ignore[attr-defined]
     station.chunk(1, 0, 40, 10)
     station.pass_time(0.01)
-    assert not station.take(wire.Fetch)
+    assert not station.take(messages.Fetch)
     assert station.subscriber.pool.slabs <= 1
 
 
@@ -153,14 +155,14 @@ def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(stati
 
 def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     station.update(1, {"policy": (5, 50)})
-    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    assert station.take() == [messages.Staged(EPOCH, 1, 1)]
     assert station.content() == {0}
-    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.holdings.version("policy") == 0
     station.apply()
-    assert station.take() == [wire.Applied(EPOCH, {"policy": 5}, 1)]
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
-    assert station.subscriber.version("policy") == 5
-    held = station.subscriber.held("policy")
+    assert station.subscriber.holdings.version("policy") == 5
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     assert held[:2] == (EPOCH, 5)
 
@@ -173,17 +175,17 @@ def test_an_update_is_staged_when_its_last_chunk_is_here_in_whatever_order(stati
     station.chunk(1, 120, 8, 10)
     station.apply()
     assert station.content() == {10}
-    assert station.subscriber.bytes_received == 128
+    assert station.subscriber.incoming.bytes_received == 128
 
 
 def test_never_more_than_the_window_is_in_flight(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
-    (fetch,) = station.take(wire.Fetch)
-    assert fetch == wire.Fetch(EPOCH, 1, 0, 0, 80)
+    (fetch,) = station.take(messages.Fetch)
+    assert fetch == messages.Fetch(EPOCH, 1, 0, 0, 80)
     station.chunk(1, 40, 40, 10)  # the first chunk is lost
     assert not station.take()
     station.chunk(1, 0, 40, 10)
-    assert station.take() == [wire.Fetch(EPOCH, 1, 0, 80, 128)]
+    assert station.take() == [messages.Fetch(EPOCH, 1, 0, 80, 128)]
 
 
 def test_a_gap_is_asked_for_again_from_where_it_begins(station: Station) -> None:
@@ -193,9 +195,9 @@ def test_a_gap_is_asked_for_again_from_where_it_begins(station: Station) -> None
     station.pass_time(RETRY - 0.01)
     assert not station.take()
     station.pass_time(0.01)
-    assert station.take() == [wire.Fetch(EPOCH, 1, 1, 0, 80)]
+    assert station.take() == [messages.Fetch(EPOCH, 1, 1, 0, 80)]
     station.chunk(1, 0, 40, 10)
-    assert station.take() == [wire.Fetch(EPOCH, 1, 1, 80, 128)]
+    assert station.take() == [messages.Fetch(EPOCH, 1, 1, 80, 128)]
 
 
 def test_a_transfer_that_gets_on_is_never_given_up(station: Station) -> None:
@@ -208,13 +210,13 @@ def test_a_transfer_that_gets_on_is_never_given_up(station: Station) -> None:
 
 def test_a_transfer_that_does_not_get_on_is_given_up_and_pong_says_so(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
-    station.receive(wire.Ping(EPOCH, 1))
-    assert station.take(wire.Pong) == [wire.Pong(EPOCH, 1, {}, {}, 1, 1)]
+    station.receive(messages.Ping(EPOCH, 1))
+    assert station.take(messages.Pong) == [messages.Pong(EPOCH, 1, {}, {}, 1, 1)]
     station.pass_time(RETRY * FRUITLESS_RESTARTS)
-    assert len(station.take(wire.Fetch)) == FRUITLESS_RESTARTS
+    assert len(station.take(messages.Fetch)) == FRUITLESS_RESTARTS
     station.pass_time(RETRY)
-    station.receive(wire.Ping(EPOCH, 2))
-    assert station.take() == [wire.Pong(EPOCH, 2, {}, {}, 0, 1)]
+    station.receive(messages.Ping(EPOCH, 2))
+    assert station.take() == [messages.Pong(EPOCH, 2, {}, {}, 0, 1)]
     assert station.subscriber.pool.slabs <= 1
 
 
@@ -234,7 +236,7 @@ def test_a_version_never_goes_back(station: Station) -> None:
     station.take()
     station.update(2, {"policy": (4, 40)})
     assert not station.subscriber.staged
-    assert station.take() == [wire.Staged(EPOCH, 2, 2), wire.Applied(EPOCH, {"policy": 5}, 2)]
+    assert station.take() == [messages.Staged(EPOCH, 2, 2), messages.Applied(EPOCH, {"policy": 5}, 2)]
 
 
 def test_chunks_of_another_update_are_ignored(station: Station) -> None:
@@ -274,9 +276,9 @@ def test_an_update_that_the_gate_has_begun_with_is_finished_before_the_next(stat
     station.update(2, {"policy": (2, 20)})
     assert not first.abandoned
     station.subscriber.applied(first)
-    assert station.subscriber.version("policy") == 1
+    assert station.subscriber.holdings.version("policy") == 1
     station.apply()
-    assert station.subscriber.version("policy") == 2
+    assert station.subscriber.holdings.version("policy") == 2
     assert station.subscriber.pool.slabs <= 2
 
 
@@ -292,7 +294,7 @@ def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
     pair.update(2, {"policy": (2, 20)})
     pair.apply()
     assert [pair.content(m) for m in ("policy", "critic")] == [{20}, {11}]
-    assert pair.take(wire.Applied)[-1] == wire.Applied(EPOCH, {"policy": 2, "critic": 1}, 2)
+    assert pair.take(messages.Applied)[-1] == messages.Applied(EPOCH, {"policy": 2, "critic": 1}, 2)
 
 
 def test_an_update_waits_apart_from_those_that_wait_already(pair: Station) -> None:
@@ -301,8 +303,8 @@ def test_an_update_waits_apart_from_those_that_wait_already(pair: Station) -> No
     policy, critic = pair.subscriber.staged
     assert (policy.versions, critic.versions) == ({"policy": 1}, {"critic": 2})
     pair.take()
-    pair.receive(wire.Ping(EPOCH, 1))
-    (pong,) = pair.take(wire.Pong)
+    pair.receive(messages.Ping(EPOCH, 1))
+    (pong,) = pair.take(messages.Pong)
     assert pong.staged == {"policy": 1, "critic": 2}  # type: ignore[attr-defined]
     critic.run()
     pair.subscriber.applied(critic)
@@ -321,10 +323,10 @@ def test_one_update_that_cannot_be_applied_keeps_no_other_back(pair: Station) ->
     pair.subscriber.failed(policy, policy.error)
     assert critic.attempt()
     pair.subscriber.applied(critic)
-    (failed,) = pair.take(wire.Failed)
+    (failed,) = pair.take(messages.Failed)
     assert failed.versions == {"policy": 1}  # type: ignore[attr-defined]
-    assert (pair.subscriber.version("policy"), pair.subscriber.version("critic")) == (0, 2)
-    assert pair.subscriber.error.keys() == {"policy"}
+    assert (pair.subscriber.holdings.version("policy"), pair.subscriber.holdings.version("critic")) == (0, 2)
+    assert pair.subscriber.holdings.error.keys() == {"policy"}
 
 
 def test_an_update_of_which_all_models_are_overtaken_by_several_is_dropped(pair: Station) -> None:
@@ -346,8 +348,8 @@ def test_all_or_nothing_when_one_model_has_changed_meanwhile(pair: Station) -> N
         staging.run()
     pair.subscriber.failed(staging, caught.value)
     assert pair.content("policy") == {0}
-    (failed,) = pair.take(wire.Failed)
-    assert isinstance(failed, wire.Failed)
+    (failed,) = pair.take(messages.Failed)
+    assert isinstance(failed, messages.Failed)
     assert (failed.mismatch, failed.versions) == (True, {"policy": 1, "critic": 1})
 
 
@@ -358,21 +360,21 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     station.bindings["policy"].broken = OSError("the disk is full")
     station.update(1, {"policy": (1, 10)})
     (failed,) = station.take()
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, messages.Failed)
     assert (failed.serial, failed.versions, failed.mismatch) == (1, {"policy": 1}, False)
     assert failed.type_name == "builtins.OSError"
     assert "the disk is full" in failed.traceback
-    assert station.subscriber.error["policy"][0] == 1
+    assert station.subscriber.holdings.error["policy"][0] == 1
     assert station.subscriber.pool.slabs <= 1
-    station.receive(wire.Ping(EPOCH, 1))  # the message may have been lost
-    assert station.take() == [failed, wire.Pong(EPOCH, 1, {}, {}, 0, 1)]
+    station.receive(messages.Ping(EPOCH, 1))  # the message may have been lost
+    assert station.take() == [failed, messages.Pong(EPOCH, 1, {}, {}, 0, 1)]
     station.bindings["policy"].broken = None
     station.update(2, {"policy": (2, 20)})
     station.apply()
     station.take()
-    station.receive(wire.Ping(EPOCH, 2))
-    assert station.take() == [wire.Pong(EPOCH, 2, {"policy": 2}, {}, 0, 2)]
-    assert station.subscriber.error == {}
+    station.receive(messages.Ping(EPOCH, 2))
+    assert station.take() == [messages.Pong(EPOCH, 2, {"policy": 2}, {}, 0, 2)]
+    assert station.subscriber.holdings.error == {}
 
 
 def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
@@ -380,13 +382,13 @@ def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
     station.welcome(models={"": layout()})
     station.bindings["policy"].broken = OSError("no")
     station.update(1, {"": (1, 10)})
-    (failed,) = station.take(wire.Failed)
+    (failed,) = station.take(messages.Failed)
     assert failed.versions == {"": 1}  # type: ignore[attr-defined]
     station.bindings["policy"].broken = None
     station.update(2, {"": (2, 20)})
     station.apply()
-    station.receive(wire.Ping(EPOCH, 1))
-    assert not station.take(wire.Failed)
+    station.receive(messages.Ping(EPOCH, 1))
+    assert not station.take(messages.Failed)
 
 
 def test_a_part_that_cannot_be_converted_lets_go_of_the_others(pair: Station) -> None:
@@ -409,43 +411,43 @@ def test_a_failed_update_leaves_an_older_one_waiting(station: Station) -> None:
 
 def test_a_descriptor_is_fetched_into_the_slab(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"over there")
-    (fetch,) = station.subscriber.fetches
-    station.subscriber.fetches.clear()
+    (fetch,) = station.subscriber.incoming.fetches
+    station.subscriber.incoming.fetches.clear()
     serial, index, part, slab = fetch
     assert part.descriptor == b"over there"
     assert not station.take()
     slab.buffer.copy_(torch.full((32,), 10.0).view(torch.uint8))
-    station.subscriber.fetched(serial, index, slab, None, station.now)
+    station.subscriber.incoming.fetched(serial, index, slab, None, station.now)
     station.apply()
     assert station.content() == {10}
 
 
 def test_a_fetch_that_fails_is_told(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"over there")
-    serial, index, _, slab = station.subscriber.fetches.popleft()
-    station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
-    (failed,) = station.take(wire.Failed)
+    serial, index, _, slab = station.subscriber.incoming.fetches.popleft()
+    station.subscriber.incoming.fetched(serial, index, slab, OSError("it is gone"), station.now)
+    (failed,) = station.take(messages.Failed)
     assert failed.message == "it is gone"  # type: ignore[attr-defined]
     assert station.subscriber.pool.slabs <= 1
 
 
 def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_one(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    old = station.subscriber.fetches.popleft()
+    old = station.subscriber.incoming.fetches.popleft()
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     station.update(1, {"policy": (1, 20)}, epoch=NEWER, descriptor=b"new")
-    assert station.subscriber.fetches[0][0] == old[0]  # serial numbers begin again
-    station.subscriber.fetched(old[0], old[1], old[3], None, station.now)
+    assert station.subscriber.incoming.fetches[0][0] == old[0]  # serial numbers begin again
+    station.subscriber.incoming.fetched(old[0], old[1], old[3], None, station.now)
     assert not station.subscriber.staged
 
 
 def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    serial, index, _, slab = station.subscriber.fetches.popleft()
+    serial, index, _, slab = station.subscriber.incoming.fetches.popleft()
     station.update(2, {"policy": (2, 20)})
-    station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
-    assert not station.take(wire.Failed)
+    station.subscriber.incoming.fetched(serial, index, slab, OSError("it is gone"), station.now)
+    assert not station.take(messages.Failed)
     station.apply()
     assert station.content() == {20}
 
@@ -453,30 +455,30 @@ def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) ->
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
 
 
-def reported(instruction: wire.Instruction) -> tuple[int, wire.Kept]:
-    return instruction.last, instruction.kept  # type: ignore[attr-defined]
+def reported(instruction: messages.Instruction) -> tuple[int, fields.InUse]:
+    return instruction.last, instruction.in_use  # type: ignore[attr-defined]
 
 
 def test_a_lent_slab_is_kept_until_a_newer_one_is_applied(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)})
-    assert station.take() == [wire.Staged(EPOCH, 1, 1, (("policy", 5),))]
+    assert station.take() == [messages.Staged(EPOCH, 1, 1, (("policy", 5),))]
     station.apply()
-    assert station.take() == [wire.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
     assert station.content() == {50}
     station.lend(2, {"policy": (6, 60)})
-    assert station.take() == [wire.Staged(EPOCH, 2, 2, (("policy", 5), ("policy", 6)))]
-    station.receive(wire.Ping(EPOCH, 1))
+    assert station.take() == [messages.Staged(EPOCH, 2, 2, (("policy", 5), ("policy", 6)))]
+    station.receive(messages.Ping(EPOCH, 1))
     (pong,) = station.take()
     assert reported(pong) == (2, (("policy", 5), ("policy", 6)))
     station.apply()
-    assert station.take() == [wire.Applied(EPOCH, {"policy": 6}, 2, (("policy", 6),))]
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 6}, 2, (("policy", 6),))]
     station.flush()
     assert not station.take()  # that has said it
 
 
 def test_a_lent_slab_that_is_copied_out_is_not_kept(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)}, mapped=False)
-    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    assert station.take() == [messages.Staged(EPOCH, 1, 1)]
     station.overwrite(5)
     station.apply()
     assert station.content() == {50}
@@ -484,19 +486,19 @@ def test_a_lent_slab_that_is_copied_out_is_not_kept(station: Station) -> None:
 
 def test_a_borrowed_slab_is_applied_where_it_is_and_given_back_when_that_was_told(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    assert station.take() == [wire.Staged(EPOCH, 1, 1, (("policy", 5),))]
-    assert not station.subscriber.give_back()  # it waits for the gate
+    assert station.take() == [messages.Staged(EPOCH, 1, 1, (("policy", 5),))]
+    assert not station.subscriber.holdings.copy_out()  # it waits for the gate
     station.apply()
     station.flush()
-    assert station.take() == [wire.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
-    assert station.subscriber.give_back()
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
+    assert station.subscriber.holdings.copy_out()
     station.overwrite(5)
     station.flush()
-    assert station.take() == [wire.Released(EPOCH, nonce(7), 1, ())]
-    held = station.subscriber.held("policy")
+    assert station.take() == [messages.Released(EPOCH, nonce(7), 1, ())]
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     assert {x for view in held[2].views for x in view.reshape(-1).tolist()} == station.content() == {50}
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
     station.flush()
     assert not station.take()
 
@@ -506,24 +508,24 @@ def test_a_borrowed_slab_is_copied_out_at_once_if_its_update_has_to_wait(station
     station.subscriber.waits = lambda models: asked.append(list(models)) or True  # type: ignore[func-returns-value]
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.overwrite(5)
-    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    assert station.take() == [messages.Staged(EPOCH, 1, 1)]
     assert asked == [["policy"]]
     station.apply()
     assert station.content() == {50}
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
 
 
 def test_a_borrowed_slab_is_copied_out_at_once_if_the_rest_of_its_update_is_still_to_come(pair: Station) -> None:
     whole, streamed = slab_of(SlabPool(), 50), slab_of(SlabPool(), 60)
     pair.offered[b"here"], pair.borrows = (whole, True), True
     parts = (
-        wire.Part("policy", 5, whole.layout.digest, whole.nbytes, None, b"here"),
-        wire.Part("critic", 5, streamed.layout.digest, streamed.nbytes, None, None),
+        messages.Part("policy", 5, whole.layout.digest, whole.nbytes, None, b"here"),
+        messages.Part("critic", 5, streamed.layout.digest, streamed.nbytes, None, None),
     )
-    pair.receive(wire.Update(EPOCH, 1, False, parts), [b"", b""])
+    pair.receive(messages.Update(EPOCH, 1, False, parts), [b"", b""])
     whole.memory[:] = bytes(whole.nbytes)
-    pair.receive(wire.Ping(EPOCH, 1))
-    (pong,) = pair.take(wire.Pong)
+    pair.receive(messages.Ping(EPOCH, 1))
+    (pong,) = pair.take(messages.Pong)
     assert reported(pong) == (1, ())
     pair.chunk(1, 0, streamed.nbytes, 60, part=1)
     pair.apply()
@@ -533,16 +535,16 @@ def test_a_borrowed_slab_is_copied_out_at_once_if_the_rest_of_its_update_is_stil
 def test_a_borrowed_slab_that_somebody_copies_is_given_back_after_that(station: Station) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.apply()
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     reader = held[2].retain()
     station.take()
-    assert station.subscriber.give_back()
+    assert station.subscriber.holdings.copy_out()
     station.flush()
     assert not station.take()
     reader.release()
     station.flush()
-    assert station.take() == [wire.Released(EPOCH, nonce(7), 1, ())]
+    assert station.take() == [messages.Released(EPOCH, nonce(7), 1, ())]
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
@@ -556,7 +558,7 @@ def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
     station.apply()
     station.take()
     monkeypatch.setattr(station.subscriber.pool, "acquire", acquire)
-    station.subscriber.give_back()
+    station.subscriber.holdings.copy_out()
     station.flush()
     assert not station.take()
     station.lend(2, {"policy": (6, 60)}, borrowed=True)
@@ -564,9 +566,9 @@ def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
     *_, applied = station.take()
     assert reported(applied) == (2, (("policy", 6),))
     monkeypatch.undo()
-    assert station.subscriber.give_back()
+    assert station.subscriber.holdings.copy_out()
     station.flush()
-    assert station.take() == [wire.Released(EPOCH, nonce(7), 2, ())]
+    assert station.take() == [messages.Released(EPOCH, nonce(7), 2, ())]
 
 
 def test_a_borrowed_slab_whose_update_cannot_be_applied_is_given_back(station: Station) -> None:
@@ -576,13 +578,16 @@ def test_a_borrowed_slab_whose_update_cannot_be_applied_is_given_back(station: S
     station.subscriber.failed(staging, RuntimeError("no"))
     (failed,) = station.take()
     assert reported(failed) == (1, ())
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
 
 
 def test_a_lent_slab_that_is_replaced_before_the_gate_is_not_kept(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     station.lend(2, {"policy": (2, 20)})
-    assert station.take() == [wire.Staged(EPOCH, 1, 1, (("policy", 1),)), wire.Staged(EPOCH, 2, 2, (("policy", 2),))]
+    assert station.take() == [
+        messages.Staged(EPOCH, 1, 1, (("policy", 1),)),
+        messages.Staged(EPOCH, 2, 2, (("policy", 2),)),
+    ]
 
 
 def test_a_lent_slab_that_the_gate_has_begun_with_is_kept_though_a_newer_one_waits(station: Station) -> None:
@@ -649,7 +654,7 @@ def test_the_same_version_twice_is_one_slab(station: Station) -> None:
 def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     station.apply()
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     reader = held[2].retain()
     station.lend(2, {"policy": (2, 20)})
@@ -659,7 +664,7 @@ def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station) -> None:
     assert not station.take()
     reader.release()
     station.flush()
-    assert station.take() == [wire.Released(EPOCH, nonce(7), 2, (("policy", 2),))]
+    assert station.take() == [messages.Released(EPOCH, nonce(7), 2, (("policy", 2),))]
     station.flush()
     assert not station.take()
 
@@ -679,7 +684,7 @@ def test_a_slab_that_a_forked_child_reads_is_kept_until_it_has_a_copy(station: S
     slab.forked = False
     station.subscriber.tick(station.now)
     station.flush()
-    assert station.take() == [wire.Released(EPOCH, nonce(7), 2, (("policy", 2),))]
+    assert station.take() == [messages.Released(EPOCH, nonce(7), 2, (("policy", 2),))]
 
 
 def test_an_update_whose_slab_cannot_be_had_fails_and_keeps_nothing(pair: Station) -> None:
@@ -687,12 +692,12 @@ def test_an_update_whose_slab_cannot_be_had_fails_and_keeps_nothing(pair: Statio
     pair.lend(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.flush()
     failed, *rest = pair.take()
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, messages.Failed)
     assert (failed.serial, failed.versions) == (1, {"policy": 1, "critic": 1})
     assert "not here" in failed.message
     assert reported([failed, *rest][-1]) == (1, ())
     assert all(slab.references == 0 for slab in pair.borrowed.values())
-    pair.receive(wire.Ping(EPOCH, 1))
+    pair.receive(messages.Ping(EPOCH, 1))
     assert reported(pair.take()[-1]) == (1, ())
 
 
@@ -706,9 +711,9 @@ def test_an_update_that_cannot_be_converted_keeps_nothing(station: Station) -> N
 def test_an_update_of_an_unknown_layout_may_still_come_again(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     with pytest.raises(ProtocolError, match="unknown layout"):
-        station.receive(wire.Update(EPOCH, 2, True, (unknown(digest=bytes(16), descriptor=b"slot"),)), [b"", b""])
+        station.receive(messages.Update(EPOCH, 2, True, (unknown(digest=bytes(16), descriptor=b"slot"),)), [b"", b""])
     station.take()
-    station.receive(wire.Ping(EPOCH, 1))
+    station.receive(messages.Ping(EPOCH, 1))
     assert reported(station.take()[-1]) == (1, (("policy", 1),))
 
 
@@ -716,7 +721,7 @@ def test_an_update_that_was_lost_before_a_ping_is_given_back(station: Station) -
     station.lend(1, {"policy": (1, 10)})
     station.apply()
     station.take()
-    station.receive(wire.Ping(EPOCH, 1, 2))
+    station.receive(messages.Ping(EPOCH, 1, 2))
     assert reported(station.take()[-1]) == (2, (("policy", 1),))
     station.lend(2, {"policy": (2, 20)})
     assert not station.subscriber.staged
@@ -726,7 +731,7 @@ def test_an_update_that_was_lost_before_a_ping_is_given_back(station: Station) -
 
 def test_a_ping_does_not_disturb_what_is_arriving(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
-    station.receive(wire.Ping(EPOCH, 1, 1))
+    station.receive(messages.Ping(EPOCH, 1, 1))
     for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
         station.chunk(1, offset, size, 10)
     station.apply()
@@ -734,7 +739,7 @@ def test_a_ping_does_not_disturb_what_is_arriving(station: Station) -> None:
 
 
 def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
-    """The trainer's only model has no name; it counts its loans by the names that it has told."""
+    """The trainer's only model has no name; it counts its leases by the names that it has told."""
     station = Station()
     station.welcome(models={"": layout()})
     station.lend(1, {"": (1, 10)})
@@ -743,7 +748,7 @@ def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
     station.subscriber.register("critic", station.bindings["policy"], station.now)
     station.welcome(models={"": layout()})
     station.take()
-    station.receive(wire.Ping(EPOCH, 1))
+    station.receive(messages.Ping(EPOCH, 1))
     assert reported(station.take()[-1]) == (1, (("", 1),))
 
 
@@ -753,7 +758,7 @@ def test_of_an_older_trainers_slabs_the_new_one_hears_nothing(station: Station) 
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     station.take()
-    station.receive(wire.Ping(NEWER, 1))
+    station.receive(messages.Ping(NEWER, 1))
     assert reported(station.take()[-1]) == (0, ())
     station.lend(1, {"policy": (1, 10)}, epoch=NEWER)
     station.apply()
@@ -769,30 +774,30 @@ def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
     station.lend(2, {"policy": (2, 20)})
     assert not station.subscriber.staged
     assert not station.take()
-    station.receive(wire.Ping(EPOCH, 1))
+    station.receive(messages.Ping(EPOCH, 1))
     assert reported(station.take()[-1]) == (2, (("policy", 1),))
     station.subscriber.bye("done", reads=True)
-    assert station.take() == [wire.Bye(EPOCH, nonce(7), "reading", "done")]
+    assert station.take() == [messages.Bye(EPOCH, nonce(7), "reading", "done")]
 
 
 def test_who_was_superseded_gives_back_what_it_will_never_look_at_too(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     station.apply()
-    station.receive(wire.Bye(EPOCH, nonce(7), "superseded", ""))
+    station.receive(messages.Bye(EPOCH, nonce(7), "superseded", ""))
     station.lend(2, {"policy": (2, 20)})  # was on its way
     station.take()
     station.subscriber.bye("done")
     (released,) = station.take()
-    assert isinstance(released, wire.Released)
+    assert isinstance(released, messages.Released)
     assert released.nonce == nonce(7)
     assert released.last >= 2
-    assert released.kept == ()
+    assert released.in_use == ()
 
 
 def test_who_was_superseded_and_reads_on_says_nothing(station: Station) -> None:
     station.lend(1, {"policy": (1, 10)})
     station.apply()
-    station.receive(wire.Bye(EPOCH, nonce(7), "superseded", ""))
+    station.receive(messages.Bye(EPOCH, nonce(7), "superseded", ""))
     station.take()
     station.subscriber.bye("done", reads=True)
     assert not station.take()
@@ -810,12 +815,12 @@ def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) 
     station.welcome(epoch=NEWER)
     assert staged.abandoned
     assert not station.subscriber.staged
-    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.holdings.version("policy") == 0
     assert station.content() == {70}  # the model keeps what it has
     station.update(1, {"policy": (1, 10)}, epoch=NEWER)
     station.apply()
     assert station.content() == {10}
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     assert held[:2] == (NEWER, 1)
 
@@ -829,36 +834,36 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
     station.take()
     station.subscriber.applied(begun)
     assert not station.take()
-    assert station.subscriber.version("policy") == 0
+    assert station.subscriber.holdings.version("policy") == 0
     assert station.subscriber.pool.slabs == 1
 
 
 @pytest.mark.parametrize("epoch", [OLDER, NEWER])
-def test_messages_of_another_epoch_are_refused(station: Station, epoch: wire.Epoch) -> None:
-    for instruction in (wire.Ping(epoch, 1), wire.Pong(epoch, 0, {"policy": 9}, {}, 0)):
+def test_messages_of_another_epoch_are_refused(station: Station, epoch: fields.Epoch) -> None:
+    for instruction in (messages.Ping(epoch, 1), messages.Pong(epoch, 0, {"policy": 9}, {}, 0)):
         with pytest.raises(ProtocolError, match="another epoch"):
             station.receive(instruction)
     with pytest.raises(ProtocolError, match="another epoch"):
         station.update(1, {"policy": (9, 90)}, epoch=epoch)
     assert not station.subscriber.staged
-    assert station.subscriber.epoch == EPOCH
+    assert station.subscriber.session.epoch == EPOCH
     assert station.subscriber.targets == {}
 
 
 def test_a_message_of_a_newer_trainer_is_answered_with_one_hello(station: Station) -> None:
     for _ in range(3):
         with pytest.raises(ProtocolError):
-            station.receive(wire.Ping(NEWER, 1))
+            station.receive(messages.Ping(NEWER, 1))
     (hello,) = station.take()
-    assert isinstance(hello, wire.Hello)
+    assert isinstance(hello, messages.Hello)
     station.welcome(epoch=NEWER)
-    assert station.subscriber.epoch == NEWER
+    assert station.subscriber.session.epoch == NEWER
 
 
 def test_a_welcome_from_an_older_trainer_is_refused(station: Station) -> None:
     with pytest.raises(ProtocolError, match="older trainer"):
         station.welcome(epoch=OLDER)
-    assert station.subscriber.epoch == EPOCH
+    assert station.subscriber.session.epoch == EPOCH
 
 
 def test_a_welcome_to_somebody_else_or_to_an_earlier_hello_is_refused(station: Station) -> None:
@@ -866,8 +871,8 @@ def test_a_welcome_to_somebody_else_or_to_an_earlier_hello_is_refused(station: S
     for wrong in ({"incarnation": 8}, {"attempt": 1}):
         with pytest.raises(ProtocolError, match="another HELLO"):
             station.welcome(epoch=NEWER, **wrong)  # type: ignore[arg-type]
-    assert station.subscriber.epoch == EPOCH
-    assert not station.subscriber.welcomed
+    assert station.subscriber.session.epoch == EPOCH
+    assert not station.subscriber.session.welcomed
 
 
 # -- the end --------------------------------------------------------------------------------------------------------
@@ -880,12 +885,12 @@ def test_bye_ends_it_and_leaves_what_was_applied(station: Station, reason: str, 
     station.update(1, {"policy": (1, 10)})
     station.apply()
     station.take()
-    station.receive(wire.Bye(EPOCH, nonce(7), reason, "so long"))
-    assert isinstance(station.subscriber.ended, error)
-    assert "so long" in str(station.subscriber.ended)
-    assert station.subscriber.held("policy") is not None
+    station.receive(messages.Bye(EPOCH, nonce(7), reason, "so long"))
+    assert isinstance(station.subscriber.session.ended, error)
+    assert "so long" in str(station.subscriber.session.ended)
+    assert station.subscriber.holdings.held.get("policy") is not None
     station.update(2, {"policy": (2, 20)})
-    station.receive(wire.Ping(EPOCH, 1))
+    station.receive(messages.Ping(EPOCH, 1))
     station.pass_time(600)
     assert not station.subscriber.staged
     assert not station.take()
@@ -893,30 +898,32 @@ def test_bye_ends_it_and_leaves_what_was_applied(station: Station, reason: str, 
 
 def test_an_update_that_was_staged_before_bye_may_still_be_applied(station: Station) -> None:
     station.update(1, {"policy": (1, 10)})
-    station.receive(wire.Bye(EPOCH, nonce(7), "closed", ""))
+    station.receive(messages.Bye(EPOCH, nonce(7), "closed", ""))
     station.apply()
     assert station.content() == {10}
 
 
-@pytest.mark.parametrize("bye", [wire.Bye(EPOCH, nonce(8), "closed", ""), wire.Bye(OLDER, nonce(7), "closed", "")])
-def test_a_bye_to_somebody_else_or_of_an_older_trainer_does_not_count(station: Station, bye: wire.Bye) -> None:
+@pytest.mark.parametrize(
+    "bye", [messages.Bye(EPOCH, nonce(8), "closed", ""), messages.Bye(OLDER, nonce(7), "closed", "")]
+)
+def test_a_bye_to_somebody_else_or_of_an_older_trainer_does_not_count(station: Station, bye: messages.Bye) -> None:
     with pytest.raises(ProtocolError):
         station.receive(bye)
-    assert station.subscriber.ended is None
+    assert station.subscriber.session.ended is None
 
 
 def test_without_bye_it_keeps_waiting_for_a_new_trainer(station: Station) -> None:
     station.subscriber.disconnected()
     station.pass_time(3600)
-    assert station.subscriber.ended is None
+    assert station.subscriber.session.ended is None
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
-    assert station.subscriber.epoch == NEWER
+    assert station.subscriber.session.epoch == NEWER
 
 
 def test_leaving_says_bye(station: Station) -> None:
     station.subscriber.bye("done")
-    assert station.take() == [wire.Bye(EPOCH, nonce(7), "closed", "done")]
+    assert station.take() == [messages.Bye(EPOCH, nonce(7), "closed", "done")]
 
 
 def test_closing_lets_go_of_all_slabs(station: Station) -> None:
@@ -925,7 +932,7 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     staged = station.subscriber.staged[-1]
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
     station.subscriber.close()
     assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
@@ -939,13 +946,13 @@ def test_a_request_is_answered_with_the_targets(station: Station) -> None:
     station.update(1, {"policy": (4, 40)})
     assert station.subscriber.targets == {"policy": 4}
     station.take()
-    request = station.subscriber.request(station.now)
-    assert station.take() == [wire.Ping(EPOCH, request)]
-    assert not station.subscriber.answered(request)
-    station.receive(wire.Pong(EPOCH, request, {"policy": 6}, {}, 0))
-    assert station.subscriber.answered(request)
+    request = station.subscriber.session.request()
+    assert station.take() == [messages.Ping(EPOCH, request)]
+    assert not station.subscriber.session.answered(request)
+    station.receive(messages.Pong(EPOCH, request, {"policy": 6}, {}, 0))
+    assert station.subscriber.session.answered(request)
     assert station.subscriber.targets == {"policy": 6}
-    station.receive(wire.Pong(EPOCH, request - 1, {"policy": 5}, {}, 0))
+    station.receive(messages.Pong(EPOCH, request - 1, {"policy": 5}, {}, 0))
     assert station.subscriber.targets == {"policy": 6}
 
 
@@ -955,8 +962,8 @@ def test_pong_tells_what_is_applied_what_waits_and_what_arrives(station: Station
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     station.take()
-    station.receive(wire.Ping(EPOCH, 8))
-    assert station.take() == [wire.Pong(EPOCH, 8, {"policy": 1}, {"policy": 2}, 3, 3)]
+    station.receive(messages.Ping(EPOCH, 8))
+    assert station.take() == [messages.Pong(EPOCH, 8, {"policy": 1}, {"policy": 2}, 3, 3)]
 
 
 def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:
@@ -976,39 +983,41 @@ def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:
 
 def state(subscriber: Subscriber) -> object:
     return (
-        subscriber.epoch,
-        subscriber.welcomed,
-        subscriber.ended,
+        subscriber.session.epoch,
+        subscriber.session.welcomed,
+        subscriber.session.ended,
         dict(subscriber.targets),
         subscriber.staged.copy(),
-        subscriber._incoming,
-        subscriber._serial,
+        subscriber.incoming.update,
+        subscriber.reports.serial,
         subscriber.last_seen,
     )
 
 
-def unknown(**changes: object) -> wire.Part:
+def unknown(**changes: object) -> messages.Part:
     fields = {"model_id": "policy", "version": 1, "digest": layout().digest, "nbytes": 128, **changes}
-    return wire.Part(**fields)  # type: ignore[arg-type]
+    return messages.Part(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("instruction", "payload"),
     [
-        (wire.Ready(EPOCH, {}), []),
-        (wire.Applied(EPOCH, {"policy": 9}), []),
-        (wire.Pong(EPOCH, 1, {"policy": 9}, {}, 0), []),
-        (wire.Update(EPOCH, 3, False, (unknown(digest=bytes(16)),)), [b""]),
-        (wire.Update(EPOCH, 3, False, (unknown(model_id="critic"),)), [b""]),
-        (wire.Update(EPOCH, 3, False, (unknown(nbytes=64),)), [b""]),
-        (wire.Update(EPOCH, 3, True, (unknown(crc=1),)), [b"", bytes(128)]),
-        (wire.Update(EPOCH, 3, False, (unknown(),)), [bytes((1 << 20) + 1)]),
-        (wire.Chunk(EPOCH, 2, 0, 100), [bytes(40)]),
-        (wire.Chunk(EPOCH, 2, 1, 0), [bytes(40)]),
-        (wire.Chunk(EPOCH, 2, 0, 0, 1), [bytes(40)]),
+        (messages.Ready(EPOCH, {}), []),
+        (messages.Applied(EPOCH, {"policy": 9}), []),
+        (messages.Pong(EPOCH, 1, {"policy": 9}, {}, 0), []),
+        (messages.Update(EPOCH, 3, False, (unknown(digest=bytes(16)),)), [b""]),
+        (messages.Update(EPOCH, 3, False, (unknown(model_id="critic"),)), [b""]),
+        (messages.Update(EPOCH, 3, False, (unknown(nbytes=64),)), [b""]),
+        (messages.Update(EPOCH, 3, True, (unknown(crc=1),)), [b"", bytes(128)]),
+        (messages.Update(EPOCH, 3, False, (unknown(),)), [bytes((1 << 20) + 1)]),
+        (messages.Chunk(EPOCH, 2, 0, 100), [bytes(40)]),
+        (messages.Chunk(EPOCH, 2, 1, 0), [bytes(40)]),
+        (messages.Chunk(EPOCH, 2, 0, 0, 1), [bytes(40)]),
     ],
 )
-def test_a_wrong_message_changes_nothing(station: Station, instruction: wire.Instruction, payload: list[bytes]) -> None:
+def test_a_wrong_message_changes_nothing(
+    station: Station, instruction: messages.Instruction, payload: list[bytes]
+) -> None:
     station.update(1, {"policy": (1, 10)})
     station.apply()
     station.update(2, {"policy": (2, 20)}, eager=False)
@@ -1035,7 +1044,7 @@ def test_more_memory_than_there_is_fails_the_update_only(station: Station, monke
         context.setattr(station.subscriber.pool, "acquire", acquire)
         station.update(1, {"policy": (1, 10)})
     (failed,) = station.take()
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, messages.Failed)
     assert failed.type_name == "builtins.MemoryError"
     station.update(2, {"policy": (2, 20)})
     assert station.subscriber.staged
@@ -1047,12 +1056,12 @@ def test_what_was_granted_to_an_earlier_update_is_not_taken_for_a_newer_one(stat
         slab = slab_of(SlabPool(), 10 * version)
         descriptor = b"slot %d" % version
         station.offered[descriptor] = slab, True
-        part = wire.Part("policy", version, slab.layout.digest, slab.nbytes, None, descriptor, True)
-        station.receive(wire.Update(EPOCH, serial, True, (part,)), [b"", b""])
-        assert [fetch.serial for fetch in station.take(wire.Fetch)] == [serial]  # type: ignore[attr-defined]
-    station.receive(wire.Granted(EPOCH, 1))
+        part = messages.Part("policy", version, slab.layout.digest, slab.nbytes, None, descriptor, True)
+        station.receive(messages.Update(EPOCH, serial, True, (part,)), [b"", b""])
+        assert [fetch.serial for fetch in station.take(messages.Fetch)] == [serial]  # type: ignore[attr-defined]
+    station.receive(messages.Granted(EPOCH, 1))
     assert not station.subscriber.staged
-    station.receive(wire.Granted(EPOCH, 2))
+    station.receive(messages.Granted(EPOCH, 2))
     station.apply()
     assert station.content() == {60}
 
@@ -1072,7 +1081,21 @@ def content_of(value: float) -> bytes:
 
 def repeat(station: Station, serial: int, version: int, value: float, *, since: int | None = None) -> None:
     since = serial - 1 if since is None else since
-    station.receive(wire.Again(EPOCH, serial, since, version, None), [content_of(value)])
+    station.receive(messages.Again(EPOCH, serial, since, version, None), [content_of(value)])
+
+
+def test_again_goes_the_general_way_where_nothing_is_to_be_fast() -> None:
+    station = Station(settings=replace(SMALL, fast=False))
+    station.join()
+    station.update(3, {"policy": (5, 50)})
+    station.apply()
+    station.take()
+    repeat(station, 4, 6, 6)
+    assert station.take() == [messages.Staged(EPOCH, 4, 4)]
+    station.apply()
+    assert station.content() == {6}
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 6}, 4)]
+    assert station.subscriber.steady(4) is None
 
 
 def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
@@ -1083,14 +1106,14 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
         repeat(station, serial, version, version, since={4: 3, 7: 4, 8: 7}[serial])
         assert station.take() == []
         station.flush()  # it has to wait
-        assert station.take() == [wire.Staged(EPOCH, serial, serial)]
+        assert station.take() == [messages.Staged(EPOCH, serial, serial)]
         station.apply()
         assert station.content() == {version}
-        assert station.subscriber.version("policy") == version
-        assert station.take() == [wire.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
+        assert station.subscriber.holdings.version("policy") == version
+        assert station.take() == [messages.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
     repeat(station, 9, 11, 11)
     station.apply()
-    assert station.take() == [wire.Done(EPOCH, 9)], "instead of STAGED"
+    assert station.take() == [messages.Done(EPOCH, 9)], "instead of STAGED"
     assert station.subscriber.targets == {"policy": 11}
 
 
@@ -1098,21 +1121,21 @@ def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None
     for mapped in (False, True):
         for version in (1, 2, 3):
             station.offered[b"%d" % version] = slab_of(SlabPool(), version), mapped
-        before = station.subscriber.version("policy")
+        before = station.subscriber.holdings.version("policy")
         serial = 10 if mapped else 1
         station.update(serial, {"policy": (before + 1, 1)}, descriptor=b"1")
         station.apply()
         station.take()
         for version in (2, 3):
-            station.receive(wire.Again(EPOCH, serial + version, serial + version - 1 - (version == 2), before + version,
-                                       b"%d" % version))  # fmt: skip
+            since = serial + version - 1 - (version == 2)
+            station.receive(messages.Again(EPOCH, serial + version, since, before + version, b"%d" % version))
             station.apply()
             assert station.content() == {version}
             (said,) = station.take()
             # A slab that is read where it is stays in use until the next one is applied.
             kept = (("policy", before + version),)
-            shown = wire.Applied(EPOCH, {"policy": before + version}, serial + version, kept)
-            assert said == (shown if mapped else wire.Done(EPOCH, serial + version))
+            shown = messages.Applied(EPOCH, {"policy": before + version}, serial + version, kept)
+            assert said == (shown if mapped else messages.Done(EPOCH, serial + version))
 
 
 def test_an_again_without_its_update_is_dropped(station: Station) -> None:
@@ -1126,15 +1149,15 @@ def test_an_again_without_its_update_is_dropped(station: Station) -> None:
     station.take()
     dropped(5, 4)
     dropped(5, 2)
-    station.receive(wire.Ping(EPOCH, 1, 4))  # the UPDATE 4 is lost
+    station.receive(messages.Ping(EPOCH, 1, 4))  # the UPDATE 4 is lost
     station.take()
     dropped(6, 3)
     dropped(6, 4)
     station.welcome(epoch=NEWER)
     station.take()
     with pytest.raises(ProtocolError):
-        station.receive(wire.Again(NEWER, 4, 3, 9, None), [content_of(9.0)])
-    repeat_of_old = wire.Again(EPOCH, 4, 3, 9, None)
+        station.receive(messages.Again(NEWER, 4, 3, 9, None), [content_of(9.0)])
+    repeat_of_old = messages.Again(EPOCH, 4, 3, 9, None)
     with pytest.raises(ProtocolError):
         station.receive(repeat_of_old, [content_of(9.0)])
 
@@ -1162,9 +1185,9 @@ def test_an_again_that_comes_twice_or_late_changes_nothing(station: Station) -> 
     station.take()
     repeat(station, 2, 2, 99)
     assert not station.subscriber.staged
-    assert station.take() == [wire.Done(EPOCH, 2)], "an interrupt may have swallowed the first answer"
-    station.receive(wire.Again(EPOCH, 2, 1, 2, None), [content_of(99)])
-    assert station.take() == [wire.Done(EPOCH, 2)]
+    assert station.take() == [messages.Done(EPOCH, 2)], "an interrupt may have swallowed the first answer"
+    station.receive(messages.Again(EPOCH, 2, 1, 2, None), [content_of(99)])
+    assert station.take() == [messages.Done(EPOCH, 2)]
     assert station.content() == {20}
 
 
@@ -1172,7 +1195,7 @@ def test_an_again_with_too_few_bytes_is_refused(station: Station) -> None:
     station.update(1, {"policy": (1, 10)})
     station.apply()
     with pytest.raises(ProtocolError, match="bytes for a slab"):
-        station.receive(wire.Again(EPOCH, 2, 1, 2, None), [b"short"])
+        station.receive(messages.Again(EPOCH, 2, 1, 2, None), [b"short"])
     repeat(station, 2, 2, 20)
     station.apply()
     assert station.content() == {20}
@@ -1184,7 +1207,7 @@ def test_an_again_replaces_what_still_waits(station: Station) -> None:
     station.take()
     station.apply()
     assert station.content() == {20}
-    assert station.take() == [wire.Applied(EPOCH, {"policy": 2}, 2)]
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 2}, 2)]
 
 
 def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> None:
@@ -1193,9 +1216,9 @@ def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> N
     station.apply()
     station.take()
     station.unavailable.add("policy")
-    station.receive(wire.Again(EPOCH, 2, 1, 2, b"2"))
+    station.receive(messages.Again(EPOCH, 2, 1, 2, b"2"))
     (told,) = station.take()
-    assert isinstance(told, wire.Failed)
+    assert isinstance(told, messages.Failed)
     assert (told.serial, told.versions, told.last, told.message) == (2, {"policy": 2}, 2, "it is not here")
     station.unavailable.clear()
     station.update(3, {"policy": (3, 30)})
@@ -1204,7 +1227,7 @@ def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> N
     station.bindings["policy"].broken = OSError("no")
     repeat(station, 4, 4, 40)
     (told,) = station.take()
-    assert isinstance(told, wire.Failed)
+    assert isinstance(told, messages.Failed)
     assert (told.serial, told.versions) == (4, {"policy": 4})
     station.bindings["policy"].broken = None
     repeat(station, 5, 5, 50)
@@ -1217,11 +1240,11 @@ def test_an_again_that_a_transport_has_to_fetch_is_fetched(station: Station) -> 
     station.update(1, {"policy": (1, 1)})
     station.apply()
     station.take()
-    station.receive(wire.Again(EPOCH, 2, 1, 2, b"elsewhere"))
-    ((serial, index, part, slab),) = station.subscriber.fetches
+    station.receive(messages.Again(EPOCH, 2, 1, 2, b"elsewhere"))
+    ((serial, index, part, slab),) = station.subscriber.incoming.fetches
     assert (serial, index, part.descriptor) == (2, 0, b"elsewhere")
     slab.memory[:] = content_of(2)
-    station.subscriber.fetched(serial, index, slab, None, station.now)
+    station.subscriber.incoming.fetched(serial, index, slab, None, station.now)
     station.apply()
     assert station.content() == {2}
 
@@ -1241,17 +1264,17 @@ def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: 
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.apply()
     station.take()
-    station.subscriber.give_back()
+    station.subscriber.holdings.copy_out()
     station.flush()
     station.take()
     station.subscriber.waits = lambda models: waits
     station.offered[b"slot"] = slab_of(SlabPool(), 60), True
-    station.receive(wire.Again(EPOCH, 2, 1, 6, b"slot"))
+    station.receive(messages.Again(EPOCH, 2, 1, 6, b"slot"))
     station.flush()
-    assert station.take() == [wire.Staged(EPOCH, 2, 2, () if waits else (("policy", 6),))]
+    assert station.take() == [messages.Staged(EPOCH, 2, 2, () if waits else (("policy", 6),))]
     station.apply()
     assert station.content() == {60}
-    assert station.subscriber.give_back() is not waits
+    assert station.subscriber.holdings.copy_out() is not waits
 
 
 class Keeping(WeightStrategy):
@@ -1272,18 +1295,18 @@ def test_what_a_users_convert_sees_is_copied_out_first() -> None:
     station.join()
     strategy.kept.clear()
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    assert station.take() == [wire.Staged(EPOCH, 1, 1)]
+    assert station.take() == [messages.Staged(EPOCH, 1, 1)]
     station.apply()
     station.overwrite(5)
     (seen,) = strategy.kept
     assert all((tensor == 50).all() for tensor in seen.values(True, True))
     station.offered[b"slot"] = slab_of(SlabPool(), 60), True
     station.take()
-    station.receive(wire.Again(EPOCH, 2, 1, 6, b"slot"))
+    station.receive(messages.Again(EPOCH, 2, 1, 6, b"slot"))
     station.apply()
-    assert station.take() == [wire.Done(EPOCH, 2)]
+    assert station.take() == [messages.Done(EPOCH, 2)]
     assert station.content() == {60}
-    assert not station.subscriber.give_back()
+    assert not station.subscriber.holdings.copy_out()
 
 
 def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
@@ -1291,7 +1314,7 @@ def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
 ) -> None:
     station.lend(1, {"policy": (5, 50)}, borrowed=True)
     station.apply()
-    held = station.subscriber.held("policy")
+    held = station.subscriber.holdings.held.get("policy")
     assert held is not None
 
     def strike() -> None:
@@ -1299,10 +1322,10 @@ def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
 
     monkeypatch.setattr(held[2], "release", strike)
     with pytest.raises(KeyboardInterrupt):
-        station.subscriber.give_back()
-    after = station.subscriber.held("policy")
+        station.subscriber.holdings.copy_out()
+    after = station.subscriber.holdings.held.get("policy")
     assert after is not None
-    assert not after[2].borrowed
+    assert not after[2].short_lease
     assert held[2].references == 1
 
 

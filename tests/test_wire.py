@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.protocol import wire
-from asyncsync.protocol.wire import (
+from asyncsync.protocol import codec
+from asyncsync.protocol.codec import decode, encode
+from asyncsync.protocol.fields import (
+    MAX_CHUNK,
+    MAX_DESCRIPTOR,
+    MAX_FRAMES,
+    MAX_HEADER,
+    MAX_IN_USE,
+    MAX_MODELS,
+    MAX_TEXT,
+)
+from asyncsync.protocol.messages import (
     INSTRUCTIONS,
     Again,
     Applied,
@@ -34,8 +44,6 @@ from asyncsync.protocol.wire import (
     Staged,
     Update,
     Welcome,
-    decode,
-    encode,
 )
 
 # -- any instruction ---------------------------------------------------------------------------------------------------
@@ -193,7 +201,7 @@ def test_an_arbitrary_value_is_a_protocol_error(value: Any) -> None:
 @given(st.integers(1, 14), st.lists(anything, max_size=9), st.lists(st.binary(max_size=9), max_size=4))
 def test_arbitrary_fields_are_a_protocol_error(kind: int, values: list[Any], payload: list[bytes]) -> None:
     try:
-        instruction, _ = decode([msgpack.packb([wire.PROTOCOL, kind, *values]), *payload])
+        instruction, _ = decode([msgpack.packb([codec.PROTOCOL, kind, *values]), *payload])
     except ProtocolError:
         return
     assert instruction.kind == kind
@@ -266,19 +274,19 @@ def test_the_first_number_of_an_epoch_leaves_room_for_a_higher_one() -> None:
         (EXAMPLES[Hello][0], {"have": {"x" * 513: 1}}),
         (EXAMPLES[Hello][0], {"have": {str(i): 1 for i in range(1025)}}),
         (EXAMPLES[Staged][0], {"serial": 0}),
-        (EXAMPLES[Failed][0], {"message": "x" * (wire.MAX_TEXT + 1)}),
+        (EXAMPLES[Failed][0], {"message": "x" * (MAX_TEXT + 1)}),
         (EXAMPLES[Failed][0], {"mismatch": 1}),
         (EXAMPLES[Ready][0], {"digests": {"m": b""}}),
         (EXAMPLES[Bye][0], {"reason": "x" * 33}),
         (EXAMPLES[Fetch][0], {"upto": -1}),
         (EXAMPLES[Released][0], {"nonce": b"short"}),
         (EXAMPLES[Released][0], {"last": -1}),
-        (EXAMPLES[Released][0], {"kept": (("m", 0),)}),
-        (EXAMPLES[Released][0], {"kept": (("m", True),)}),
-        (EXAMPLES[Released][0], {"kept": (("m", 1, 1),)}),
-        (EXAMPLES[Released][0], {"kept": ((b"m", 1),)}),
-        (EXAMPLES[Released][0], {"kept": (("x" * 513, 1),)}),
-        (EXAMPLES[Staged][0], {"kept": (("m", 1),) * (wire.MAX_KEPT + 1)}),
+        (EXAMPLES[Released][0], {"in_use": (("m", 0),)}),
+        (EXAMPLES[Released][0], {"in_use": (("m", True),)}),
+        (EXAMPLES[Released][0], {"in_use": (("m", 1, 1),)}),
+        (EXAMPLES[Released][0], {"in_use": ((b"m", 1),)}),
+        (EXAMPLES[Released][0], {"in_use": (("x" * 513, 1),)}),
+        (EXAMPLES[Staged][0], {"in_use": (("m", 1),) * (MAX_IN_USE + 1)}),
         (EXAMPLES[Done][0], {"serial": 0}),
         (EXAMPLES[Done][0], {"epoch": (1 << 63, 0)}),
     ],
@@ -297,7 +305,7 @@ def test_a_field_out_of_bounds_is_refused(instruction: Instruction, changes: dic
         {"digest": b""},
         {"model_id": 3},
         {"descriptor": "text"},
-        {"descriptor": b"x" * (wire.MAX_DESCRIPTOR + 1)},
+        {"descriptor": b"x" * (MAX_DESCRIPTOR + 1)},
         {"origin": -1},
         {"origin": "root"},
     ],
@@ -315,7 +323,7 @@ def test_a_part_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
         {"since": 0},
         {"since": 7},
         {"version": 0},
-        {"descriptor": b"x" * (wire.MAX_DESCRIPTOR + 1)},
+        {"descriptor": b"x" * (MAX_DESCRIPTOR + 1)},
     ],
 )
 def test_an_again_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
@@ -332,7 +340,7 @@ def test_an_instruction_of_fixed_form_is_known_by_its_kind_and_as_long_as_it_sho
     for kind in set(range(256)) - {Again.kind, Done.kind}:
         refused(bytes([0xC1, kind]) + header[2:])
     for kind in (Again.kind, Done.kind):
-        refused(msgpack.packb([wire.PROTOCOL, kind, [1, 2], 6]))
+        refused(msgpack.packb([codec.PROTOCOL, kind, [1, 2], 6]))
 
 
 def test_a_message_needs_a_known_protocol_and_kind() -> None:
@@ -371,7 +379,7 @@ def test_a_header_may_need_more_than_the_small_limits() -> None:
 
 
 def test_all_models_may_be_told_of_with_all_that_is_kept_of_them() -> None:
-    models = {f"model{i}": i for i in range(wire.MAX_MODELS)}
+    models = {f"model{i}": i for i in range(MAX_MODELS)}
     kept = tuple((model, version) for model in models for version in range(1, 5))
     for report in (Pong((1, 2), 3, models, models, 5, 9, kept), Applied((1, 2), models, 9, kept)):
         assert decode([encode(report)])[0] == report
@@ -380,7 +388,7 @@ def test_all_models_may_be_told_of_with_all_that_is_kept_of_them() -> None:
 
 
 def test_the_longest_failure_fits_into_a_header_in_any_script() -> None:
-    long = "\U0001f600" * wire.MAX_TEXT
+    long = "\U0001f600" * MAX_TEXT
     failed = Failed((1, 2), 1, {"policy": 1}, False, "X", long, long)
     assert decode([encode(failed)])[0] == failed
 
@@ -395,9 +403,9 @@ def test_text_that_is_no_unicode_is_mended_not_raised() -> None:
 
 def test_frames_and_bytes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     ping = encode(EXAMPLES[Ping][0])
-    assert isinstance(refused(*[ping] * (wire.MAX_FRAMES + 1)), LimitExceeded)
-    assert isinstance(refused(bytes(wire.MAX_HEADER + 1)), LimitExceeded)
-    monkeypatch.setattr(wire, "MAX_FRAME", 100)
+    assert isinstance(refused(*[ping] * (MAX_FRAMES + 1)), LimitExceeded)
+    assert isinstance(refused(bytes(MAX_HEADER + 1)), LimitExceeded)
+    monkeypatch.setattr(codec, "MAX_FRAME", 100)
     welcome, _ = EXAMPLES[Welcome]
     assert isinstance(refused(encode(welcome), bytes(101)), LimitExceeded)
 
@@ -456,8 +464,8 @@ def test_a_chunk_has_one_payload_frame_that_is_not_empty() -> None:
     refused(header)
     refused(header, b"")
     refused(header, b"a", b"b")
-    refused(header, bytes(wire.MAX_CHUNK + 1))
-    assert decode([header, bytes(wire.MAX_CHUNK)])
+    refused(header, bytes(MAX_CHUNK + 1))
+    assert decode([header, bytes(MAX_CHUNK)])
 
 
 def test_an_update_brings_values_for_every_part_and_eager_bytes_of_the_right_length() -> None:

@@ -1,24 +1,20 @@
-"""Attachments: a worker's mappings of the slots that its sender has lent it. No asyncio.
+"""Attachments: a worker's mappings of the slots that are leased to it. No asyncio.
 
 A mapping is private, copy on write: reading it costs no copy, and what a worker writes there (an optimiser's step,
 BatchNorm) stays its own. The price is that a page it has written shows nothing newer any more, so such pages are
 thrown away before the slot is used for another version.
 
-A slot that the sender wants back soon is *borrowed*: an update is applied from it, and then it is copied out. No
-Parameter lies there.
+A slot can have a *short lease*: an update is applied from it, and then it is copied out. No Parameter lies there.
 
-Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.binding` has pointed here, and only as
-long as this worker has not said that it is done with the slot. :meth:`Attachments.detach` makes them the process's own,
-for models that live on when their scheme does not; a forked child does so at once, while the parent keeps the slot for
-it.
+Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.update` has pointed here, and only as
+long as this worker has not released the slot. :meth:`Attachments.detach` makes them the process's own, for models that
+live on when their scheme does not; a forked child does so at once, and the parent holds the lease until then.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import stat
 import threading
 import time
 import weakref
@@ -26,16 +22,21 @@ import weakref
 import numpy as np
 import torch
 
-from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
-from asyncsync.transports.slots import F_GET_SEALS, SEAL_SHRINK, Place
+from asyncsync.net.memory_file import map_private, open_place
+from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
-from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import FOREIGN, Slab
 
 __all__ = ["Attachment", "Attachments"]
 
 FORK_PATIENCE = 2.0
+REMEDY = (
+    "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
+    "container): use ZMQWeightSyncScheme otherwise"
+)
 SMALL_BYTES = 256 << 10
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 MADV_POPULATE_WRITE = 23  # Python has no name for it
@@ -45,19 +46,19 @@ _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 class Mapped(Slab):
     """A slab that is read in its slot."""
 
-    lent = True
+    leased = True
 
-    def __init__(self, layout: Layout, attachment: Attachment, *, borrowed: bool) -> None:
+    def __init__(self, layout: Layout, attachment: Attachment, *, short_lease: bool) -> None:
         super().__init__(layout, attachment.buffer[: layout.nbytes])
         self._attachment = attachment
-        self.borrowed = borrowed
-        self.adoptable = not borrowed
+        self.short_lease = short_lease
+        self.may_hold_parameters = not short_lease
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout, each a storage of its own: whoever pickles a Parameter, saves it or
-        shares it with another process, does so with its bytes, not with the whole slab's."""
-        if self.borrowed:  # no Parameter ever lies here
+        """A typed view per entry of the layout, each a storage of its own: a Parameter that is pickled, saved, or
+        shared with another process, takes along its bytes, not the whole slab's."""
+        if self.short_lease:  # no Parameter ever lies here
             return super().views
         if self._views is None:
             with normal_tensors():
@@ -98,13 +99,13 @@ class Attachment:
 
     def __init__(self, place: Place) -> None:
         self.key = (place.device, place.inode)
-        self._borrowed = not place.mapped
-        number = _open(place)
+        self._short_lease = not place.mapped
+        number = open_place(place.file, "the sender's", REMEDY)
         try:
             self._size = os.fstat(number).st_size
-            self._map = _map(number, self._size)
+            self._map = map_private(number, self._size)
             # A second time for readers of what was sent: where Parameters lie, a worker may write.
-            self._other = _map(number, self._size) if place.mapped else self._map
+            self._other = map_private(number, self._size) if place.mapped else self._map
         except (OSError, ValueError) as error:
             raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
         finally:
@@ -115,7 +116,7 @@ class Attachment:
         self._memory = memoryview(self._map)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
-        self._lock = threading.Lock()  # the loop, a thread that detaches and one that forks look at them
+        self._lock = threading.Lock()  # the loop, a thread that detaches and one that forks use them
         self.address = self.buffer.data_ptr()
         token = FOREIGN.add(self.address, self.address + self._size)
         weakref.finalize(self._map, FOREIGN.discard, token)  # tensors may outlive this object
@@ -140,7 +141,7 @@ class Attachment:
     @property
     def is_adopted(self) -> bool:
         """Whether a model's Parameters lie here, and show what the slot holds."""
-        return self._slab is not None and self._slab.references > 0 and self._slab.adopted
+        return self._slab is not None and self._slab.references > 0 and self._slab.holds_parameters
 
     def window(self, layout: Layout) -> memoryview:
         """The slot's content, where it is."""
@@ -163,26 +164,26 @@ class Attachment:
         """The slot itself as a slab, with a reference for the caller."""
         slab = self._slab
         if slab is not None and slab.references:
-            return slab.retain()  # told twice; it cannot have been written meanwhile
+            return slab.retain()  # the same update again; the slot cannot have been written meanwhile
         self.clean()
         if slab is None or slab.nbytes != layout.nbytes:
-            slab = self._slab = Mapped(layout, self, borrowed=self._borrowed)
+            slab = self._slab = Mapped(layout, self, short_lease=self._short_lease)
         else:
-            slab._reuse(layout)
+            slab.reuse(layout)
         return slab
 
     def clean(self) -> None:
         """If nobody uses it: throw away pages of this process's own, which would hide what the slot holds next."""
         slab = self._slab
-        if slab is None or slab.references or not (slab.adopted or slab.exposed) or self.is_detached:
+        if slab is None or slab.references or not (slab.holds_parameters or slab.exposed) or self.is_detached:
             return
         if self._has_own_pages():
             self._map.madvise(mmap.MADV_DONTNEED)
         slab.forget_moved()
-        slab.adopted = slab.is_home = slab.exposed = False
+        slab.holds_parameters = slab.holds_all_parameters = slab.exposed = False
 
     def _has_own_pages(self) -> bool:
-        # To look is cheaper than to throw away, and map anew, all pages whenever some might have been written.
+        # Asking the kernel is cheaper than throwing away, and mapping anew, all pages whenever some might be written.
         first, count = self.address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
         try:
             number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -219,13 +220,13 @@ class Attachment:
             self._forks = [number for number in self._forks if not _ended(number)]
             return bool(self._forks)
 
-    def keep_for(self, child: int) -> None:
-        """Until this pipe ends."""
+    def lease_to(self, child: int) -> None:
+        """The slot is not released until this pipe of a forked child ends."""
         with self._lock:
             self._forks = [*(number for number in self._forks if not _ended(number)), child]
 
     def forget_forks(self) -> None:
-        """They are nobody's affair any more."""
+        """Hold the slot for no child any more."""
         with self._lock:
             forks, self._forks = self._forks, []
         for number in forks:
@@ -238,7 +239,7 @@ class Attachment:
         if self.is_adopted or (self.in_use and applying):
             self.detach()
             if self._slab is not None:
-                self._slab.adopted = False
+                self._slab.holds_parameters = False
 
 
 class Attachments:
@@ -303,42 +304,6 @@ def _tensor(mapping: mmap.mmap) -> torch.Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _map(number: int, size: int) -> mmap.mmap:
-    return mmap.mmap(number, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _open(place: Place) -> int:
-    path = f"/proc/{place.pid}/fd/{place.number}"
-    remedy = (
-        "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
-        "container): use ZMQWeightSyncScheme otherwise"
-    )
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightSyncError(f"the sender's shared memory cannot be opened ({error}): {remedy}") from error
-    try:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
-            raise WeightSyncError(f"{path} is not the sender's shared memory: {remedy}")
-        if found.st_size < place.size or not _cannot_shrink(number):
-            raise WeightSyncError(f"{path} is not a slot of {place.size} bytes, which cannot shrink")
-    except BaseException:
-        os.close(number)
-        raise
-    return number
-
-
-def _cannot_shrink(number: int) -> bool:
-    """Reading a mapping of a file that has been cut would kill this process."""
-    if not hasattr(os, "memfd_create"):
-        return True  # nor has the sender had memory files, which can be sealed
-    try:
-        return bool(fcntl.fcntl(number, F_GET_SEALS) & SEAL_SHRINK)
-    except OSError:
-        return False
-
-
 def _ended(pipe: int) -> bool:
     try:
         ended = os.read(pipe, 1) == b""
@@ -352,7 +317,7 @@ def _ended(pipe: int) -> bool:
 # -- forks ----------------------------------------------------------------------------------------------------
 
 # A forked child has these mappings, too, and its copy of the model reads them; but the sender knows nothing of it. So
-# the child copies them at once, and until it has, or has ended, this process does not let go of the slots.
+# the child copies them at once, and until it has, or has ended, this process does not release the slots.
 
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 _forking = threading.local()
@@ -364,17 +329,19 @@ def _before_fork() -> None:
     if used:
         _forking.pipe = os.pipe()
         os.set_blocking(_forking.pipe[0], False)
-        _keep(used)
+        _lease_to_child(used)
 
 
-def _keep(used: list[Attachment]) -> None:
+def _lease_to_child(used: list[Attachment]) -> None:
     for attachment in used:
-        attachment.keep_for(os.dup(_forking.pipe[0]))
+        attachment.lease_to(os.dup(_forking.pipe[0]))
 
 
 def _after_fork_in_parent() -> None:
     if _forking.pipe is not None:
-        _keep([attachment for attachment in _attachments if attachment.in_use and attachment not in _forking.used])
+        _lease_to_child(
+            [attachment for attachment in _attachments if attachment.in_use and attachment not in _forking.used]
+        )
         for number in _forking.pipe:
             os.close(number)
     _forking.used = []

@@ -18,16 +18,14 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected
+from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.destination import Destination
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from asyncsync.model.strategy import WeightStrategy
 
 __all__ = ["TransportBackend", "TransportCore"]
 
@@ -77,7 +75,7 @@ class TransportBackend(TransportCore, ABC):
         It is cancelled at the deadline, and when the receiver shuts down. Once it has returned, nothing may write into
         ``into`` any more: the bytes are applied. If it was cancelled or has raised, whatever it has started (a thread,
         a task) may still be writing: the memory is used again only when nothing refers to ``into`` any more, nor to
-        a slice, an array or a tensor over it. So let go of it in the end; and code that knows only its address (a
+        a slice, an array or a tensor over it. So drop it in the end; and code that knows only its address (a
         native library's) must be waited for, also when this is cancelled.
 
         Args:
@@ -128,9 +126,7 @@ class TransportBackend(TransportCore, ABC):
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
-        before = scheme._returned
-        received = await scheme.receive(timeout)
-        return None if received is None else await self._take(destination, received, before)
+        return await self._take(destination, await scheme.receive(timeout))
 
     async def setup_connection_and_weights_on_sender(self) -> None:
         """The sender's side of the rendezvous: as the scheme's ``connect()``, and raises as that does."""
@@ -159,14 +155,12 @@ class TransportBackend(TransportCore, ABC):
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
-        before = scheme._returned
         await scheme.connect(worker_idx=worker_idx)
-        current = await scheme._current()
-        return None if current is None else await self._take(destination, current, before)
+        return await self._take(destination, await scheme._current())
 
-    async def _take(self, destination: Destination, received: TensorDict, before: Any) -> Any:
+    async def _take(self, destination: Destination, received: TensorDict | None) -> Any:
         link = self._bound()._bus._link
-        if link is None or link.closed:
-            return destination.take(received, before)
-        # Large ones not on the loop; and, cancelled, not half.
-        return await link.run(lambda: destination.take(received, before), destination.nbytes_of(received))
+        if received is None or link is None or link.closed:
+            return destination.take(received)
+        # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
+        return await link.run(lambda: destination.take(received), destination.nbytes_of(received))

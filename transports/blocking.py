@@ -26,18 +26,29 @@ Usage of a blocking transport of one's own; see :mod:`asyncsync.transports.chann
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
 
+from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.destination import Destination
 
-if TYPE_CHECKING:
-    from asyncsync.model.strategy import WeightStrategy
+__all__ = ["TransportBackend", "in_sync_as"]
 
-__all__ = ["TransportBackend"]
+C = TypeVar("C", bound=type)
 
 
+def in_sync_as(name: str) -> Callable[[C], C]:
+    """Decorates a class that users import from asyncsync.sync by this name: it shows, and pickles, as what they see."""
+
+    def decorate(kind: C) -> C:
+        kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
+        return kind
+
+    return decorate
+
+
+@in_sync_as("TransportBackend")
 class TransportBackend(TransportCore):
     """A transport whose documented methods are ordinary ones.
 
@@ -71,9 +82,7 @@ class TransportBackend(TransportCore):
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
-        before = scheme._returned
-        received = scheme.receive(timeout)
-        return None if received is None else destination.take(received, before)
+        return destination.take(scheme.receive(timeout))
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """The sender's side of the rendezvous: as the scheme's ``connect()``, and raises as that does.
@@ -99,7 +108,5 @@ class TransportBackend(TransportCore):
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
-        before = scheme._returned
         scheme.connect(worker_idx=worker_idx)
-        current = scheme._bus._run(scheme._current)
-        return None if current is None else destination.take(current, before)
+        return destination.take(scheme._bus._run(scheme._current))

@@ -13,25 +13,33 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.threads import as_exception
-from asyncsync.transports.channels import RECEIVER_SETUP, TAG, TAG_BYTES, close_channels, setup_of, supports_timeout
+from asyncsync.runtime.threads import as_exception, settle
+from asyncsync.transports.channels import (
+    RECEIVER_SETUP,
+    TAG,
+    TAG_BYTES,
+    close_channels,
+    retrieved,
+    setup_of,
+    supports_timeout,
+)
 from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted, flatten, nest
 
-__all__ = ["WrappedReceiver"]
+__all__ = ["ChannelReceiver"]
 
 Message = dict[str, torch.Tensor]
 """What came through the channel: tensors by their dotted names, the tag among them."""
 
-# Ends earlier than the bus's own deadline, which says less.
+# Ends earlier than the bus's own deadline, whose message has less in it.
 MARGIN = 0.5
 
 
 class _Request:
-    """A slab that somebody waits for."""
+    """A slab that a fetch waits for."""
 
     def __init__(self, descriptor: bytes, slab: Slab, until: float, loop: asyncio.AbstractEventLoop) -> None:
         self.descriptor = descriptor
@@ -39,22 +47,6 @@ class _Request:
         self.layout = slab.layout
         self.until = until
         self.done: asyncio.Future[None] = loop.create_future()
-        self._loop = loop
-
-    def settle(self, error: Exception | None) -> None:
-        """From any thread."""
-
-        def tell() -> None:
-            if not self.done.done():
-                if error is None:
-                    self.done.set_result(None)
-                else:
-                    self.done.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(tell)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
 
 
 class _Buffer:
@@ -70,7 +62,7 @@ class _Buffer:
         self.weights: TensorDict = nest({**tensors, (TAG,): tag})
 
 
-class WrappedReceiver(Carrier):
+class ChannelReceiver(Carrier):
     """A receiver's blocking transport.
 
     Args:
@@ -84,11 +76,11 @@ class WrappedReceiver(Carrier):
         self._changed = threading.Condition()
         # Under the condition:
         self._wanted: _Request | None = None
-        self._stray: Message | None = None
+        self._ahead: Message | None = None
         self._closed = False
         # The thread's own:
         self._buffer: _Buffer | None = None
-        self._broken: Exception | None = None
+        self._setup_error: Exception | None = None
 
         self._thread: threading.Thread | None = None
         self._setup: asyncio.Future[None] | None = None
@@ -101,8 +93,9 @@ class WrappedReceiver(Carrier):
             self._worker = worker
             loop = self._loop = asyncio.get_running_loop()
             self._setup = loop.create_future()
+            self._setup.add_done_callback(retrieved)
             self._thread = threading.Thread(
-                target=self._run, args=(loop, self._setup), name="asyncsync-receive", daemon=True
+                target=self._run, args=(self._setup,), name="asyncsync-receive", daemon=True
             )
             self._thread.start()
 
@@ -136,17 +129,17 @@ class WrappedReceiver(Carrier):
         request = _Request(descriptor, slab, time.monotonic() + patience, loop)
         with self._changed:
             replaced, self._wanted = self._wanted, request
-            stray = self._stray
-            if stray is not None and _tag(stray) == descriptor:
-                self._wanted = self._stray = None
+            ahead = self._ahead
+            if ahead is not None and _tag(ahead) == descriptor:
+                self._wanted = self._ahead = None
             else:
-                stray = None
+                ahead = None
                 self._changed.notify_all()
-        if stray is not None:
+        if ahead is not None:
             # It was here before its instruction. The receiving thread may be waiting for something else.
-            threading.Thread(target=self._deliver, args=(request, stray), name="asyncsync-copy", daemon=True).start()
+            threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
         if replaced is not None:
-            replaced.settle(TimeoutError("a newer update has been announced meanwhile"))
+            settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
         cancelled: asyncio.CancelledError | None = None
         try:
             await asyncio.wait([request.done], timeout=patience)
@@ -188,14 +181,14 @@ class WrappedReceiver(Carrier):
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self, loop: asyncio.AbstractEventLoop, setup: asyncio.Future[None]) -> None:
+    def _run(self, setup: asyncio.Future[None]) -> None:
         try:
             method = setup_of(self.channel, RECEIVER_SETUP)
             if method is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
-            self._broken = as_exception(error)
-        _tell(loop, setup, self._broken)
+            self._setup_error = as_exception(error)
+        settle(setup, error=self._setup_error)
         while (request := self._next()) is not None:
             try:
                 self._receive(request)
@@ -211,11 +204,11 @@ class WrappedReceiver(Carrier):
             return None if self._closed else self._wanted
 
     def _receive(self, request: _Request) -> None:
-        if self._broken is not None:
-            raise self._broken
+        if self._setup_error is not None:
+            raise self._setup_error
         remaining = request.until - time.monotonic()
         if remaining <= 0:
-            return  # its waiter says so
+            return  # the fetch has expired
         if self._buffer is None or self._buffer.layout.digest != request.layout.digest:
             self._buffer = _Buffer(request.layout)
         received = self.channel.receive_weights(
@@ -247,13 +240,13 @@ class WrappedReceiver(Carrier):
             request = self._wanted
             if request is not None and request.descriptor == _tag(message):
                 self._wanted = None
-                self._stray = None  # the channel keeps the order: it is older
+                self._ahead = None  # the channel keeps the order: it is older
             else:
                 # Older than what is wanted, or newer: then its instruction is on the way, and it must not be lost.
                 request = None
-                self._stray = message
+                self._ahead = message
         if request is None:
-            self._buffer = None  # it may be the stray's memory
+            self._buffer = None  # it may be the ahead's memory
         else:
             self._deliver(request, message)
 
@@ -267,28 +260,14 @@ class WrappedReceiver(Carrier):
             copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.layout.entries])
         except BaseException as error:
             failure = as_exception(error)
-        request.settle(failure)
+        settle(request.done, error=failure)
 
     def _settle(self, error: Exception) -> None:
         with self._changed:
             request, self._wanted = self._wanted, None
         if request is not None:
-            request.settle(error)
+            settle(request.done, error=error)
 
 
 def _tag(message: Message) -> bytes:
     return bytes(message[TAG].tolist())
-
-
-def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], error: Exception | None) -> None:
-    def tell() -> None:
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-            future.exception()  # connect() raises it, unless it has ended before
-
-    try:
-        loop.call_soon_threadsafe(tell)
-    except RuntimeError:
-        pass  # the loop is closed: nobody connects any more

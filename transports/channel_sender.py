@@ -17,18 +17,14 @@ from asyncsync.transports.channels import (
     TAG,
     TAG_BYTES,
     close_channels,
+    retrieved,
     setup_of,
     supports_timeout,
     tagged,
 )
 from asyncsync.weights.slab import Slab
 
-__all__ = ["WrappedSender"]
-
-
-def _retrieved(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()  # whoever asks still gets it; nobody may
+__all__ = ["ChannelSender"]
 
 
 def _guarded(function: Callable[[], None]) -> None:
@@ -54,19 +50,19 @@ class _Dispatch:
             slab.release()
 
 
-class _Lane:
+class _WorkerChannel:
     """One worker's transport and thread. At most one dispatch is under way, and the newest that waits.
 
     Attributes:
         transport: None until the thread has created it.
-        greeted: thread only: the incarnation for which the connection is set up; b"": for whoever comes first.
+        connected_to: thread only: the incarnation for which the connection is set up; b"": for whoever comes first.
     """
 
     def __init__(self, worker: int, transport: Any, create: Callable[[int], Any]) -> None:
         self.worker = worker
         self.transport = transport
-        self.greeted: bytes | None = None
-        self.greeting: asyncio.Future[None] | None = None
+        self.connected_to: bytes | None = None
+        self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
         self._create = create
         self._current: _Dispatch | None = None
@@ -75,13 +71,13 @@ class _Lane:
 
     # on the loop
 
-    def greet(self) -> asyncio.Future[None]:
+    def connect(self) -> asyncio.Future[None]:
         """Set up the connection with whoever comes first; a setup that failed is begun anew."""
-        failed = self.greeting is not None and self.greeting.done() and self.greeting.exception() is not None
-        if self.greeting is None or failed:
-            self.greeting = self.thread.submit(lambda: _guarded(self._greet))
-            self.greeting.add_done_callback(_retrieved)
-        return self.greeting
+        failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
+        if self.connecting is None or failed:
+            self.connecting = self.thread.submit(lambda: _guarded(self._connect))
+            self.connecting.add_done_callback(retrieved)
+        return self.connecting
 
     def put(self, dispatch: _Dispatch) -> None:
         if self._current is None:
@@ -125,18 +121,18 @@ class _Lane:
             self.transport = self._create(self.worker)
         return self.transport
 
-    def _greet(self) -> None:
-        if self.greeted is None and (setup := setup_of(self._ready(), SENDER_SETUP)) is not None:
+    def _connect(self) -> None:
+        if self.connected_to is None and (setup := setup_of(self._ready(), SENDER_SETUP)) is not None:
             setup()
-            self.greeted = b""
+            self.connected_to = b""
 
     def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
         transport = self._ready()
-        if self.greeted == b"":
-            self.greeted = dispatch.incarnation
-        elif self.greeted != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
+        if self.connected_to == b"":
+            self.connected_to = dispatch.incarnation
+        elif self.connected_to != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
             setup()
-            self.greeted = dispatch.incarnation
+            self.connected_to = dispatch.incarnation
         slab = dispatch.slab
         assert slab is not None
         weights = tagged(slab.copy(), dispatch.descriptor)
@@ -147,7 +143,7 @@ class _Lane:
         transport.send_weights(weights)
 
 
-class WrappedSender(Carrier):
+class ChannelSender(Carrier):
     """A sender's blocking transports.
 
     Args:
@@ -162,7 +158,7 @@ class WrappedSender(Carrier):
         self.supports_timeout = supports_timeout(first)
         self._create = create
         self._fixed = workers is not None
-        self._lanes: dict[int, _Lane] = {}
+        self._by_worker: dict[int, _WorkerChannel] = {}
         self._offered: dict[bytes, Slab] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
@@ -180,24 +176,24 @@ class WrappedSender(Carrier):
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
         slab = self._offered.get(descriptor)
         if slab is not None and not self._ended:
-            self._lane(worker).put(_Dispatch(slab, descriptor, incarnation, failed))
+            self._channel(worker).put(_Dispatch(slab, descriptor, incarnation, failed))
 
-    def _lane(self, worker: int) -> _Lane:
-        lane = self._lanes.get(worker)
-        if lane is None:
+    def _channel(self, worker: int) -> _WorkerChannel:
+        channel = self._by_worker.get(worker)
+        if channel is None:
             self._loop = asyncio.get_running_loop()
-            lane = self._lanes[worker] = _Lane(worker, self.channels.get(worker), self._create_late)
-        return lane
+            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels.get(worker), self._create_late)
+        return channel
 
     def _create_late(self, worker: int) -> Any:
-        # In the lane's thread: a create_transport may open a connection.
+        # In that worker's thread: a create_transport may open a connection.
         transport = self.channels[worker] = self._create(worker)
         return transport
 
     def start(self, worker: int | None) -> None:
         if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
             for each in self.channels:
-                self._lane(each).greet()
+                self._channel(each).connect()
 
     async def ready(self, timeout: float) -> None:
         """Wait until the connection to every fixed worker is set up.
@@ -206,15 +202,17 @@ class WrappedSender(Carrier):
             NotConnected: not within the timeout; names the workers.
             Exception: whatever the user's method has raised.
         """
-        greetings = {worker: lane.greeting for worker, lane in self._lanes.items() if lane.greeting is not None}
-        if not greetings:
+        connections = {
+            worker: channel.connecting for worker, channel in self._by_worker.items() if channel.connecting is not None
+        }
+        if not connections:
             return
-        await asyncio.wait(greetings.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        for worker, greeting in greetings.items():
-            if greeting.done() and (error := greeting.exception()) is not None:
+        await asyncio.wait(connections.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        for worker, connecting in connections.items():
+            if connecting.done() and (error := connecting.exception()) is not None:
                 error.add_note(f"(raised by {SENDER_SETUP} for worker {worker})")
                 raise as_exception(error)
-        missing = [worker for worker, greeting in greetings.items() if not greeting.done()]
+        missing = [worker for worker, connecting in connections.items() if not connecting.done()]
         if missing:
             raise NotConnected(
                 f"{SENDER_SETUP} has not returned within {timeout:g} s for workers {missing}: are they connecting? "
@@ -223,8 +221,8 @@ class WrappedSender(Carrier):
 
     def close(self) -> None:
         self._ended = True
-        for lane in self._lanes.values():
-            lane.close()
+        for channel in self._by_worker.values():
+            channel.close()
 
     async def end(self, timeout: float) -> None:
         if self._ended:

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from asyncsync.runtime.asyncio_private import running_loop
+from asyncsync.runtime.threads import settle
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.weights.slab import Slab
@@ -40,6 +42,7 @@ __all__ = [
     "TAG_BYTES",
     "close_channels",
     "is_channel",
+    "retrieved",
     "setup_of",
     "supports_timeout",
     "tagged",
@@ -96,6 +99,12 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) else None
 
 
+def retrieved(future: asyncio.Future[None]) -> None:
+    """A done callback: asyncio does not complain of an exception that is never retrieved; it still can be."""
+    if not future.cancelled():
+        future.exception()
+
+
 def supports_timeout(transport: Any) -> bool:
     return bool(getattr(transport, "supports_timeout", True))
 
@@ -121,7 +130,7 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
             _call(close)
         return
     patience = min(timeout, CLOSE_SECONDS)
-    if asyncio._get_running_loop() is loop:
+    if running_loop() is loop:
         await asyncio.wait([_in_thread(partial(_call, close), loop) for close in closes], timeout=patience)
     else:  # the loop is over: nothing of ours waits for it any more
         for close in closes:
@@ -133,16 +142,9 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
 def _in_thread(function: Callable[[], None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
     done: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
-        if not done.done():
-            done.set_result(None)
-
     def run() -> None:
         function()
-        try:
-            loop.call_soon_threadsafe(tell)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
+        settle(done)
 
     threading.Thread(target=run, name="asyncsync-close", daemon=True).start()
     return done

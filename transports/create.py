@@ -1,39 +1,35 @@
-"""From what a scheme's ``create_transport`` returns to what the bus uses."""
+"""From what a scheme's ``create_transport`` returns to the carrier that the bus uses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.transports.base import TransportCore
-from asyncsync.transports.channel_receiver import WrappedReceiver
-from asyncsync.transports.channel_sender import WrappedSender
+from asyncsync.transports.channel_receiver import ChannelReceiver
+from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.transports.channels import is_channel
-
-if TYPE_CHECKING:
-    from asyncsync.schemes.core import SchemeCore
 
 __all__ = ["make_receiver", "make_sender"]
 
 
-def make_sender(scheme: SchemeCore, workers: int | None) -> Carrier:
-    """A sender's transport: one that serves all workers, or what wraps one blocking transport per worker.
+def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
+    """A sender's carrier: one transport that serves all workers, or one blocking transport per worker.
 
     Args:
-        scheme: creates them.
+        create: makes the transport of a worker, by its worker_idx.
         workers: how many there are; None: they come and go.
 
     Raises:
-        TypeError: ``create_transport`` returned something that is no transport.
+        TypeError: ``create`` returned something that is no transport.
     """
-    first = _created(scheme, 0)
+    first = create(0)
     if not is_channel(first):
-        transport: Carrier = first
-        return transport
+        carrier: Carrier = first
+        return carrier
 
-    def create(worker: int) -> Any:
-        made = _created(scheme, worker)
+    def create_channel(worker: int) -> Any:
+        made = create(worker)
         if not is_channel(made):
             raise TypeError(
                 f"create_transport returned a {type(made).__name__} for worker {worker}, which is of another kind than "
@@ -41,24 +37,11 @@ def make_sender(scheme: SchemeCore, workers: int | None) -> Carrier:
             )
         return made
 
-    return WrappedSender(first, create, workers)
+    return ChannelSender(first, create_channel, workers)
 
 
-def make_receiver(scheme: SchemeCore, worker: int, options: Mapping[str, Any]) -> Carrier:
-    """A receiver's transport, wrapped if it is a blocking one of a user's own. Raises as :func:`make_sender`.
-
-    Args:
-        scheme: creates it.
-        worker: its worker_idx.
-        options: what ``init_on_receiver`` was given beyond its own arguments, for ``create_transport``.
-    """
-    made = _created(scheme, worker, **options)
-    transport: Carrier = WrappedReceiver(made) if is_channel(made) else made
-    return transport
-
-
-def _created(scheme: SchemeCore, worker: int, **options: Any) -> Any:
-    made = scheme.create_transport(worker_idx=worker, **options)
-    if isinstance(made, TransportCore):
-        made.bind(scheme)
-    return made
+def make_receiver(transport: Any) -> Carrier:
+    """A receiver's carrier: the transport itself, or what makes one of a blocking transport of a user's own. Raises as
+    :func:`make_sender`."""
+    carrier: Carrier = ChannelReceiver(transport) if is_channel(transport) else transport
+    return carrier

@@ -7,25 +7,42 @@ have come.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.tree import FlatWeights, Path, dotted, flatten
-
-if TYPE_CHECKING:
-    from asyncsync.model.strategy import WeightStrategy
-    from asyncsync.schemes.core import SchemeCore
 
 __all__ = ["Destination", "check_fit"]
 
 
+class Receiving(Protocol):
+    """Which update was returned last."""
+
+    returned: Any
+
+    def take_back(self, mark: Any, before: Any) -> None:
+        """The update has not reached the caller: what was returned last is the one before."""
+
+
+class Receiver(Protocol):
+    """What a destination needs of the scheme that receives."""
+
+    strategy: WeightStrategy
+    _receiving: Receiving
+
+    @property
+    def model(self) -> Any: ...
+
+
 class Destination:
-    """A buffer, a model and a strategy, as the documented methods of a transport take them.
+    """A buffer, a model and a strategy, as the documented methods of a transport take them. To be made before the
+    scheme receives.
 
     Args:
         scheme: has a strategy, and perhaps the same model: then the bus updates that.
@@ -37,14 +54,13 @@ class Destination:
         TypeError, ValueError: anything else.
     """
 
-    def __init__(self, scheme: SchemeCore, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
-        from asyncsync.model.strategy import resolve_strategy
-
+    def __init__(self, scheme: Receiver, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(
                 f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
             )
-        self.scheme = scheme
+        self._receiving = scheme._receiving
+        self._before = scheme._receiving.returned
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
         # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
@@ -55,22 +71,20 @@ class Destination:
     def nbytes_of(weights: TensorDictBase) -> int:
         return sum(tensor.nbytes for tensor in flatten(weights).tensors.values())
 
-    def take(self, received: TensorDictBase, before: Any) -> Any:
-        """Apply and fill in; returns what the documented method returns.
-
-        Args:
-            received: what the scheme has returned just now.
-            before: where the scheme was before: where it is again, if this raises.
+    def take(self, received: TensorDictBase | None) -> Any:
+        """Apply and fill in what the scheme has returned just now; returns what the documented method returns. If this
+        raises, the update counts as not returned yet.
 
         Raises:
             SchemaMismatch: the buffer or the model does not fit; neither was changed.
         """
-        scheme, mark = self.scheme, self.scheme._returned
+        if received is None:
+            return None
+        mark = self._receiving.returned
         try:
             return self._take(received)
         except BaseException:
-            if scheme._returned == mark:
-                scheme._returned = before
+            self._receiving.take_back(mark, self._before)
             raise
 
     def _take(self, received: TensorDictBase) -> Any:
@@ -91,8 +105,6 @@ class Destination:
         return self.weights
 
     def _apply(self, received: TensorDictBase, flat: FlatWeights) -> None:
-        from asyncsync.model.strategy import WeightStrategy
-
         if type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
             return

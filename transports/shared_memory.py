@@ -1,33 +1,39 @@
 """Shared memory: one copy per update into a slot, however many workers; they read it there.
 
 The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction says where
-the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). Small slabs it copies out at once, and the slot
-is free; others (1 MiB) once it has applied them and said so, if they need not wait for a reader of the model. Of large
-ones (16 MiB) a module's Parameters get their memory there, and it keeps the slot until it has applied a newer version.
-When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
+the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). A small slab is copied out at once, and the
+slot is free. One of 1 MiB or more is copied out when it has been applied and acknowledged, unless it has to wait for a
+reader of the model. Of a large one, more than 16 MiB, a module's Parameters get their memory in the slot, whose lease
+lasts until a newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncsync.arguments import check_timeout
+from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.destination import Destination
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
-if TYPE_CHECKING:
-    from asyncsync.model.strategy import WeightStrategy
-
-__all__ = ["SLOTS", "BlockingSharedMemTransport", "SharedMemTransport", "SlotTransport"]
+__all__ = [
+    "SLOTS",
+    "BlockingMPTransport",
+    "BlockingSharedMemTransport",
+    "MPTransport",
+    "SharedMemTransport",
+    "SlotTransport",
+]
 
 SLOTS = 4
-KEPT_PLACES = 8
-# To copy so much takes longer than to tell the sender that it has been done.
+MAX_PLACES = 8
+# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
 BORROWED_BYTES = 1 << 20
 
 
@@ -85,7 +91,7 @@ class SlotTransport(base.TransportCore):
     def _place(self, descriptor: bytes, layout: Layout) -> Place:
         place = self._places.get(descriptor)
         if place is None:
-            while len(self._places) >= KEPT_PLACES:
+            while len(self._places) >= MAX_PLACES:
                 del self._places[next(iter(self._places))]
             place = self._places[descriptor] = Place.decode(descriptor)
         if place.size != layout.nbytes:
@@ -111,7 +117,7 @@ class SlotTransport(base.TransportCore):
         return self._attachments.detach()
 
     def close(self) -> None:
-        """Give back the sender's free memory; what workers still read goes with them."""
+        """Release the sender's free memory; what workers still read goes with them."""
         self.pool.close()
         self._attachments.close()
 
@@ -120,8 +126,9 @@ class SharedMemTransport(SlotTransport, base.TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
+@blocking.in_sync_as("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
-    """The same with ordinary methods; asyncsync.sync has it as SharedMemTransport."""
+    """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`."""
 
     def receive_weights(
         self,
@@ -137,6 +144,17 @@ class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
         scheme = self._bound("receiver")
         check_timeout(timeout, or_none=True)
         destination = Destination(scheme, weights, model, strategy)
-        before = scheme._returned
-        received = scheme._deliver(lambda: scheme._receive(0.0))
-        return None if received is None else destination.take(received, before)
+        return destination.take(scheme._deliver(lambda: scheme._receive(0.0)))
+
+
+# The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle
+# per worker. Here, the handle of the slot rides in the instruction, and every worker has a copy of its own.
+
+
+class MPTransport(SlotTransport, base.TransportBackend):
+    """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
+
+
+@blocking.in_sync_as("MPTransport")
+class BlockingMPTransport(SlotTransport, blocking.TransportBackend):
+    """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""

@@ -1,8 +1,7 @@
 """Slots: slabs in shared memory that workers of this host open, on the sender's side. No asyncio.
 
-A slot is a memory file without a name (memfd): a worker opens it as ``/proc/<pid>/fd/<n>``, which needs the same user,
-host and pid namespace, and whatever crashes leaves nothing behind. It is sealed, so that nobody but its owner can write
-or shrink it: a mapping of it neither changes under a reader's hands nor faults.
+A slot is a memory file (:mod:`asyncsync.net.memory_file`), sealed, so that nobody but its owner can write or shrink it:
+a mapping of it neither changes under a reader's hands nor faults.
 
 Usage::
 
@@ -14,11 +13,9 @@ Usage::
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
-import sys
 import threading
 import weakref
 from collections.abc import Collection
@@ -27,23 +24,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncsync.errors import WeightSyncError
-from asyncsync.net.descriptors import shortage
+from asyncsync.net import memory_file
+from asyncsync.net.memory_file import MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
-__all__ = ["COPY_BYTES", "F_ADD_SEALS", "SEALS", "Place", "SlotPool", "no_memory", "open_memory"]
+__all__ = ["COPY_BYTES", "Place", "SlotPool"]
 
 COPY_BYTES = 16 << 20
 # From here on it takes longer to give memory back than a loop should stand still.
 LARGE_BYTES = 8 << 20
-
-# linux/fcntl.h; the fcntl module has no names for all of them.
-F_ADD_SEALS = 1033
-F_GET_SEALS = 1034
-SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
-SEAL_SHRINK = 0x2
 
 _HEAD = struct.Struct("<4sBIIQQQ")
 _MAGIC = b"SHM\x01"
@@ -57,7 +49,7 @@ class Place(NamedTuple):
         mapped: workers read it there until they have something newer; else they copy it out soon.
         pid: the owner's.
         number: its file descriptor there.
-        device, inode: of the file, which tell whether that is still the one.
+        device, inode: of the file, which tell whether the descriptor is still that of this file.
         size: of the slab, in bytes.
         inodes: of all of the owner's slots: what is not among them will not be seen again.
     """
@@ -69,6 +61,11 @@ class Place(NamedTuple):
     inode: int
     size: int
     inodes: tuple[int, ...]
+
+    @property
+    def file(self) -> MemoryPlace:
+        """Where the memory file is; it is as large as the slab, or larger."""
+        return MemoryPlace(self.pid, self.number, self.device, self.inode, self.size)
 
     def encode(self) -> bytes:
         head = _HEAD.pack(_MAGIC, self.mapped, self.pid, self.number, self.device, self.inode, self.size)
@@ -100,22 +97,22 @@ class Slot(Slab):
         WeightSyncError: this system has no memory files.
     """
 
-    lent = True
+    leased = True
 
     def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
         # Shared memory comes in pages; an empty slab has one, too.
         size = max(-(-layout.nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self._file = open_memory(size)
+        self._file = memory_file.create(size)
         self._close = weakref.finalize(self, os.close, self._file)
         self._close.atexit = False
-        found = os.fstat(self._file)
-        self.device, self.inode = found.st_dev, found.st_ino
+        found = MemoryPlace.of(self._file)
+        self.device, self.inode = found.device, found.inode
         try:
             self._map = mmap.mmap(self._file, size)
-            _seal(self._file)
+            memory_file.seal(self._file, against_writing=True)
         except OSError as error:
             self._close()  # now: the traceback refers to this object, who knows how long
-            raise no_memory(size, error) from error
+            raise memory_file.no_memory(size, error) from error
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
             buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
@@ -138,7 +135,7 @@ class Slot(Slab):
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
         self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # somebody has kept a view: with that it goes
+        with contextlib.suppress(BufferError):  # a view of it is still there: the memory goes with that
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run
@@ -213,10 +210,10 @@ class SlotPool(SlabPool):
         super().close()
         self._dispose(spare)
 
-    def _released(self, slab: Slab) -> None:
+    def released(self, slab: Slab) -> None:
         assert isinstance(slab, Slot)
         self.used.discard(slab)
-        super()._released(slab)
+        super().released(slab)
 
     def _keep(self, slab: Slab) -> None:
         surplus = slab if self._closed else self._spare
@@ -234,52 +231,6 @@ class SlotPool(SlabPool):
             threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
         except RuntimeError:  # no more threads, or the interpreter is ending
             slab.dispose()
-
-
-def open_memory(size: int) -> int:
-    """The descriptor of a new memory file, all of whose pages are there.
-
-    Raises:
-        WeightSyncError: this system has none, or there are too few file descriptors.
-        MemoryError: not so much.
-    """
-    if sys.platform != "linux":
-        raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
-    if why := shortage(2):  # a slot's, and its mapping's
-        raise WeightSyncError(f"no shared memory can be had: {why}")
-    try:
-        if hasattr(os, "memfd_create"):
-            number = os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:  # a Python that was built for an old libc: no name either, but no seals
-            number = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise WeightSyncError(f"no shared memory can be had: {error}; use ZMQWeightSyncScheme") from error
-    try:
-        # All pages at once: afterwards, memory cannot run out in the middle of a copy (SIGBUS).
-        os.posix_fallocate(number, 0, size)
-    except OSError as error:
-        os.close(number)
-        raise no_memory(size, error) from error
-    except BaseException:
-        os.close(number)
-        raise
-    return number
-
-
-def no_memory(size: int, error: OSError) -> MemoryError:
-    return MemoryError(
-        f"no shared memory for a slot of {size} bytes: {error}. One is needed for each version that is in use at once, "
-        "usually two: look at the memory limit of this process or container"
-    )
-
-
-def _seal(number: int) -> None:
-    if not hasattr(os, "memfd_create"):
-        return
-    try:
-        fcntl.fcntl(number, F_ADD_SEALS, SEALS)
-    except OSError:  # before Linux 5.1, without FUTURE_WRITE
-        fcntl.fcntl(number, F_ADD_SEALS, SEALS & ~0x10)
 
 
 def _pin(buffer: torch.Tensor) -> int:

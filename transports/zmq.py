@@ -1,7 +1,14 @@
 """The ZeroMQ transport: the bytes are chunks on the bus.
 
-:class:`ZMQTransport` has nothing to do for the bytes itself: the publisher sends chunks on the worker's credit, and the
-subscriber writes them where they belong.
+A ZMQTransport moves nothing itself. It offers no descriptor, and that tells the bus to carry the bytes: up to 64 KiB in
+the instruction, more in chunks on the same socket, which the publisher sends on the worker's credit, and which the
+subscriber writes where they belong.
+
+Usage, in a scheme of one's own::
+
+    class MyScheme(WeightSyncScheme):
+        def create_transport(self, **kwargs):
+            return ZMQTransport()
 """
 
 from __future__ import annotations
@@ -24,8 +31,9 @@ class ZMQTransport(TransportBackend):
         await TransportCore.fetch(self, descriptor, into, deadline)
 
 
+@blocking.in_sync_as("ZMQTransport")
 class BlockingZMQTransport(blocking.TransportBackend):
-    """The same with ordinary methods; asyncsync.sync has it as ZMQTransport."""
+    """:class:`asyncsync.ZMQTransport` with ordinary methods."""
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked, as :meth:`ZMQTransport.fetch`."""

@@ -1,7 +1,7 @@
 """Carrier: what the bus needs of whatever moves the bytes of a slab.
 
-The bus sends the instruction and keeps the account; a carrier moves the bytes of one slab. On the sender,
-:meth:`Carrier.offer` makes a slab available and returns a descriptor that tells the worker's side where it is; on the
+The bus sends the instruction and counts who has what; a carrier moves the bytes of one slab. On the sender,
+:meth:`Carrier.offer` makes a slab available and returns a descriptor by which the worker's side finds it; on the
 receiver, :meth:`Carrier.fetch` brings the bytes in. Everything here is called on the bus's event loop, unless its
 docstring says otherwise. Transports (:mod:`asyncsync.transports`) are carriers with the methods that TorchRL documents.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
 __all__ = ["Carrier", "Failed"]
 
@@ -55,7 +56,7 @@ class Carrier:
         Args:
             descriptor: what :meth:`offer` returned.
             worker: its worker_idx.
-            incarnation: names the worker's process, so that a restarted one can be told from the one before.
+            incarnation: names the worker's process: a restarted worker has another.
             failed: to be called on the loop, if this worker cannot be served.
         """
 
@@ -108,7 +109,7 @@ class Carrier:
     def close(self) -> None:
         """Release what this end holds; idempotent."""
 
-    # -- for transports that are wrapped; see asyncsync.transports.channels -------------------------------------------
+    # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 
     def start(self, worker: int | None) -> None:
         """Begin with what :meth:`ready` waits for. ``worker``: which one this receiver is; None on a sender."""

@@ -12,27 +12,28 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from asyncsync.arguments import as_version, as_workers, check_count, check_forward, check_quorum, check_timeout
+from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
+from asyncsync.bus import sending, starting
+from asyncsync.bus.conditions import Order
 from asyncsync.bus.link import EXIT_SECONDS
+from asyncsync.bus.member import Member
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.bus.sender import SenderLink, Source
-from asyncsync.bus.starting import check_processes
+from asyncsync.bus.sender import SenderLink
+from asyncsync.bus.sending import DEFAULT_TIMEOUT
+from asyncsync.bus.sharing import share
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
-from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
-from asyncsync.model.gate import Gate, Hold
+from asyncsync.errors import ClosedError, Fenced, NotConnected
+from asyncsync.model.gate import Gate
+from asyncsync.model.readers import Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
-from asyncsync.protocol.publisher import Settings
-
-if TYPE_CHECKING:
-    from asyncsync.schemes.core import SchemeCore
+from asyncsync.protocol.settings import Settings
 
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
-DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = (
     "this bus was shut down at the end of the event loop that it was connected on: use it within the same asyncio.run()"
 )
@@ -40,14 +41,10 @@ CONFIGURATION = (
     "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
 )  # fmt: skip
 
+# Of the environment: "0" turns off what is shorter in a training loop, in this process.
+FAST = "ASYNCSYNC_FAST"
+
 T = TypeVar("T")
-
-Extract = Callable[[], Source]
-"""Takes a source's values, ready to be packed."""
-ExtractAll = Callable[[], Mapping[str, Source]]
-
-# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
-_receiving: weakref.WeakValueDictionary[tuple[str, int, int], BusCore] = weakref.WeakValueDictionary()
 
 
 class BusCore:
@@ -98,20 +95,19 @@ class BusCore:
     def _reset(self) -> None:
         self._role: str | None = None
         self._pid = 0
-        self._schemes: dict[str, SchemeCore] = {}
+        self._schemes: dict[str, Member] = {}
         self._link: SenderLink | ReceiverLink | None = None
         self._gate: Gate | None = None
         self._worker: int | None = None
         self._late = False
-        self._constructed = self.num_workers  # as the constructor said; init_on_sender() may say it instead
+        self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
         self._why_closed = "this scheme or bus was shut down"
-        self._preparing = asyncio.Lock()  # held by a publication until it is ready to be packed
-        self._in_line = 0  # publications that wait for it
+        self._preparing = Order()  # held by a publication until it is ready to be packed
         self._carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
-        # Told on the loop of each version, and for whom it is, before anybody waits for acknowledgements.
+        # Called on the loop with each version, and whom it is for, before anybody waits for acknowledgements.
         self._on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], int] | None = None
 
@@ -129,7 +125,8 @@ class BusCore:
 
     def _settings(self) -> Settings:
         beyond = is_plaintext_beyond_loopback(self.endpoint)
-        return Settings(checksum=beyond if self.checksum is None else self.checksum)
+        checksum = beyond if self.checksum is None else self.checksum
+        return Settings(checksum=checksum, fast=os.environ.get(FAST, "1") != "0")
 
     def _check_role(self, role: str) -> None:
         if self._role is not None and self._pid != os.getpid():
@@ -145,7 +142,7 @@ class BusCore:
                 "(pickle it, or construct another)"
             )
 
-    def _join(self, scheme: SchemeCore, role: str, topic: str, num_workers: int | None = None) -> None:
+    def _join(self, scheme: Member, role: str, topic: str, num_workers: int | None = None) -> None:
         self._check_role(role)
         other = self._schemes.get(topic)
         if other is not None and other is not scheme:
@@ -161,22 +158,16 @@ class BusCore:
 
     def _set_workers(self, num_workers: int, *, private: bool) -> None:
         check_count("num_workers", num_workers)
-        said = self._constructed if private and self._link is None else self.num_workers
-        if said not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
-            raise ValueError(
-                f"num_workers is {self.num_workers} already, not {num_workers}: the constructor, init_on_sender() and "
-                "all schemes of one bus have to agree"
-            )
+        given = self._constructed if private and self._link is None else self.num_workers
+        if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
+            raise _disagreement("num_workers", self.num_workers, num_workers)
         check_quorum(num_workers, self.min_workers)
         self.num_workers = num_workers
 
     def _set_least(self, min_workers: int, *, private: bool) -> None:
         check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
-            raise ValueError(
-                f"min_workers is {self.min_workers} already, not {min_workers}: the constructor, init_on_sender() and "
-                "all schemes of one bus have to agree"
-            )
+            raise _disagreement("min_workers", self.min_workers, min_workers)
         check_quorum(self.num_workers, min_workers)
         self.min_workers = min_workers
 
@@ -185,19 +176,7 @@ class BusCore:
         if worker is None or self._role == "sender":
             self._late = True
             return self
-        return self._share(worker)
-
-    def _share(self, worker: int) -> BusCore:
-        key = (self._uid, worker, os.getpid())
-        shared = _receiving.get(key)
-        if shared is None or shared._closed:
-            _receiving[key] = shared = self
-        if type(shared) is not type(self):
-            raise ValueError(
-                f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
-                "them (scheme.blocking, scheme.aio), or none"
-            )
-        return shared
+        return share(self, worker)
 
     def _twin(self, kind: type[BusCore]) -> BusCore:
         """A copy with the other API; the schemes of one bus that are converted share it."""
@@ -240,24 +219,24 @@ class BusCore:
         self._check_open("sender")
         if self._link is None:
             link = SenderLink(self.endpoint, self.num_workers, self.min_workers, self._settings())
-            link.origin = self._origin
+            link.publishing.origin = self._origin
             link.carry_on(self._carried)
             self._link = link
             self._end_with_the_loop(link)
         return self._sender()
 
     def _stand_for(self, origin: Callable[[], int]) -> None:
-        """Sender: what is published from now on stands for the version of the root of a tree that this tells, when its
-        values are taken."""
+        """Sender: what is published from now on stands for the version of the root of a tree that ``origin`` returns
+        when the values are taken."""
         self._origin = origin
         if isinstance(self._link, SenderLink):
-            self._link.origin = origin
+            self._link.publishing.origin = origin
 
     def _open_receiver(self, worker: int) -> ReceiverLink:
         self._check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
-        if self._late and self._share(worker) is not self:
+        if self._late and share(self, worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
                 "pass worker_idx to init_on_receiver(), so that schemes pickled apart find each other"
@@ -283,180 +262,16 @@ class BusCore:
 
     # -- coroutines on the link's loop --------------------------------------------------------------------------------
 
-    async def _connect(self, initial: Mapping[str, Extract | None], timeout: float) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout
-        for scheme in list(self._schemes.values()):
-            # A receiver says hello with all its models before it waits for the first of them.
-            scheme._register()
-        for topic, scheme in list(self._schemes.items()):
-            remaining = max(0.0, deadline - asyncio.get_running_loop().time())
-            if self._role == "sender":
-                await scheme._connect_sender(initial[topic], remaining)
-            else:
-                await scheme._connect_receiver(None, remaining)
-
-    async def _initial(self) -> dict[str, Extract | None]:
-        """What each scheme of a sender sends when it connects."""
-        if self._role != "sender":
-            return {}
-        return {topic: await scheme._initial(None) for topic, scheme in self._schemes.items()}
-
-    def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
-        self._starting = check_processes(processes)
-        if not self._schemes:
-            raise RuntimeError(
-                "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
-            )
-        check_timeout(timeout)
-
-    def _check_publish(
-        self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None
-    ) -> tuple[SenderLink, list[int] | None]:
-        """Refuse what cannot be published, before anything is done."""
-        if not weights.keys() <= self._schemes.keys():
-            unknown = sorted(weights.keys() - self._schemes.keys())
-            raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
-        if not weights:
-            raise ValueError("nothing to publish: name at least one model_id")
-        link = self._sender()
-        return link, None if worker_ids is None else link.check_workers(as_workers(worker_ids))
-
-    async def _publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> int:
-        workers = as_workers(worker_ids)
-        extract = await self._extract_in_turn(weights, workers, DEFAULT_TIMEOUT)
-        return await self._publish_sources(extract, weights, workers)
-
-    async def _extract_in_turn(
-        self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
-    ) -> ExtractAll:
-        """:meth:`_extract`, when those who called before have been prepared: whoever takes longer over that must not
-        publish what is older as the newer version. The next step keeps this order, if nothing is awaited in between.
-
-        Raises:
-            AckTimeout: the turn has not come within the timeout.
-        """
-        if not self._in_line and not self._preparing.locked():
-            await self._preparing.acquire()  # at once
-        else:
-            self._in_line += 1
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._preparing.acquire()
-            except TimeoutError:
-                raise AckTimeout(
-                    "nothing was published: the prepare_weights of a publication before this one has not returned in "
-                    f"{timeout:g} s"
-                ) from None
-            finally:
-                self._in_line -= 1
-        try:
-            return await self._extract(weights, workers)
-        finally:
-            self._preparing.release()
-
-    async def _extract(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None) -> ExtractAll:
-        """Check and prepare; what is returned takes the sources' values when it is called."""
-        _, workers = self._check_publish(weights, worker_ids)
-        prepared = {topic: await self._schemes[topic]._prepare(given) for topic, given in weights.items()}
-        return lambda: {topic: self._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()}
-
-    async def _publish_sources(
-        self,
-        extract: ExtractAll,
-        topics: Iterable[str],
-        workers: list[int] | None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        at_once: bool = True,
-    ) -> int:
-        transports = {topic: self._schemes[topic]._transport() for topic in topics}
-        link = self._sender()
-        deadline = link.loop.time() + timeout
-        version = await link.publish(extract, transports, workers, deadline=deadline, at_once=at_once)
-        if self._on_published is not None:
-            self._on_published(version, workers)
-        return version
-
-    async def _wait_version(
-        self,
-        version: int,
-        worker_ids: int | Iterable[int] | None,
-        timeout: float,
-        models: list[str] | None,
-        *,
-        spent: float = 0.0,
-    ) -> None:
-        """``spent``: seconds of the timeout that are over already."""
-        check_timeout(timeout)
-        if self._role == "receiver":
-            await self._receiver().wait_version(version, models or list(self._schemes), timeout)
-        else:
-            link = self._sender()
-            if not 0 < version <= link.issued:
-                raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
-            workers = link.check_workers(as_workers(worker_ids))
-            await link.wait_version(version, workers, models, timeout, spent=spent)
-
-    async def _send(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, timeout: float) -> int:
-        link = self._link
-        is_free = not (self._closed or self._in_line or self._preparing.locked())
-        if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and is_free:
-            ((topic, given),) = weights.items()
-            if link.has_routine(topic, timeout):
-                begun = link.loop.time()
-                if (version := self._repeat(link, topic, given)) is not None:
-                    await link.repeated(version, [topic], timeout, begun)
-                    return version
-        self._check_send(timeout, weights)
-        workers = as_workers(worker_ids)
-        try:
-            extract = await self._extract_in_turn(weights, workers, timeout)
-        except AckTimeout as error:
-            raise self._unsent(workers, error) from error
-        return await self._send_sources(extract, weights, workers, timeout)
-
-    def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
-        waiting = workers or self._sender().publisher.expected()
-        return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
-
-    def _repeat(self, link: SenderLink, topic: str, given: Any) -> int | None:
-        """:meth:`_publish` where that is routine. None: it is not, and nothing was done."""
-        scheme = self._schemes.get(topic)
-        flat = None if scheme is None else scheme._at_hand(given)
-        version = None if flat is None else link.repeat_one(topic, flat)
-        if version is not None and self._on_published is not None:
-            self._on_published(version, None)
-        return version
-
-    def _check_send(self, timeout: float, topics: Iterable[str]) -> None:
-        check_timeout(timeout)
-        self._sender().check_quorum(topics)
-
-    async def _send_sources(
-        self, extract: ExtractAll, topics: Iterable[str], workers: list[int] | None, timeout: float
-    ) -> int:
-        link = self._sender()
-        link.check_quorum(topics)
-        start = link.loop.time()
-        if workers is None and link.may_repeat(timeout):
-            sources = extract()
-            transports = {topic: self._schemes[topic]._transport() for topic in topics}
-            if (version := link.repeat(sources, transports)) is not None:
-                if self._on_published is not None:
-                    self._on_published(version, workers)
-                await link.repeated(version, list(topics), timeout, start)
-                return version
-            extract = lambda: sources  # noqa: E731 (they are published here and now)
-        try:
-            try:
-                version = await self._publish_sources(extract, topics, workers, timeout, at_once=False)
-            except AckTimeout as error:  # nothing was published
-                raise self._unsent(workers, error) from error
-            await link.wait_version(version, workers, list(topics), timeout, spent=link.loop.time() - start)
-        finally:
-            if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
-                link.settle()
-        return version
+    # How schemes connect and a sender publishes, as their APIs call it:
+    _check_connect = starting.check_connect
+    _connect = starting.connect
+    _initial = starting.initial
+    _extract = sending.extract
+    _publish = sending.publish
+    _publish_sources = sending.publish_sources
+    _send = sending.send
+    _send_sources = sending.send_sources
+    _wait_version = sending.wait_version
 
     async def _shutdown(self, timeout: float) -> None:
         if self._pid not in (0, os.getpid()):
@@ -534,20 +349,20 @@ class BusCore:
         return self._link.origin(self._schemes) if isinstance(self._link, ReceiverLink) else 0
 
     def _target(self) -> int:
-        """Receiver: the newest version that it has been told of; 0: none."""
+        """Receiver: the newest version that it is to have; 0: none."""
         if not isinstance(self._link, ReceiverLink):
             return 0
         return max([self.version, *list(self._link.subscriber.targets.values())])
 
     def _check_fenced(self) -> None:
         """Receiver: raise Fenced if another incarnation of this worker has taken its place, or its sender's."""
-        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.ended, Fenced):
+        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.session.ended, Fenced):
             raise Fenced(*ended.args)
 
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
-        if isinstance(self._link, ReceiverLink) and self._link.subscriber.ended is not None:
+        if isinstance(self._link, ReceiverLink) and self._link.subscriber.session.ended is not None:
             return True
         return self._closed
 
@@ -571,3 +386,10 @@ class BusCore:
     def _check_loop(self) -> None:
         if self._link is not None and not self._closed and not self._link.loop.is_closed():
             self._link.check_loop()
+
+
+def _disagreement(name: str, there: int | None, given: int) -> ValueError:
+    return ValueError(
+        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus have to "
+        "agree"
+    )

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from asyncsync.bus.carrier import Carrier
+from asyncsync.protocol.messages import Part
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Part
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 
@@ -20,7 +20,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
     """One task per part that is being fetched.
 
     Args:
-        subscriber: says what is to be fetched, and is told what has come.
+        subscriber: names what is to be fetched, and takes what has come.
         changed: called after that.
 
     Attributes:
@@ -43,7 +43,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
 
     def start(self) -> None:
         """Begin with what the subscriber wants."""
-        waiting = self._subscriber.fetches
+        waiting = self._subscriber.incoming.fetches
         while waiting:
             serial, index, part, slab = waiting.popleft()
             transport = self._transport(part)
@@ -76,7 +76,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
         except asyncio.CancelledError:
             slab.release()
             raise
-        self._subscriber.fetched(serial, index, slab, failure, self._loop.time())
+        self._subscriber.incoming.fetched(serial, index, slab, failure, self._loop.time())
         del failure  # its traceback refers to this frame, and to the slab's memory
         self._changed()
 

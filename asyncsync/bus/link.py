@@ -1,4 +1,4 @@
-"""Link: what both ends of a bus share — a ZeroMQ context on the running loop, timers, and conditions to wait for.
+"""Link: what both ends of a bus share — a ZeroMQ context on the running loop, a timer, and the end.
 
 A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state
 machine, sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a
@@ -20,12 +20,13 @@ from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import Any
 
+from asyncsync.bus.conditions import Conditions
 from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
 from asyncsync.net.descriptors import PER_LINK, check_descriptors
-from asyncsync.net.zmq_socket import Context
+from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, finish
 
-__all__ = ["INLINE_BYTES", "Conditions", "Link"]
+__all__ = ["INLINE_BYTES", "Link"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -35,86 +36,6 @@ LINGER_MS = 500
 FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
 EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
 MAX_TICK = 0.25
-# Waits longer than two of these share one timer, as making and cancelling one takes as long as much of an update.
-COARSE_SECONDS = 1.0
-
-
-class Conditions:
-    """Coroutines that wait until a predicate over the link's state holds.
-
-    Attributes:
-        waiters: the predicate of each that waits.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
-        self._deadlines: dict[asyncio.Future[None], float] = {}  # of those without a timer of their own
-        self._timer: asyncio.TimerHandle | None = None
-
-    def notify(self) -> None:
-        """The state may have changed: look for every waiter, and wake those whose predicate holds."""
-        if not self.waiters:
-            return
-        for waiter, predicate in list(self.waiters.items()):
-            if not waiter.done():
-                try:
-                    if predicate():
-                        waiter.set_result(None)
-                except Exception as error:  # the waiter's own affair
-                    waiter.set_exception(error)
-
-    async def until(
-        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
-    ) -> bool:
-        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first.
-
-        When this returns, the predicate holds: what it saw when it woke the waiter may be over a moment later.
-        ``begin`` is called once all is ready to wait; not if the predicate holds already, or there is no time.
-        """
-        deadline = None if timeout is None else self._loop.time() + timeout
-        while not predicate():
-            remaining = None if deadline is None else deadline - self._loop.time()
-            if remaining is not None and remaining <= 0:
-                return False
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            timer = None
-            if deadline is not None and remaining is not None:
-                if remaining > 2 * COARSE_SECONDS:
-                    self._deadlines[waiter] = deadline
-                    if self._timer is None:
-                        self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
-                else:
-                    timer = self._loop.call_at(deadline, _wake, waiter)
-            self.waiters[waiter] = predicate
-            try:
-                if begin is not None:
-                    begin()
-                    begin = None
-                await waiter
-            finally:
-                del self.waiters[waiter]
-                if timer is not None:
-                    timer.cancel()
-                else:
-                    self._deadlines.pop(waiter, None)
-        return True
-
-    def _look(self) -> None:
-        """Give those whose deadline is near a timer."""
-        self._timer = None
-        soon = self._loop.time() + 2 * COARSE_SECONDS
-        for waiter, deadline in list(self._deadlines.items()):
-            if deadline <= soon:
-                del self._deadlines[waiter]
-                self._loop.call_at(deadline, _wake, waiter)
-        if self._deadlines:
-            self._timer = self._loop.call_later(COARSE_SECONDS, self._look)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class Link(ABC):
@@ -214,7 +135,7 @@ class Link(ABC):
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:
             # Not computed anew for every message: what becomes due earlier than this waits a moment.
-            # (The handle itself cannot always be asked: uvloop's has no time when that is less than 0.5 ms away.)
+            # The handle itself does not always know when: uvloop's has no time if that is less than 0.5 ms away.
             self._timer_due = min(self._next_tick(now), now + MAX_TICK)
             self._timer = self.loop.call_at(self._timer_due, self._due)
 

@@ -1,11 +1,55 @@
-"""Starting workers: what can be told of their processes while a sender waits for them."""
+"""Starting: how the schemes of a bus connect, and what can be known of the workers' processes meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-__all__ = ["check_processes", "ended_process"]
+from asyncsync.arguments import check_timeout
+from asyncsync.bus.member import Extract, Member
+
+__all__ = ["check_connect", "check_processes", "connect", "ended_process", "initial"]
+
+
+class Starter(Protocol):
+    """The bus."""
+
+    _role: str | None
+    _schemes: dict[str, Member]
+    _starting: tuple[Any, ...]
+
+
+def check_connect(bus: Starter, timeout: float, processes: Iterable[Any] = ()) -> None:
+    """Refuse what is not ready to connect, before anything is begun."""
+    bus._starting = check_processes(processes)
+    if not bus._schemes:
+        raise RuntimeError(
+            "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
+        )
+    check_timeout(timeout)
+
+
+async def initial(bus: Starter) -> dict[str, Extract | None]:
+    """What each scheme of a sender sends when it connects."""
+    if bus._role != "sender":
+        return {}
+    return {topic: await scheme._initial(None) for topic, scheme in bus._schemes.items()}
+
+
+async def connect(bus: Starter, initial: Mapping[str, Extract | None], timeout: float) -> None:
+    """Connect all schemes, one after the other, within the timeout."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    for scheme in list(bus._schemes.values()):
+        # A receiver says hello with all its models before it waits for the first of them.
+        scheme._register()
+    for topic, scheme in list(bus._schemes.items()):
+        remaining = max(0.0, deadline - loop.time())
+        if bus._role == "sender":
+            await scheme._connect_sender(initial[topic], remaining)
+        else:
+            await scheme._connect_receiver(None, remaining)
 
 
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:

@@ -35,10 +35,10 @@ class WorkerStatus:
 
 
 def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus]:
-    publisher = link.publisher
+    publisher = link.caught_up()
     now = link.loop.time()
     table = {}
-    for worker in sorted({*publisher.expected(), *publisher.peers}):
+    for worker in sorted({*publisher.membership.expected(), *publisher.peers}):
         peer = publisher.peers.get(worker)
         targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
         if peer is None:
@@ -64,18 +64,18 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     target = max((subscriber.targets.get(m, 0) for m in models), default=0)
     # What an earlier sender sent is not this one's, whatever its number.
     marks = [link.shown[m] for m in models if m in link.shown]
-    current = max((v for epoch, v, _ in marks if epoch == subscriber.epoch), default=0)
+    current = max((v for epoch, v, _ in marks if epoch == subscriber.session.epoch), default=0)
     state, reason = "live", ""
     if link.closed:
         state, reason = "lost", "this receiver was shut down"
-    elif subscriber.ended is not None:
-        state, reason = "lost", str(subscriber.ended)
-    elif link.sender_lost or not subscriber.online:
+    elif subscriber.session.ended is not None:
+        state, reason = "lost", str(subscriber.session.ended)
+    elif link.sender_lost or not subscriber.session.online:
         state, reason = "lost", "the sender is gone; waiting for its successor"
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
     return {
         subscriber.worker: WorkerStatus(
-            version, target, max(0, target - current), seen, state, subscriber.bytes_received, reason
+            version, target, max(0, target - current), seen, state, subscriber.incoming.bytes_received, reason
         )
     }

@@ -1,47 +1,231 @@
-"""Routine: a training loop's steady state in as few steps as can be, beside the sender's state machine.
+"""The sender's fast path: a training loop's steady state in as few steps as can be, beside the sender's state machine.
 
 For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
 it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
-Routine has two slots for itself: the newest version, and one to write the next into. It tells all workers of it with
-one packet (AGAIN), by lane, and counts the answers, which are all the same packet too (DONE). It listens to one worker
-at a time, first to the one that was told last: to be woken by each would take the core from those that are not done.
+:class:`SteadySender` has two slots for itself: the newest version, and one to write the next into. It announces the
+next version to all workers with one packet (AGAIN), over their side channels, and counts the answers, which are all the
+same packet too (DONE). It listens to one worker at a time, first to the one that was sent the packet last: to be woken
+by each would take the core from those that are not done.
 
-Meanwhile the :class:`~asyncsync.protocol.publisher.Publisher` stands still. Before anybody looks at it, be it because
-anything else has come from a worker, because a worker has gone, because time has passed or somebody asks for the
-status, it is told what it has missed (:meth:`Routine.end`): how many updates there were, and who has not answered the
-last. That is all there is to know, for a routine goes on to the next version only when everybody has answered. From
-there on it goes on by itself, and finds out what was lost as it always does.
+Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anything else happens to it (another
+message has come, a worker has gone, time has passed, somebody asks for the status), :meth:`FastSender.end` hands over
+what it has missed: how many updates there were, and who has not answered the last. That is all there is to know, for
+the next version is published only when everybody has answered. From there on the publisher goes on by itself, and finds
+out what was lost as it always does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from typing import Protocol
 
-from asyncsync.net.side_channel import Lane, alone
+from asyncsync.net.packets import alone
+from asyncsync.net.side_channel import SideChannel, SideChannels
+from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.wire import Again, Buffer, Done
+from asyncsync.protocol.short_form import encode_again, encode_done
 from asyncsync.weights.copying import copy_bytes
-from asyncsync.weights.slab import Slab, pack
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Routine"]
+__all__ = ["FastSender", "Pause", "Shell", "Slots", "SteadySender"]
+
+# A worker that has copied more than this releases it only some time after it has acknowledged it.
+LARGEST = (1 << 20) - 1
+# Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
+LEAST_TIMEOUT = 1.0
+# A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
+# off its core by the first worker that it wakes: it would announce the update to the others when that one has finished,
+# and read its acknowledgement late. So it sleeps before, which takes some 0.06 ms.
+BUSY_SECONDS = 0.0007
 
 _is_cpu = attrgetter("is_cpu")
 
 
-class Routine:
+class Pause:
+    """A short sleep before workers are woken, for a thread that has been busy.
+
+    Attributes:
+        is_due: whether this thread has run for long when it announces the latest publication.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+
+    def worked(self, seconds: float) -> None:
+        """This thread has run for so long without a rest."""
+        self.is_due = seconds > BUSY_SECONDS
+
+    def take(self, wakes: object) -> None:
+        """To be called before announcing. ``wakes``: whether that wakes anybody at once."""
+        due, self.is_due = self.is_due, False
+        if due and wakes:
+            time.sleep(1e-6)
+
+
+class Slots(Protocol):
+    """What the fast path needs of a transport; see :class:`asyncsync.bus.carrier.Carrier`."""
+
+    pool: SlabPool | None
+
+    @property
+    def is_at_hand(self) -> bool: ...
+
+    def describe(self, slab: Slab) -> bytes: ...
+
+
+class Shell(Protocol):
+    """What the fast path needs of a sender's link."""
+
+    loop: asyncio.AbstractEventLoop
+    publisher: Publisher
+    side_channels: SideChannels
+
+    def check(self) -> None:
+        """Raise what keeps the link from working."""
+
+    def is_idle(self) -> bool:
+        """Whether no publication is under way and nobody waits for anything; and a timer is set."""
+
+
+class FastSender:
+    """The fast path of one link: begins a :class:`SteadySender` where it can, and ends it before anything else happens.
+
+    Args:
+        shell: the link.
+        known: by model, the weights that have been sent.
+        is_on: False: there is never any.
+
+    Attributes:
+        steady: None: the general way goes on.
+        pause: the link's.
+    """
+
+    def __init__(self, shell: Shell, known: dict[str, SourceCache], *, is_on: bool = True) -> None:
+        self.steady: SteadySender | None = None
+        self.pause = Pause()
+        self._shell = shell
+        self._loop = shell.loop
+        self._known = known
+        self._is_on = is_on
+
+    def end(self) -> None:
+        """Let the publisher go on: to be called before anything is done to it, or its state of updates is read."""
+        if self.steady is not None:
+            try:
+                self.steady.end()
+            finally:
+                self.steady = None
+
+    def may_publish(self, timeout: float) -> bool:
+        """Whether :meth:`publish` is worth a try. Raises as the link's ``check``."""
+        self._shell.check()
+        return self._is_on and timeout >= LEAST_TIMEOUT and self._shell.is_idle()
+
+    def may_go_on(self, model_id: str, timeout: float) -> bool:
+        """Whether :meth:`go_on` is worth a try. Raises as the link's ``check``."""
+        steady = self.steady
+        if steady is None or steady.model_id != model_id or type(timeout) is not float:
+            return False
+        return self.may_publish(timeout)
+
+    def publish(
+        self, sources: Mapping[str, FlatWeights | Mapping[int, FlatWeights]], transports: Mapping[str, Slots]
+    ) -> int | None:
+        """Publish for everybody, where :meth:`may_publish`; :meth:`complete` is to follow. Returns the version.
+
+        None: this is not for the fast path, and nothing was done.
+        """
+        if len(sources) != 1:
+            return None
+        ((model_id, flat),) = sources.items()
+        if not isinstance(flat, FlatWeights) or flat.values:
+            return None
+        if self.steady is None and not self._begin(model_id, transports[model_id]):
+            return None
+        return self.go_on(model_id, flat)
+
+    def go_on(self, model_id: str, flat: FlatWeights) -> int | None:
+        """The same of one model in its steady state."""
+        begun = self._loop.time()
+        steady = self.steady
+        if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
+            return None
+        self.pause.is_due = self._loop.time() - begun > BUSY_SECONDS
+        return steady.version
+
+    async def complete(self, version: int) -> bool:
+        """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
+        ended, and who still has to get it does so the general way."""
+        steady = self.steady
+        if steady is None or steady.version != version:
+            return False
+        waiter = steady.waiter = self._loop.create_future()
+        self.pause.take(wakes=True)
+        if steady.announce():
+            await waiter
+        return not steady.waiting
+
+    def _begin(self, model_id: str, transport: Slots) -> bool:
+        """Begin a steady state, if all is ready for one."""
+        pool, publisher, side_channels = transport.pool, self._shell.publisher, self._shell.side_channels
+        if pool is None or not transport.is_at_hand:
+            return False
+        model = publisher.targets.models.get(model_id)
+        target = None if model is None else model.common.current
+        if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.in_place:
+            return False
+        layout = target.slab.layout
+        if layout.nbytes > LARGEST or not pool.is_quick(layout.nbytes):
+            return False
+        if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
+            return False
+        peers = publisher.announcer.steady(model_id, target.slab)
+        if not peers or publisher.outbox or publisher.fenced is not None:
+            return False
+        if publisher.num_workers is not None and len(peers) < publisher.num_workers:
+            return False  # sending has to report one that is lost
+        workers = []
+        for peer in peers:
+            channel = side_channels.of.get(peer.nonce)
+            if channel is None or peer.unsettled or peer.slow:
+                return False
+            workers.append((peer, channel))
+        known = self._known.get(model_id)
+        if known is None or known.layout is not layout:  # that layout was only tried
+            known = self._known[model_id] = SourceCache(layout)
+        slab = pool.acquire(layout)
+        slab.descriptor = transport.describe(slab)
+        self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
+        return True
+
+    def wake(self) -> None:
+        """The link has failed: nobody may wait for answers any longer."""
+        if self.steady is not None:
+            self.steady.wake()
+
+    def forget_waiter(self) -> None:
+        """The loop is over: nobody can be woken any more."""
+        if self.steady is not None:
+            self.steady.waiter = None
+
+
+class SteadySender:
     """The steady state of one model.
 
     Args:
-        publisher: in the steady state (:meth:`asyncsync.protocol.publisher.Publisher.steady`).
+        publisher: in the steady state (:meth:`asyncsync.protocol.announcer.Announcer.steady`).
         model_id: the model.
         known: the weights that have been sent.
         slots: the newest version's slab, and the next one's; both with the caller's reference, and a descriptor.
-        workers: everybody, and their lanes.
+        workers: everybody, and their side channels.
 
     Attributes:
         version: the newest.
@@ -54,15 +238,16 @@ class Routine:
         self,
         publisher: Publisher,
         model_id: str,
-        known: KnownWeights,
+        known: SourceCache,
         slots: tuple[Slab, Slab],
-        workers: Sequence[tuple[Peer, Lane]],
+        workers: Sequence[tuple[Peer, SideChannel]],
     ) -> None:
         self.model_id = model_id
-        self.version, self._serial = publisher.version, publisher.serial
-        self.waiting: dict[Peer, Lane] = {}
+        self.version, self._serial = publisher.version, publisher.announcer.serial
+        self.waiting: dict[Peer, SideChannel] = {}
         self.waiter: asyncio.Future[None] | None = None
         self._publisher = publisher
+        self._epoch = publisher.epoch
         self._newest, self._next = slots
         assert slots[0].layout is slots[1].layout is known.layout
         self._workers = workers
@@ -70,17 +255,17 @@ class Routine:
         self._known = known
         self.updates = 0
         self._is_over = False
-        self._asking: dict[Peer, Lane] | None = None
-        self._heard = workers[0][1]  # told last
-        for _, lane in workers[1:]:
-            lane.watch(False)
+        self._reading: dict[Peer, SideChannel] | None = None
+        self._heard = workers[0][1]  # sent to last
+        for _, channel in workers[1:]:
+            channel.watch(False)
         self._began = 0.0
-        self._untold: list[tuple[Peer, Lane]] = []
+        self._unsent: list[tuple[Peer, SideChannel]] = []
         self._again: list[Buffer] = []
         self._done = b""
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
-        """Write the next version; :meth:`tell` is to follow. False: these weights are not like the others."""
+        """Write the next version; :meth:`announce` is to follow. False: these weights are not like the others."""
         slab = self._next
         memory = self._known.again(flat)
         if memory is not None:
@@ -92,27 +277,27 @@ class Routine:
                 return False
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
-        epoch, version, serial = self._publisher.epoch, self.version + 1, self._serial + 1
-        again: list[Buffer] = [alone(Again.header(epoch, serial, self._serial, version, slab.descriptor))]
-        done = alone(Done.header(epoch, serial))
-        waiting, untold = dict(self._workers), list(self._workers)
+        epoch, version, serial = self._epoch, self.version + 1, self._serial + 1
+        again: list[Buffer] = [alone(encode_again(epoch, serial, self._serial, version, slab.descriptor))]
+        done = alone(encode_done(epoch, serial))
+        waiting, unsent = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
         self.version, self._serial, self.updates = version, serial, self.updates + 1
-        self._again, self._done, self.waiting, self._untold = again, done, waiting, untold
+        self._again, self._done, self.waiting, self._unsent = again, done, waiting, unsent
         return True
 
-    def tell(self) -> bool:
-        """Tell everybody of it; False: somebody cannot be reached by lane."""
-        untold = self._untold
-        while untold:
-            if not untold[-1][1].write(self._again):
+    def announce(self) -> bool:
+        """Send everybody the AGAIN; False: somebody cannot be reached by the side channel."""
+        unsent = self._unsent
+        while unsent:
+            if not unsent[-1][1].write(self._again):
                 return False
-            untold.pop()
+            unsent.pop()
         return True
 
     def answer(self, peer: Peer, packet: memoryview, now: float) -> bool:
-        """A worker has said something; False if it is not what is waited for."""
+        """A packet has come from a worker; False if it is not the one that is waited for."""
         waiting = self.waiting
         if packet != self._done or peer not in waiting:
             return False
@@ -120,18 +305,18 @@ class Routine:
         del waiting[peer]
         if not waiting:
             self.wake()
-        elif waiting is not self._asking:
-            self._ask(waiting)
+        elif waiting is not self._reading:
+            self._read(waiting)
         return True
 
-    def _ask(self, waiting: dict[Peer, Lane]) -> None:
-        """Take in what the others have said; then listen to one that has not."""
-        self._asking = waiting
+    def _read(self, waiting: dict[Peer, SideChannel]) -> None:
+        """Take in what has come from the others; then listen to one from which nothing has."""
+        self._reading = waiting
         try:
-            for lane in list(waiting.values()):
-                lane.take()
+            for channel in list(waiting.values()):
+                channel.take()
         finally:
-            self._asking = None
+            self._reading = None
         if waiting and not self._is_over:
             self._heard.watch(False)
             self._heard = next(iter(waiting.values()))
@@ -142,7 +327,7 @@ class Routine:
             self.waiter.set_result(None)
 
     def end(self) -> None:
-        """Let the publisher go on."""
+        """Let the publisher go on. Idempotent."""
         if self._is_over:
             return
         self._is_over = True
@@ -150,14 +335,15 @@ class Routine:
             self._hand_over()
         finally:
             self.wake()
-            for _, lane in self._workers:
-                lane.watch(True)
+            for _, channel in self._workers:
+                channel.watch(True)
 
     def _hand_over(self) -> None:
         self._next.release()
         if self.updates:
-            untold = [peer for peer, _ in self._untold]
+            unsent = [peer for peer, _ in self._unsent]
             peers, waiting = self._peers, self.waiting
-            self._publisher.catch_up(self.model_id, self._newest, self.updates, peers, waiting, untold, self._began)
+            catch_up = self._publisher.announcer.catch_up
+            catch_up(self.model_id, self._newest, self.updates, peers, waiting, unsent, self._began)
         else:
             self._newest.release()

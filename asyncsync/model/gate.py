@@ -9,7 +9,7 @@
 
 Covered are calls of an attached module. Not covered are its other methods, calls of its submodules, an
 `async def forward`, and hooks that a compiler has removed: put `hold()` around those. A thread started inside a hold
-without its context (`contextvars.copy_context().run`, as asyncio.to_thread does) is a stranger to it.
+without its context is a stranger to it; asyncio.to_thread passes the context on (`contextvars.copy_context().run`).
 """
 
 from __future__ import annotations
@@ -23,42 +23,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from asyncsync.errors import AckTimeout
-from asyncsync.model.hooks import Enter, Leave
+from asyncsync.model.hooks import attach
+from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_held_by_caller, is_inside, refusal
+
+__all__ = ["Gate", "Writer", "any_applying"]
 
 _log = logging.getLogger("asyncsync")
-_TICK = 0.05  # seconds between two looks of a waiting reader for entries that were left behind
-
-# The innermost reader of this context: forwards and holds of every gate, linked through `parent`.
-_current: ContextVar[_Entry | None] = ContextVar("asyncsync_reader", default=None)
+_TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
 
 
-class _Entry:
-    """One reader inside, and the token by which readers nested in it are known."""
-
-    __slots__ = ("abandoned", "frame", "gate", "key", "parent", "task", "thread")
-
-    def __init__(self, gate: Gate, frame: FrameType | None = None) -> None:
-        self.gate: Gate | None = gate  # None once closed, so that a token inherited by a task keeps nothing alive
-        self.frame = frame
-        self.key: object = self if frame is None else frame
-        self.thread = threading.get_ident()
-        self.task: object = None  # of a hold: whose it is, if a task's
-        self.abandoned = False
-        self.parent: _Entry | None = _current.get()
-        while self.parent is not None and self.parent.gate is None:
-            self.parent = self.parent.parent
-
-
-class Update:
+class Writer:
     """What writes the models, and who is told when it has."""
 
     __slots__ = ("applied", "apply", "done", "frame", "thread")
@@ -77,25 +57,6 @@ class _Verdict(enum.Enum):
     WAIT = 2
 
 
-def _finished(frame: FrameType | None) -> bool:
-    """Whether a call is over.
-
-    The interpreter refuses to clear a frame that still runs, in whatever thread or greenlet. Looking for the frame on
-    its thread's stack instead would race with a generator that yields meanwhile: its `f_back` is gone then.
-    """
-    if frame is None:
-        return False
-    try:
-        frame.clear()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _task() -> object:
-    return asyncio.current_task() if asyncio._get_running_loop() is not None else None
-
-
 def _settle(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
@@ -112,9 +73,9 @@ class Gate:
         self.patience = patience
         self._loop_thread: int | None = None
         self._handles: list[RemovableHandle] = []
-        self._entries: dict[object, _Entry] = {}  # forwards by the frame of their call, holds by themselves
-        self._update: Update | None = None
-        self._applying: Update | None = None
+        self._readers: dict[object, Reader] = {}  # forwards by the frame of their call, holds by themselves
+        self._update: Writer | None = None
+        self._applying: Writer | None = None
         self._torn = False  # an interrupted apply left the model half written: only an update may touch it next
         self._waiters: set[asyncio.Future[None]] = set()
         self._renew_locks()
@@ -146,7 +107,7 @@ class Gate:
     @property
     def readers(self) -> int:
         """Forwards and holds inside, nested ones included."""
-        return len(self._entries)
+        return len(self._readers)
 
     # Modules
 
@@ -159,23 +120,8 @@ class Gate:
         Raises:
             ValueError: the module is compiled or scripted, so that hooks would not run.
         """
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there is no compiled module unless it was imported
-        compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        if scripted or compiled or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module, in which the gate's "
-                'hooks do not run, so a weight update could tear a forward. Pass gate="hold" and put '
-                '`with scheme.hold():` around its calls, or pass apply="on_receive" and apply updates in receive().'
-            )
         with self._mutex:
-            if any(isinstance(hook, Leave) and hook.gate is self for hook in module._forward_hooks.values()):
-                return
-            # First in, last out, so that the hooks that are there already read the weights inside the gate.
-            self._handles += [
-                module.register_forward_hook(Leave(self), always_call=True),
-                module.register_forward_pre_hook(Enter(self), prepend=True),
-            ]
+            self._handles += attach(self, module)
 
     def detach(self) -> None:
         """Remove the hooks from every module. Calls under way are counted until they return."""
@@ -198,19 +144,19 @@ class Gate:
                 calls come in the order of the updates. What it raises is logged.
         """
         with self._mutex:
-            self._update = Update(update, done)
+            self._update = Writer(update, done)
         self.poll()
 
-    def pass_through(self, update: Update) -> bool:
-        """Apply an update at once, in this thread, if nobody reads and no other is on its way; else False.
+    def try_apply(self, update: Writer) -> bool:
+        """Apply an update at once, in this thread, if nobody reads and no other is on its way; whether it is applied.
 
-        What ``apply`` raises is raised; ``done`` is called only if something else than an Exception comes between, and
-        another one applies this update.
+        What ``apply`` raises is raised: after an Exception the update is dropped, after an interrupt it is pending. Its
+        ``done`` is called only in the latter case, when it has been applied.
         """
         frame = sys._getframe()
         try:
             with self._mutex:
-                if self._entries or self._update is not None or self._applying is not None:
+                if self._readers or self._update is not None or self._applying is not None:
                     return False
                 update.applied, update.frame, update.thread = False, frame, threading.get_ident()
                 self._applying = update
@@ -235,9 +181,9 @@ class Gate:
             return True
 
     def poll(self) -> None:
-        """Clear entries that were left behind and apply the pending update if nobody reads."""
+        """Clear readers that were left behind and apply the pending update if nobody reads."""
         if self._update is not None or self._applying is not None:
-            if self._entries or self._applying is not None:
+            if self._readers or self._applying is not None:
                 self._sweep()
             self._apply()
 
@@ -248,8 +194,7 @@ class Gate:
             while self._update is not None and self._apply_one(frame):
                 pass
         finally:
-            # It refers to itself by this name, and to our callers with all they hold.
-            del frame
+            del frame  # it refers to itself by this name, and to its callers with all they hold
 
     def _apply_one(self, frame: FrameType) -> bool:
         """One round of :meth:`_apply`, whose frame this is; False if there was nothing to do."""
@@ -257,7 +202,7 @@ class Gate:
         try:
             with self._mutex:
                 update = self._update
-                if update is None or self._applying is not None or self._entries:
+                if update is None or self._applying is not None or self._readers:
                     return False
                 # In this order an interrupt between two lines loses nothing.
                 update.frame, update.thread = frame, threading.get_ident()
@@ -304,16 +249,16 @@ class Gate:
                 self._waiters.discard(waiter)
 
     def _sweep(self) -> None:
-        """Clear what was left behind by an interrupt: ended forwards, holds without an owner, a broken apply."""
+        """Clear what an interrupt has left behind: ended forwards, holds without an owner, a broken apply."""
         with self._mutex:
-            entries = list(self._entries.values())
+            readers = list(self._readers.values())
         # Not under the mutex: to clear a finished frame may run destructors.
-        gone = [entry for entry in entries if entry.abandoned or _finished(entry.frame)]
+        gone = [reader for reader in readers if reader.is_abandoned or is_finished(reader.frame)]
         with self._mutex:
-            for entry in gone:
-                self._close(entry)
+            for reader in gone:
+                self._close(reader)
         applying = self._applying
-        if applying is not None and (frame := applying.frame) is not None and _finished(frame):
+        if applying is not None and (frame := applying.frame) is not None and is_finished(frame):
             self._release(frame)
 
     # Readers
@@ -329,49 +274,37 @@ class Gate:
         """
         return Hold(self)
 
-    def _admit(self, entry: _Entry, *, join: bool) -> _Verdict:
-        """Let a reader in or say what must happen first. Under the mutex, after a sweep if an update is pending."""
+    def _admit(self, reader: Reader, *, join: bool) -> _Verdict:
+        """Let a reader in, or find out what goes first. Under the mutex, after a sweep if an update is pending."""
         if self._applying is not None:
-            if self._applying.thread != entry.thread:
+            if self._applying.thread != reader.thread:
                 return _Verdict.WAIT
         elif self._update is not None:
-            if not self._entries:
+            if not self._readers:
                 return _Verdict.APPLY
-            if not (join and self._may_join(entry.thread)) and not self._nested():
+            if not (join and self._may_join(reader.thread)) and not is_inside(self):
                 return _Verdict.WAIT
-        if entry.key in self._entries:
-            entry.key = entry
-        self._entries[entry.key] = entry
+        if reader.key in self._readers:
+            reader.key = reader
+        self._readers[reader.key] = reader
         return _Verdict.ENTERED
 
     def _may_join(self, thread: int) -> bool:
         # A thread that is inside already, by another task of its loop, would block the task that it waits for.
-        return thread == self._loop_thread or any(entry.thread == thread for entry in self._entries.values())
+        return thread == self._loop_thread or any(reader.thread == thread for reader in self._readers.values())
 
     @property
     def held_by_caller(self) -> bool:
         """Whether this thread and task has a hold() of this gate open: no update can come before it leaves that."""
-        token = _current.get()
-        while token is not None:
-            mine = token.gate is self and token.frame is None and token.thread == threading.get_ident()
-            if mine and not token.abandoned:
-                return token.task is _task()
-            token = token.parent
-        return False
+        return is_held_by_caller(self)
 
-    def _nested(self) -> bool:
-        token = _current.get()
-        while token is not None and token.gate is not self:
-            token = token.parent
-        return token is not None
-
-    def _enter(self, entry: _Entry) -> None:
+    def enter(self, reader: Reader) -> None:
         deadline = time.monotonic() + self.patience
         while True:
             if self._update is not None or self._applying is not None:
                 self._sweep()
             with self._mutex:
-                verdict = self._admit(entry, join=True)
+                verdict = self._admit(reader, join=True)
                 if verdict is _Verdict.WAIT:
                     nap = self._nap(deadline)
                     self._asleep += 1
@@ -380,33 +313,33 @@ class Gate:
                     finally:
                         self._asleep -= 1
             if verdict is _Verdict.ENTERED:
-                _current.set(entry)
+                innermost.set(reader)
                 return
             if verdict is _Verdict.APPLY:
                 self._apply()
 
-    def _enter_call(self, frame: FrameType) -> None:
-        self._enter(_Entry(self, frame))
+    def enter_call(self, frame: FrameType) -> None:
+        self.enter(Reader(self, frame))
 
-    def _leave_call(self, frame: FrameType) -> None:
-        # No entry where a pre-hook before ours has raised, or ours.
-        if (entry := self._entries.get(frame)) is not None:
-            self._leave(entry)
+    def leave_call(self, frame: FrameType) -> None:
+        # There is no reader where a pre-hook has raised, this gate's or one before it.
+        if (reader := self._readers.get(frame)) is not None:
+            self.leave(reader)
 
-    async def _enter_async(self, entry: _Entry) -> None:
+    async def enter_async(self, reader: Reader) -> None:
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.patience
         while True:
             if self._update is not None or self._applying is not None:
                 self._sweep()
             with self._mutex:
-                verdict = self._admit(entry, join=False)
+                verdict = self._admit(reader, join=False)
                 if verdict is _Verdict.WAIT:
                     nap = self._nap(deadline)
                     waiter: asyncio.Future[None] = loop.create_future()
                     self._waiters.add(waiter)
             if verdict is _Verdict.ENTERED:
-                _current.set(entry)
+                innermost.set(reader)
                 return
             if verdict is _Verdict.APPLY:
                 self._apply()
@@ -422,29 +355,19 @@ class Gate:
         left = deadline - time.monotonic()
         if left > 0:
             return min(left, _TICK)
-        if self._applying is not None:
-            raise AckTimeout(
-                f"Reading the model was refused: a weight update has been writing it for {self.patience:g} s, in "
-                f"{_name(self._applying.thread)}. Look for an apply_weights() that blocks."
-            )
-        names = ", ".join(sorted({_name(entry.thread) for entry in self._entries.values()}))
-        raise AckTimeout(
-            f"Reading the model was refused: a weight update has been pending for {self.patience:g} s and must go "
-            f"first, but {len(self._entries)} reader(s) are still inside (in {names or 'no thread'}). Look for a "
-            "hold() that is never left or a forward that does not return, keep holds shorter, or give the gate more "
-            "patience."
-        )
+        writer = None if self._applying is None else self._applying.thread
+        raise refusal(self.patience, writer, self._readers.values())
 
-    def _close(self, entry: _Entry) -> None:
-        """Under the mutex; of an entry that never came in, or has left, too."""
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
-        entry.gate = entry.frame = entry.key = None
+    def _close(self, reader: Reader) -> None:
+        """Under the mutex. The reader may never have come in, or have left already."""
+        if self._readers.get(reader.key) is reader:
+            del self._readers[reader.key]
+        reader.close()
 
-    def _leave(self, entry: _Entry) -> None:
-        # The void token stays in its context: a generator or task may be closed in another one, with nothing to reset.
+    def leave(self, reader: Reader) -> None:
+        # The closed token stays in its context: a generator or task may be closed in another one, with none to reset.
         with self._mutex:
-            self._close(entry)
+            self._close(reader)
         if self._update is not None:
             self.poll()
 
@@ -452,67 +375,15 @@ class Gate:
         """In a forked child: the other threads, their readers and the bus are gone, and may have held the mutex."""
         self._renew_locks()
         me = threading.get_ident()
-        for entry in [entry for entry in self._entries.values() if entry.thread != me]:
-            self._close(entry)
+        for reader in [reader for reader in self._readers.values() if reader.thread != me]:
+            self._close(reader)
         must = self._update if self._torn else None
         if self._applying is not None and self._applying.thread != me:
             if not self._applying.applied:
                 self._torn, must = True, self._applying
             self._applying = None
-        self._update = None if must is None else Update(must.apply, lambda error: None)
+        self._update = None if must is None else Writer(must.apply, lambda error: None)
         self._waiters = set()
-
-
-class Hold:
-    """An open `with gate.hold():` block keeps updates out. One that is thrown away open no longer counts."""
-
-    __slots__ = ("_entry", "_gate")
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._entry: _Entry | None = None
-
-    def _start(self) -> _Entry:
-        if self._entry is not None and self._entry.gate is not None:
-            raise RuntimeError("this Hold is open already; call hold() again for a nested one")
-        self._entry = _Entry(self._gate)
-        self._entry.task = _task()
-        return self._entry
-
-    def __enter__(self) -> None:
-        entry = self._start()
-        try:
-            self._gate._enter(entry)
-        except BaseException:
-            self._gate._leave(entry)
-            raise
-
-    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._entry is not None:
-            try:
-                self._gate._leave(self._entry)
-            except BaseException:  # Ctrl-C, before it had left perhaps: the next sweep does it
-                self._entry.abandoned = True
-                raise
-
-    async def __aenter__(self) -> None:
-        entry = self._start()
-        try:
-            await self._gate._enter_async(entry)
-        except BaseException:
-            self._gate._leave(entry)
-            raise
-
-    async def __aexit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.__exit__(*exc)
-
-    def __del__(self) -> None:
-        if (entry := self._entry) is not None:
-            entry.abandoned = True  # no more than a mark, as the garbage collector may be inside the gate
-
-
-def _name(thread: int) -> str:
-    return next((t.name for t in threading.enumerate() if t.ident == thread), f"thread {thread}")
 
 
 def _after_fork() -> None:

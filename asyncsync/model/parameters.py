@@ -1,4 +1,4 @@
-"""Places: where a model keeps its tensors, by name.
+"""Parameters: where a model has its tensors, by name, and which of them an update writes.
 
 A name is looked up anew at each update, through the dictionary that holds it, because ``load_state_dict(assign=True)``
 and optimisers of some libraries replace Parameter objects: a cached reference would turn updates into acknowledged
@@ -17,25 +17,26 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import SchemaMismatch
+from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.tree import EXTRA_STATE, dotted, uncompiled
 
-__all__ = ["Place", "Places", "Plan", "Specs"]
+__all__ = ["Location", "ModelTensors", "Plan", "Specs"]
 
-Place = tuple[MutableMapping[str, Any], str]
-"""Where a tensor is kept: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
+Location = tuple[MutableMapping[str, Any], str]
+"""Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class Places:
-    """Where a model keeps its tensors.
+class ModelTensors:
+    """Where a model has its tensors.
 
     Args:
         model: module, TensorDict or dict.
         extract_as: whose names to use, those of ``"tensordict"`` or of ``"state_dict"``.
 
     Attributes:
-        owners: the place of every tensor, by its dotted name.
+        owners: the location of every tensor, by its dotted name.
         extra_state: modules that take extra state, by the name of that.
         required: what an update must bring.
         ties: groups of names that share one tensor.
@@ -46,10 +47,10 @@ class Places:
     """
 
     def __init__(self, model: Any, extract_as: str) -> None:
-        self.owners: dict[str, Place] = {}
+        self.owners: dict[str, Location] = {}
         self.extra_state: dict[str, nn.Module] = {}
         self.required: set[str] = set()
-        # TensorDictParams is both, and keeps its tensors as a TensorDict does.
+        # TensorDictParams is both, and has its tensors where a TensorDict has them.
         self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
         self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
         if self.is_module:
@@ -68,9 +69,10 @@ class Places:
             if isinstance(module, TensorDictBase):
                 self._mapping(module, dot)
                 continue
-            if module._modules:
-                self._children.append((module._modules, list(module._modules.values())))
-            for group in (module._parameters, module._buffers):
+            *groups, children = tensors_and_children(module)
+            if children:
+                self._children.append((children, list(children.values())))
+            for group in groups:
                 for name, tensor in group.items():
                     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                         raise SchemaMismatch(
@@ -83,7 +85,7 @@ class Places:
         if extract_as == "state_dict":
             state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
             self._follow(state)
-            # What it leaves out (non-persistent buffers, say) is not insisted on; extra state it promises.
+            # What a state dict leaves out, such as non-persistent buffers, is not required; its extra state is.
             self.required = {name for name in self.known if name in state}
         else:
             # TensorDict.from_module has no extra state.
@@ -113,7 +115,7 @@ class Places:
         for name in self.owners:
             tensor = self.get(name)
             if isinstance(tensor, torch.Tensor):
-                # A sparse or nested tensor has no memory of its own that weights could be written to: Binding says so.
+                # A sparse or nested tensor has no memory that weights could be written to: check_fit() refuses it.
                 dense = tensor.layout is torch.strided and not tensor.is_nested
                 owns_memory = dense and tensor.numel() and not tensor.is_meta
                 same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if owns_memory else id(tensor)
@@ -132,8 +134,8 @@ class Places:
             return None
 
     def stale(self) -> bool:
-        """True if a module has been replaced, removed or added since: the places below are not the model's any more."""
-        for now, then in self._children:  # noqa: SIM110 (asked at every update; a generator takes twice as long)
+        """True if a module has been replaced, removed or added since: these locations are not the model's any more."""
+        for now, then in self._children:  # noqa: SIM110 (called at every update; a generator takes twice as long)
             if list(now.values()) != then:
                 return True
         return False
@@ -141,20 +143,20 @@ class Places:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """The tensors of an update in order: their names, their places in the model, and what they are.
+    """The tensors of an update in order: their names, their locations in the model, and what they are.
 
     ``ties`` are pairs of positions that are one tensor in the model.
     """
 
-    model: Places
+    model: ModelTensors
     names: list[str]
-    places: list[Place]
+    locations: list[Location]
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     ties: set[tuple[int, int]]
 
     @classmethod
-    def of(cls, model: Places, specs: Specs) -> Plan:
+    def of(cls, model: ModelTensors, specs: Specs) -> Plan:
         names = [name for name in specs if name not in model.extra_state]
         at = {name: i for i, name in enumerate(names)}
         ties: set[tuple[int, int]] = set()
@@ -173,7 +175,7 @@ class Plan:
     def cast(self, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.Tensor]]:
         """The sources in the model's dtypes, and the plan for them."""
         found = [self.model.get(name) for name in self.names]
-        # Whatever is no tensor any more is reported under the gate, like every other change of the model.
+        # What is no tensor any more is refused under the gate, like every other change of the model.
         dtypes = [t.dtype if isinstance(t, torch.Tensor) else d for t, d in zip(found, self.dtypes, strict=True)]
         if dtypes == self.dtypes:
             return self, sources

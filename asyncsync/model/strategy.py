@@ -28,8 +28,10 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
-from asyncsync.model.binding import apply_now
-from asyncsync.weights.tree import COMPILED, EXTRA_STATE, FlatWeights, Path, flatten, nest
+from asyncsync.model.torch_private import tensors_and_children
+from asyncsync.model.update import apply_now
+from asyncsync.weights.torch_private import COMPILED
+from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
 __all__ = ["WeightStrategy", "flat_weights", "module_weights", "resolve_strategy"]
 
@@ -139,14 +141,14 @@ def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
 def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights | None:
     """The same without TensorDict and names, for a module and a strategy where that makes no difference; else None."""
     plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
-    # (isinstance() of an abstract class takes as long as the rest.)
+    # isinstance() of an abstract class takes as long as the rest.
     if not plain or TensorDictBase in type(module).__mro__:
         return None
     return _flatten_module(module)
 
 
 def _flatten_module(module: nn.Module) -> FlatWeights:
-    """Parameters, buffers (non-persistent ones too) and extra state, tied ones under each of their names."""
+    """Parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
     flat = FlatWeights()
     _visit(module, (), flat)
     return flat
@@ -155,7 +157,8 @@ def _flatten_module(module: nn.Module) -> FlatWeights:
 def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
     # named_modules() and splitting its names would take three times as long: this runs at every publication.
     tensors = flat.tensors
-    for group in (module._parameters, module._buffers):
+    *groups, children = tensors_and_children(module)
+    for group in groups:
         for name, tensor in group.items():
             if tensor is not None:
                 tensors[(*path, name)] = tensor
@@ -163,6 +166,6 @@ def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
         state = module.get_extra_state()
         state = state.data if isinstance(state, NonTensorData) else state
         (tensors if isinstance(state, torch.Tensor) else flat.values)[(*path, EXTRA_STATE)] = state
-    for name, child in module._modules.items():
+    for name, child in children.items():
         if child is not None:
             _visit(child, path if name == COMPILED else (*path, name), flat)

@@ -1,13 +1,13 @@
-"""What the gate cannot see of a module: told where it is registered."""
+"""Warnings of calls that the gate cannot see, raised where a module is registered."""
 
 from __future__ import annotations
 
-import gc
-import sys
 import warnings
 
 from tensordict import TensorDictBase
 from torch import nn
+
+from asyncsync.model.torch_private import has_compiled_anything, optimized_modules, wraps_as_it_is
 
 __all__ = ["warn_of_calls_unseen"]
 
@@ -43,17 +43,12 @@ def warn_of_calls_unseen(model: nn.Module, stacklevel: int) -> None:
 def _is_inlined(model: nn.Module) -> bool:
     """Whether compiled code may have taken in this module's call as it was, without hooks: dynamo does not look again
     for those that come later."""
-    dynamo, utils = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch._dynamo.utils")
-    if dynamo is None or utils is None or not utils.counters["stats"]:
-        return False  # nothing has been compiled so far
-    for one in gc.get_objects():
-        if not issubclass(type(one), dynamo.OptimizedModule):
-            continue
-        if one._orig_mod is model:
-            # It calls the module itself, with all hooks, and compiles what that calls; or a wrapper around that.
-            called = getattr(one.forward, "_torchdynamo_orig_callable", None)
-            if getattr(called, "__self__", None) is not model:
+    if not has_compiled_anything():
+        return False
+    for optimized, original in optimized_modules():
+        if original is model:
+            if not wraps_as_it_is(optimized, model):
                 return True
-        elif any(part is model for part in one._orig_mod.modules()):
+        elif any(part is model for part in original.modules()):
             return True
     return False

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["Claim", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "lane_path"]
+__all__ = ["EndpointLock", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "side_channel_path"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -115,12 +115,12 @@ def is_trustworthy(endpoint: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def lane_path(endpoint: str) -> Path | None:
-    """Where a sender listens for lanes; None if the endpoint is no path."""
+def side_channel_path(endpoint: str) -> Path | None:
+    """Where a sender listens for side channels; None if the endpoint is no path."""
     return Path(endpoint.removeprefix("ipc://") + ".lane") if endpoint.startswith("ipc://") else None
 
 
-class Claim:
+class EndpointLock:
     """Exclusive ownership of an ipc path, until released or until this process dies.
 
     Raises:
@@ -148,7 +148,7 @@ class Claim:
             raise NotConnected(
                 f"{endpoint} is in use by another live process; shut that sender down first, or choose another endpoint"
             )
-        _claims.add(self)
+        _locks.add(self)
 
     def _take(self) -> None:
         path = self._path
@@ -193,12 +193,12 @@ class Claim:
             self._descriptor = None
 
 
-_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+_locks: weakref.WeakSet[EndpointLock] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
-    for claim in list(_claims):
-        claim.disown()
+    for lock in list(_locks):
+        lock.disown()
 
 
 os.register_at_fork(after_in_child=_disown_all)
@@ -207,8 +207,8 @@ os.register_at_fork(after_in_child=_disown_all)
 @atexit.register
 def _release_all() -> None:
     """Nothing is left behind by a program that forgets shutdown()."""
-    for claim in list(_claims):
-        claim.release()
+    for lock in list(_locks):
+        lock.release()
 
 
 def _lock(path: Path) -> int | None:

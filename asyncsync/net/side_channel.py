@@ -1,36 +1,36 @@
-"""Lanes: a second, faster way for small instructions between processes of one host, beside the ZeroMQ socket.
+"""Side channels: a second, faster way for small instructions between processes of one host, beside the ZeroMQ socket.
 
-libzmq hands each message to an I/O thread and back, about 100 µs there and back where there are few cores. A lane is a
-Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and writes: one instruction is one packet. It is an
-option, never needed: where there is none (tcp, macOS, a socket that cannot be made, another user's), or it breaks, or
-its buffer is full, everything goes through ZeroMQ, as it does with what is too large for a packet.
+libzmq hands each message to an I/O thread and back, about 100 µs there and back where there are few cores. A side
+channel is a Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and writes: one instruction is one packet. It
+is an option, never needed: where there is none (tcp, macOS, a socket that cannot be made, another user's), or it
+breaks, or its buffer is full, everything goes through ZeroMQ, as does what is too large for a packet.
 
 **Beginning.** The sender listens at the ipc endpoint's path + ``.lane``. A receiver connects when it is welcomed, and
-introduces itself with the nonce of its incarnation; the sender ties the lane to that peer and answers with a greeting,
-or hangs up. Until the greeting has come the receiver writes nothing else. Both look at who is at the other end
-(``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver gives its lane up too, and opens
-another one with the next WELCOME. That a lane ends means nothing else: deaths are the pidfd's affair.
+introduces itself with the nonce of its incarnation; the sender ties the side channel to that peer and answers with a
+greeting, or hangs up. Until the greeting has come the receiver writes nothing else. Both check who is at the other end
+(``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver closes its side channel too, and
+opens another one with the next WELCOME. That a side channel ends means nothing else: ``pidfd`` tells of deaths.
 
-**Order.** Only :data:`BY_LANE` goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH, STAGED, APPLIED, DONE,
-FAILED and RELEASED to the trainer. Two channels do not keep their messages in order, and need not, because:
+**Order.** Only what :mod:`asyncsync.net.packets` lists goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH,
+STAGED, APPLIED, DONE, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need
+not, because:
 
-- What goes through ZeroMQ never overtakes what has gone by lane: a packet is in the other's buffer when the sending
-  call returns, and each side empties the lane before it looks at a message from ZeroMQ. So BYE comes after the UPDATE
-  or APPLIED that was said before it, and a PONG never knows less than the trainer has been told.
-- An UPDATE by lane may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the worker has
-  accepted already, and the sender does not use the lane between a HELLO and its READY (so not for another epoch either)
-  or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or its chunks, arriving
-  late, are known by their serial number and dropped.
+- What goes through ZeroMQ never overtakes what has gone by the side channel: a packet is in the other's buffer when the
+  sending call returns, and each side empties the side channel before it handles a message from ZeroMQ. So BYE comes
+  after the UPDATE or APPLIED that was sent before it, and a PONG never knows less than the trainer has heard.
+- An UPDATE by the side channel may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the
+  worker has accepted already, and the sender does not use the side channel between a HELLO and its READY (so not for
+  another epoch either) or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or
+  its chunks, arriving late, are known by their serial number and dropped.
 - GRANTED answers a FETCH, so the UPDATE that it names has come.
-- What the worker says by lane may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and DONE name the UPDATE
-  that they are about; APPLIED and FAILED carry versions, of which the highest counts; RELEASED says up to which UPDATE
-  it knows. A PONG that comes late is told by its number from one that has seen the latest UPDATE. HELLO is not
-  overtaken: the lane begins with the WELCOME to it.
+- What the worker sends by the side channel may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and DONE name
+  the UPDATE that they are about; APPLIED and FAILED carry versions, of which the highest counts; RELEASED names the
+  latest UPDATE that it knows of. A PONG that comes late differs by its number from one that has seen the latest UPDATE.
+  HELLO is not overtaken: the side channel begins with the WELCOME to it.
 
-What is lost with a lane that breaks is repaired like any lost message, by the next PING and PONG.
-
-**A packet** is the number of payload frames, their lengths, the frames, and the instruction's header: as large as what
-is left. Data that was written before a lane is closed still arrives."""
+What is lost with a side channel that breaks is repaired like any lost message, by the next PING and PONG. Data that was
+written before a side channel is closed still arrives. What a packet is made of: :mod:`asyncsync.net.packets`.
+"""
 
 from __future__ import annotations
 
@@ -44,108 +44,35 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.protocol.wire import (
-    FIXED,
-    Again,
-    Applied,
-    Buffer,
-    Done,
-    Failed,
-    Fetch,
-    Granted,
-    Instruction,
-    Released,
-    Staged,
-    Update,
-    decode,
-    decode_fixed,
-)
+from asyncsync.net.packets import ALONE, MAX_FRAMES, MAX_PACKET, join
+from asyncsync.protocol.fields import Buffer
 
-__all__ = ["BY_LANE", "Lane", "Lanes", "alone", "connect", "join", "read", "split"]
+__all__ = ["Receive", "SideChannel", "SideChannels", "connect"]
 
 logger = logging.getLogger("asyncsync")
 
-BY_LANE: frozenset[type[Instruction]] = frozenset(
-    {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
-)
-MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
-MAX_FRAMES = 255
 INTRODUCTION = b"asyncsync lane 1:"
 GREETING = b"asyncsync lane 1!"
 BACKLOG = 1024
-# Connections that have not said yet who they are; when there are more, the oldest has to go.
+# Connections that have not introduced themselves yet; when there are more, the oldest has to go.
 MAX_STRANGERS = 64
 # More than a socket's buffer holds: emptying it comes to an end even if the other side goes on filling it.
 MAX_QUEUED = 10_000
 MAX_PATH = 107
 
-ALONE = b"\0"
 _CREDENTIALS = struct.Struct("3i")
 
 Receive = Callable[[memoryview], None]
 Crash = Callable[[BaseException], None]
 
 
-def join(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
-    if len(frames) == 1:
-        return [ALONE, frames[0]]
-    header, *payload = frames
-    return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
-
-
-def alone(header: bytes) -> bytes:
-    """The packet with this message, which has no payload frames."""
-    return ALONE + header
-
-
-def split(packet: memoryview) -> list[memoryview]:
-    """The message in a packet: views of its header and payload frames.
-
-    Raises:
-        LimitExceeded: longer than any of ours.
-        ProtocolError: anything else that :func:`join` does not make.
-    """
-    size = len(packet)
-    if size > MAX_PACKET:
-        raise LimitExceeded(f"a packet of more than {MAX_PACKET} bytes")
-    count = packet[0] if size else 0
-    start = 1 + 4 * count
-    if start >= size:
-        raise ProtocolError(f"a packet of {size} bytes for {count} payload frames and an instruction")
-    if not count:
-        return [packet[1:]]
-    frames = []
-    for length in struct.unpack_from(f"<{count}I", packet, 1):
-        frames.append(packet[start : start + length])
-        start += length
-    if start >= size:
-        raise ProtocolError(f"a packet of {size} bytes whose payload frames leave no room for the instruction")
-    return [packet[start:], *frames]
-
-
-def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
-    """The instruction in a packet and its payload frames: views, good as long as the packet.
-
-    Raises:
-        LimitExceeded, ProtocolError: malformed, or no instruction that goes by lane.
-    """
-    if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return decode_fixed(packet[1:], ())  # one of those that come by lane
-    instruction, payload = decode(split(packet))
-    if type(instruction) not in BY_LANE:
-        raise ProtocolError(f"{type(instruction).__name__} by lane")
-    return instruction, payload
-
-
-class Lane:
+class SideChannel:
     """One connection, served by callbacks of the running loop.
 
     Args:
         connection: connected, not blocking; closed by :meth:`close`.
-        buffer: where packets are received; may be shared by the lanes of one loop.
-        ended: called when the other side has closed the lane, or it has broken.
+        buffer: where packets are received; may be shared by the side channels of one loop.
+        ended: called when the other side has closed the side channel, or it has broken.
         crash: called with an exception that escapes from ``receive``.
 
     Attributes:
@@ -157,7 +84,7 @@ class Lane:
     receive: Receive
 
     def __init__(
-        self, connection: socket.socket, buffer: memoryview, ended: Callable[[Lane], None], crash: Crash
+        self, connection: socket.socket, buffer: memoryview, ended: Callable[[SideChannel], None], crash: Crash
     ) -> None:
         self._socket = connection
         self._buffer = buffer
@@ -207,7 +134,7 @@ class Lane:
         return size > 0
 
     def drain(self) -> None:
-        """Take in all that has come: it was sent before the message that the caller is about to look at."""
+        """Take in all that has come: it was sent before the message that the caller is about to handle."""
         for _ in range(MAX_QUEUED):
             if not self.take():
                 return
@@ -234,7 +161,7 @@ class Lane:
         try:
             self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
         except OSError:
-            return False  # full, or broken: then reading tells
+            return False  # full, or broken: reading will show which
         return True
 
     def close(self) -> None:
@@ -247,30 +174,30 @@ class Lane:
         self._socket.close()
 
     def disown(self) -> None:
-        """In a forked child: let go of the descriptor; the connection is the parent's, and so is its loop."""
+        """In a forked child: close the descriptor; the connection is the parent's, and so is its loop."""
         self.open, self.closed = False, True
         self._socket.close()
 
 
-class Lanes:
-    """The sender's end: a socket that listens, and the lanes of those who have introduced themselves.
+class SideChannels:
+    """The sender's end: a socket that listens, and the side channels of those who have introduced themselves.
 
     Args:
-        path: where to listen; None, or where that cannot be: there are no lanes.
+        path: where to listen; None, or where that cannot be: there are no side channels.
         introduce: takes a receiver's nonce, returns what is to be called with its packets; None turns it away.
         crash: called with an exception that escapes from a callback.
 
     Attributes:
         path: None if nothing is listened to.
-        of: the lanes, by the nonce of the receiver.
+        of: the side channels, by the nonce of the receiver.
     """
 
     def __init__(self, path: Path | None, introduce: Callable[[bytes], Receive | None], crash: Crash) -> None:
         self._introduce = introduce
         self._crash = crash
         self._buffer = memoryview(bytearray(MAX_PACKET + 1))
-        self._strangers: dict[Lane, None] = {}
-        self.of: dict[bytes, Lane] = {}
+        self._strangers: dict[SideChannel, None] = {}
+        self.of: dict[bytes, SideChannel] = {}
         self._loop = asyncio.get_running_loop()
         self._socket = None if path is None else _listen(path)
         self.path = None if self._socket is None else path
@@ -292,35 +219,35 @@ class Lanes:
         if not _is_ours(connection):
             connection.close()
             return
-        lane = Lane(connection, self._buffer, self._ended, self._crash)
-        lane.receive = partial(self._introduced, lane)
-        self._strangers[lane] = None
+        channel = SideChannel(connection, self._buffer, self._ended, self._crash)
+        channel.receive = partial(self._introduced, channel)
+        self._strangers[channel] = None
         if len(self._strangers) > MAX_STRANGERS:
             self._forget(next(iter(self._strangers)))
 
-    def _introduced(self, lane: Lane, packet: memoryview) -> None:
+    def _introduced(self, channel: SideChannel, packet: memoryview) -> None:
         said = bytes(packet[: len(INTRODUCTION) + 17])
         nonce = said.removeprefix(INTRODUCTION)
         receive = self._introduce(nonce) if said.startswith(INTRODUCTION) else None
-        if receive is None or not lane.write([GREETING]):
-            self._forget(lane)
+        if receive is None or not channel.write([GREETING]):
+            self._forget(channel)
             return
-        del self._strangers[lane]
+        del self._strangers[channel]
         if nonce in self.of:
             self.of[nonce].close()
-        lane.receive, lane.open = receive, True
-        self.of[nonce] = lane
+        channel.receive, channel.open = receive, True
+        self.of[nonce] = channel
 
-    def _ended(self, lane: Lane) -> None:
-        self._strangers.pop(lane, None)
-        self.of = {nonce: other for nonce, other in self.of.items() if other is not lane}
+    def _ended(self, channel: SideChannel) -> None:
+        self._strangers.pop(channel, None)
+        self.of = {nonce: other for nonce, other in self.of.items() if other is not channel}
 
-    def _forget(self, lane: Lane) -> None:
-        lane.close()
-        self._ended(lane)
+    def _forget(self, channel: SideChannel) -> None:
+        channel.close()
+        self._ended(channel)
 
-    def keep(self, nonces: Collection[bytes]) -> None:
-        """Close the lanes of all others."""
+    def close_others(self, nonces: Collection[bytes]) -> None:
+        """Close the side channels of all others."""
         for nonce in self.of.keys() - nonces:
             self.of.pop(nonce).close()
 
@@ -334,18 +261,19 @@ class Lanes:
     def close(self) -> None:
         """Close everything, idempotent; the path is left to its owner to remove."""
         self._deafen()
-        for lane in [*self._strangers, *self.of.values()]:
-            self._forget(lane)
+        for channel in [*self._strangers, *self.of.values()]:
+            self._forget(channel)
 
     def disown(self) -> None:
-        """In a forked child, as :meth:`Lane.disown`."""
+        """In a forked child, as :meth:`SideChannel.disown`."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
-def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> Lane | None:
-    """A receiver's lane; None if there is nothing to connect to. :attr:`Lane.open` once the sender has agreed."""
+def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideChannel | None:
+    """A receiver's side channel; None if there is nothing to connect to. :attr:`SideChannel.open` is true once the
+    sender has agreed."""
     connection = _socket(path)
     if connection is None:
         return None
@@ -361,17 +289,17 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> Lane | 
 
     def greeted(packet: memoryview) -> None:
         if packet == GREETING:
-            lane.receive, lane.open = receive, True
+            channel.receive, channel.open = receive, True
         else:
-            lane.close()
+            channel.close()
 
-    lane = Lane(connection, memoryview(bytearray(MAX_PACKET + 1)), lambda lane: None, crash)
-    lane.receive = greeted
-    return lane
+    channel = SideChannel(connection, memoryview(bytearray(MAX_PACKET + 1)), lambda channel: None, crash)
+    channel.receive = greeted
+    return channel
 
 
 def _socket(path: Path) -> socket.socket | None:
-    """A fresh socket; None where there can be no lane at this path."""
+    """A fresh socket; None where there can be no side channel at this path."""
     if not hasattr(socket, "SO_PEERCRED") or len(os.fsencode(path)) > MAX_PATH:  # not Linux, or too long
         return None
     try:
@@ -417,7 +345,7 @@ def _is_ours(connection: socket.socket) -> bool:
     return int(_CREDENTIALS.unpack(raw)[1]) == os.geteuid()
 
 
-_of_this_process: weakref.WeakSet[Lane | Lanes] = weakref.WeakSet()
+_of_this_process: weakref.WeakSet[SideChannel | SideChannels] = weakref.WeakSet()
 
 
 def _disown_all() -> None:

@@ -20,40 +20,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-from zmq.backend import Socket as Backend
 
-from asyncsync.protocol.wire import MAX_FRAME
+from asyncsync.net.zmq_private import get, recv, send
+from asyncsync.protocol.fields import MAX_FRAME
 
-__all__ = ["Bound", "Context", "LoopSocket", "dealer", "monitor", "router"]
+__all__ = ["Bound", "LoopSocket", "dealer", "monitor", "router"]
 
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
 HIGH_WATER_MARK = 1000
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 60_000
-# pyzmq's own layer: a small message costs a third of what it does through zmq.Socket, with its enums and options.
-_get: Callable[[Any, int], Any] = Backend.get
-_recv, _send = Backend.recv, Backend.send
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-
-
-class _Socket(zmq.Socket[bytes]):
-    """See :class:`Context`."""
-
-    def __del__(self) -> None:
-        pass
-
-
-class Context(zmq.Context[_Socket]):
-    """A context that the garbage collector leaves alone: terminated there, before its sockets are closed, it would wait
-    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.bus.link.Link.cut`."""
-
-    _socket_class = _Socket
-
-    def __del__(self) -> None:
-        pass
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -182,18 +162,18 @@ class LoopSocket:
         stop = 0.0
         self._draining = True
         try:
-            # Asked for its events, a socket does not let go of the GIL, as it does for each receiving and sending.
-            while not self._closed and _get(socket, _EVENTS) & _POLLIN:
+            # To get its events takes no release of the GIL, as each receiving and sending does.
+            while not self._closed and get(socket, _EVENTS) & _POLLIN:
                 now = time.perf_counter()
                 if not stop:
                     stop = now + DRAIN_SECONDS
                 elif now > stop:
                     self._schedule()
                     return
-                frame = _recv(socket, _NOBLOCK, False)
+                frame = recv(socket, _NOBLOCK, False)
                 frames = [frame]
                 while frame.more:
-                    frame = _recv(socket, _NOBLOCK, False)
+                    frame = recv(socket, _NOBLOCK, False)
                     frames.append(frame)
                 self._receive(frames)
                 del frame, frames
@@ -214,7 +194,7 @@ class LoopSocket:
         last = len(frames) - 1
         try:
             for i, frame in enumerate(frames):
-                _send(socket, frame, _NOBLOCK if i == last else _MORE, type(frame) is bytes)
+                send(socket, frame, _NOBLOCK if i == last else _MORE, type(frame) is bytes)
         except zmq.Again:
             return zmq.EAGAIN
         except zmq.ZMQError as error:
@@ -224,8 +204,8 @@ class LoopSocket:
         return 0
 
     def flushed(self) -> None:
-        """Sending consumes the edge that would have told of an incoming message: look for one."""
-        if not self._draining and not self._closed and _get(self._socket, _EVENTS) & _POLLIN:
+        """Sending consumes the edge that would have announced an incoming message: check for one."""
+        if not self._draining and not self._closed and get(self._socket, _EVENTS) & _POLLIN:
             self._schedule()
 
     def close(self, linger_ms: int = 0) -> None:

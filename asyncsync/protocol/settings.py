@@ -1,4 +1,4 @@
-"""What both state machines are told at the beginning: which process this is, sizes and times."""
+"""What both state machines begin with: which process this is, sizes and times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Identity", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process this is, on which boot of which host (empty: it cannot be told), in which pid namespace."""
+    """Which process this is, on which boot of which host (empty: unknown), in which pid namespace."""
 
     pid: int = 0
     boot: str = ""
     namespace: int = 0
 
     def is_beside(self, pid: int, boot: str, namespace: int) -> bool | None:
-        """Whether that is a process of this host and pid namespace, whose pid can be watched; None: who knows."""
+        """Whether that is a process of this host and pid namespace, whose pid can be watched; None: unknown."""
         if not (pid and self.boot and boot):
             return None
         return self.boot == boot and self.namespace == namespace
@@ -35,6 +35,8 @@ class Settings:
         retry_interval: between attempts to reach an unreachable peer, to repeat HELLO, to restart a stalled transfer.
         layout_patience: how long one worker that does not answer may hold up a new layout for the others.
         checksum: CRC-32 over every payload.
+        fast: False: every update goes the general way, announced by UPDATE and staged, without what is shorter in
+            the steady state of a training loop.
     """
 
     eager_bytes: int = 64 << 10
@@ -45,3 +47,4 @@ class Settings:
     retry_interval: float = 5.0
     layout_patience: float = 5.0
     checksum: bool = False
+    fast: bool = True

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from asyncsync.errors import SchemaMismatch
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Kept", "Publication", "Target", "Targets"]
+__all__ = ["Publication", "Replaced", "Target", "Targets"]
 
 KEPT_REJECTIONS = 16
 
@@ -52,7 +52,7 @@ class Target:
     publication: Publication
 
 
-Kept = list[tuple[str, int | None, Target]]
+Replaced = list[tuple[str, int | None, Target]]
 """Targets that a publication may replace: model, worker (None: everybody's), target."""
 
 
@@ -203,29 +203,29 @@ class Targets:
                 slot.reject(publication)
             model.forget_empty()
 
-    def keep(self, models: Iterable[str]) -> Kept:
+    def keep(self, models: Iterable[str]) -> Replaced:
         """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`forget`."""
-        kept: Kept = []
+        replaced: Replaced = []
         for model_id in models:
             if (model := self.models.get(model_id)) is not None:
                 for worker, slot in ((None, model.common), *model.own.items()):
                     if slot.current is not None:
                         slot.current.slab.retain()
-                        kept.append((model_id, worker, slot.current))
-        return kept
+                        replaced.append((model_id, worker, slot.current))
+        return replaced
 
-    def forget(self, kept: Kept) -> None:
+    def forget(self, replaced: Replaced) -> None:
         """What was kept is not needed any more."""
-        for _, _, target in kept:
+        for _, _, target in replaced:
             target.slab.release()
 
-    def abandon(self, version: int | None, kept: Kept) -> None:
+    def abandon(self, version: int | None, replaced: Replaced) -> None:
         """Take back a version, wherever it stands; what it has replaced is the target again."""
         if version is not None:
             self.pending.pop(version, None)
             for slot in self.slots():
                 slot.take_back(version)
-        for model_id, worker, target in kept:
+        for model_id, worker, target in replaced:
             model = self.models[model_id]
             slot = model.common if worker is None else model.own.setdefault(worker, _Slot())
             if slot.current is None:

@@ -13,9 +13,8 @@ threads that are in a call then end silently, by SystemExit, and are waited for 
 
 Calls from the loop's own thread would wait for themselves, and are refused.
 
-An exception may strike a caller between any two lines (Ctrl-C, a signal handler's), and the handler may call in here
-itself. So the loop's thread takes no lock, a call belongs to the loop from :meth:`_Call.begin` to its end, whether its
-caller waits or not, and every step of the way can be repeated or taken back.
+An exception may strike a caller between any two lines, and a signal's handler may call in here itself:
+:mod:`asyncsync.runtime.loop_calls` is made for that, and so is every function here.
 """
 
 from __future__ import annotations
@@ -25,281 +24,32 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from multiprocessing.util import Finalize
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from asyncsync.runtime import process_exit as ending
-from asyncsync.runtime.threads import finish, interruptibly, join
+from asyncsync.runtime.asyncio_private import running_loop
+from asyncsync.runtime.loop_calls import CLEANUP_SECONDS, EXIT_SECONDS, Call, LoopThread, Make, Open
+from asyncsync.runtime.threads import finish, settle
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
 
 logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
-Make = Callable[[], Coroutine[Any, Any, T]]
-
-# How long an interrupted caller waits until its coroutine has cleaned up, and an ending process for its open buses.
-CLEANUP_SECONDS = 5.0
-EXIT_SECONDS = 1.0
-
-
-class Open(Protocol):
-    """What keeps the loop going: a bus."""
-
-    async def _shutdown(self, timeout: float) -> None: ...
-
-
-class _LoopThread:
-    """One loop in one daemon thread, which ends when there is neither a call nor an open bus.
-
-    Attributes:
-        calls: those on their way.
-        open: the open buses, by id.
-        loop: there once it runs.
-        runs: set once the thread has begun.
-        unwanted: whoever started it was interrupted, and may be the only one.
-        over: set when it is about to end; a call that sees it goes elsewhere.
-        exiting: the process ends.
-    """
-
-    loop: asyncio.AbstractEventLoop
-
-    def __init__(self) -> None:
-        self.calls: set[_Call] = set()
-        self.open: dict[int, Open] = {}
-        self.runs = self.unwanted = self.over = self.exiting = False
-        self._end = asyncio.Event()
-        self._claim = threading.Lock()
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
-        self._ready = threading.Lock()
-        self._ready.acquire()
-
-    def start(self) -> None:
-        """Start the thread, and wait until it runs. It may do so already, if an exception struck the first attempt.
-
-        Raises:
-            RuntimeError, OSError: too many threads or descriptors.
-        """
-        threading.Thread(target=self._run, name="asyncsync-loop", daemon=True).start()
-        while not self.runs:
-            if self._failure is not None:
-                raise self._failure
-            self._ready.acquire(timeout=0.01)
-
-    def _run(self) -> None:
-        # All that must not be interrupted half way is done here, where no signal is handled.
-        if not self._claim.acquire(blocking=False):
-            return
-        self._thread = threading.current_thread()
-        try:
-            loop = asyncio.new_event_loop()
-        except Exception as error:
-            self._failure = error
-            return
-        self.loop = loop
-        # A multiprocessing child runs these, but not atexit; before its own children are joined, who may wait for us.
-        at_exit = Finalize(None, _exit, exitpriority=10)
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            self.runs = True
-            self._ready.release()
-            if self.unwanted:
-                loop.call_soon_threadsafe(self.end_if_idle)
-            runner.run(self._end.wait())
-        at_exit.cancel()
-        for call in list(self.calls):  # at exit only: nobody waits for ever
-            call.abandon()
-
-    def not_wanted(self) -> None:
-        """End it unless somebody else needs it."""
-        self.unwanted = True
-        if self.runs:
-            _call_soon(self.loop, self.end_if_idle)
-
-    @property
-    def is_here(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def end_if_idle(self) -> None:
-        """On the loop: end unless somebody needs it."""
-        global _current
-        if self.calls or self.open:
-            return
-        self.over = True
-        if self.calls:  # one that may or may not have seen it; in either case it comes, or comes back
-            self.over = self.exiting
-            return
-        if _current is self:
-            _current = None
-        self._end.set()
-
-    @property
-    def ends(self) -> bool:
-        """Whether it is ending, or has ended."""
-        return self._end.is_set()
-
-    def stop(self) -> None:
-        """End it, whatever is still under way."""
-        self.over = True
-        _call_soon(self.loop, self._end.set)
-        self.join(EXIT_SECONDS)
-
-    def join(self, patience: float = CLEANUP_SECONDS) -> None:
-        if self._thread is not None:
-            join(self._thread, patience)
-
 
 _lock = threading.RLock()  # for starting it; not taken by the loop's thread
-_current: _LoopThread | None = None
+_current: LoopThread | None = None
 _exiting = False
 # Loops of the parent, in a forked child: collected, they would be closed, and so taken out of the parent's epoll.
-_inherited: list[_LoopThread] = []
+_inherited: list[LoopThread] = []
 
 
-class _Call:
-    """A coroutine on its way through the loop.
-
-    Not a concurrent Future: an exception that strikes inside its Condition may leave that locked, and the loop's thread
-    waiting for ever.
-
-    Attributes:
-        done: whether it has ended; not yet when it is merely cancelled.
-    """
-
-    def __init__(self, make: Make[Any]) -> None:
-        self.done = False
-        self.thread: _LoopThread | None = None
-        self._make = make
-        self._task: asyncio.Task[Any] | None = None
-        self._daemon = ending.daemon()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._tell: Callable[[], object] | None = None
-        self._arrived = threading.Lock()
-        self._arrived.acquire()
-
-    def begin(self) -> None:
-        """Start the coroutine on the process's loop, and that if need be.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
-        while True:
-            check_exit()
-            thread = _current
-            if thread is None or not thread.runs:
-                thread = _started()
-            if self.begin_on(thread):
-                return
-            time.sleep(0)  # it is just ending
-
-    def begin_on(self, thread: _LoopThread) -> bool:
-        """The same on this loop; False if it is ending."""
-        self.thread = thread
-        thread.calls.add(self)
-        if not thread.over and _call_soon(thread.loop, self._start):
-            return True
-        thread.calls.discard(self)
-        self.thread = None
-        return False
-
-    def _start(self) -> None:
-        if not self.done:
-            assert self.thread is not None
-            self._task = self.thread.loop.create_task(self._make())
-            self._task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._task = None
-        if task.cancelled():
-            self._settle(asyncio.CancelledError())
-        elif (error := task.exception()) is not None:
-            self._settle(error)
-        else:
-            self._settle(None, task.result())
-
-    def _settle(self, error: BaseException | None, value: Any = None) -> None:
-        thread = self.thread
-        assert thread is not None
-        thread.calls.discard(self)
-        thread.end_if_idle()
-        if error is not None and thread.exiting:
-            error = _at_exit(error) if self._daemon is None else ending.end(self._daemon)
-        self._value, self._error = value, error
-        self.done = True
-        self._arrived.release()
-        if self._tell is not None:
-            self._tell()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Until it has ended; False if it has not after so many seconds."""
-        return interruptibly(self._has_arrived, timeout)
-
-    def _has_arrived(self, timeout: float) -> bool:
-        return self.done or self._arrived.acquire(timeout=timeout)
-
-    def result(self) -> Any:
-        """What the coroutine returned, or raises what it raised."""
-        try:
-            if self._error is not None:
-                raise self._error
-            return self._value
-        finally:
-            del self  # the exception refers to this frame
-
-    def when_done(self, tell: Callable[[], object]) -> None:
-        """Call back in the loop's thread, or here and now."""
-        self._tell = tell
-        if self.done:
-            tell()
-
-    def cancel(self) -> bool:
-        """Ask the coroutine to stop, from any thread, wherever it is; False if it had not begun."""
-        thread = self.thread
-        if thread is None:
-            if (current := _current) is not None:
-                current.not_wanted()  # it may have been started for this call
-            return False
-        return _call_soon(thread.loop, self._stop)
-
-    def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        elif not self.done:
-            self._settle(asyncio.CancelledError())
-
-    def abandon(self) -> None:
-        """The loop has ended."""
-        if not self.done:
-            self._settle(asyncio.CancelledError())
-
-    def leave(self) -> None:
-        """The caller goes on; if this was the last call, the thread has ended by then."""
-        if self.thread is not None and self.thread.ends and self.done:
-            self.thread.join()
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool:
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:  # it is closed
-        return False
-    return True
-
-
-def _at_exit(error: BaseException) -> BaseException:
-    if isinstance(error, asyncio.CancelledError):
-        return RuntimeError("the process ends, and asyncsync's event loop with it")
-    return error
-
-
-def _started() -> _LoopThread:
+def _started() -> LoopThread:
     global _current
     with _lock:
         thread = _current
         if thread is None:
-            thread = _current = _LoopThread()
+            thread = _current = LoopThread(_forget, _exit)
         if not thread.runs:
             try:
                 thread.start()
@@ -307,6 +57,35 @@ def _started() -> _LoopThread:
                 _current = None
                 raise
         return thread
+
+
+def _forget(thread: LoopThread) -> None:
+    global _current
+    if _current is thread:
+        _current = None
+
+
+def _begin(call: Call) -> None:
+    """Start a call on the process's loop, and that if need be.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    while True:
+        check_exit()
+        thread = _current
+        if thread is None or not thread.runs:
+            thread = _started()
+        if call.begin_on(thread):
+            return
+        time.sleep(0)  # it is just ending
+
+
+def _cancel(call: Call) -> bool:
+    """Cancel a call; False if it had not begun."""
+    if call.thread is None and (current := _current) is not None:
+        current.not_wanted()  # it may have been started for this call
+    return call.cancel()
 
 
 def is_here() -> bool:
@@ -317,7 +96,7 @@ def is_here() -> bool:
 
 def check_exit() -> None:
     """End the calling thread silently if it is a daemon and the process ends."""
-    if _exiting and (daemon := ending.daemon()) is not None and asyncio._get_running_loop() is None:
+    if _exiting and (daemon := ending.daemon()) is not None and running_loop() is None:
         raise ending.end(daemon)
 
 
@@ -337,13 +116,13 @@ def run(make: Make[T]) -> T:
             "there (a strategy, apply_weights, a coroutine's callback) must not use the blocking API: hand the work to "
             "another thread"
         )
-    call = _Call(make)
+    call = Call(make)
     try:
-        call.begin()
+        _begin(call)
         call.wait()
         return call.result()  # type: ignore[no-any-return]
     except BaseException:
-        if not call.done and call.cancel() and not call.wait(CLEANUP_SECONDS):
+        if not call.done and _cancel(call) and not call.wait(CLEANUP_SECONDS):
             logger.error("an interrupted call has not ended after %g s; it goes on in the background", CLEANUP_SECONDS)
         raise
     finally:
@@ -355,16 +134,10 @@ async def awaitable(make: Make[T]) -> T:
     """:func:`run` for a coroutine of any loop. Cancelled, it cancels there, and raises when that has ended."""
     if is_here():
         return await make()
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    call = _Call(make)
-    call.begin()
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    call.when_done(lambda: _call_soon(loop, tell))
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    call = Call(make)
+    _begin(call)
+    call.when_done(lambda: settle(ended))
     try:
         await asyncio.wait([ended])
         return call.result()  # type: ignore[no-any-return]
@@ -406,7 +179,7 @@ def _exit() -> None:
             if isinstance(error, BaseException):
                 logger.error("a bus could not be shut down at exit", exc_info=error)
 
-    call = _Call(shut_down)
+    call = Call(shut_down)
     if call.begin_on(thread):
         if not call.wait(2 * EXIT_SECONDS):
             call.cancel()

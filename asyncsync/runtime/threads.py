@@ -1,4 +1,5 @@
-"""One daemon thread for large copies and blocking native calls, handed out as awaitables; and waits that Ctrl-C ends.
+"""A daemon thread for large copies and blocking native calls, handed out as awaitables; futures that other threads
+settle; and waits that Ctrl-C ends.
 
 A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native
 call is stuck.
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["LOOK_SECONDS", "WorkThread", "as_exception", "finish", "interruptibly", "join", "until_done"]
+__all__ = ["LOOK_SECONDS", "WorkThread", "as_exception", "finish", "interruptibly", "join", "settle", "until_done"]
 
 T = TypeVar("T")
 
@@ -43,8 +44,8 @@ def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -
 
 def until_done(future: concurrent.futures.Future[Any]) -> None:
     """Wait until it is done, however it ends."""
-    # A plain lock: an exception that strikes inside a Condition may leave that locked, and whoever settles the future
-    # waiting for ever.
+    # A plain lock: an exception that strikes inside a Condition may leave that locked, and the thread that settles the
+    # future waiting without end.
     ended = threading.Lock()
     ended.acquire()
     future.add_done_callback(lambda _: ended.release())
@@ -79,6 +80,25 @@ async def finish(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+def settle(future: asyncio.Future[T], result: Any = None, error: BaseException | None = None) -> None:
+    """From any thread: give a future of some event loop its result, or its exception.
+
+    Nothing happens if it is done by then, or if its loop was closed: nobody awaits it any more.
+    """
+
+    def here() -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    try:
+        future.get_loop().call_soon_threadsafe(here)
+    except RuntimeError:
+        pass  # the loop is closed
+
+
 def as_exception(error: BaseException) -> Exception:
     """What a user's code raised, as something that a future can carry and a caller can be told."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
@@ -98,26 +118,15 @@ class WorkThread:
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run ``function`` in the thread; the future belongs to the running loop."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if not future.done():
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(error)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def job() -> None:
-            result, failure = None, None
             try:
                 result = function()
             except BaseException as error:  # handed to the awaiting coroutine
-                failure = as_exception(error) if isinstance(error, StopIteration) else error
-            try:
-                loop.call_soon_threadsafe(settle, result, failure)
-            except RuntimeError:
-                pass  # the loop was closed meanwhile: nobody awaits this any more
+                settle(future, error=as_exception(error) if isinstance(error, StopIteration) else error)
+            else:
+                settle(future, result)
 
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -136,7 +145,7 @@ class WorkThread:
             del job
 
     def abandon(self) -> None:
-        """End the thread after what was submitted, without waiting: it may be blocked for ever."""
+        """End the thread after what was submitted, without waiting: it may be blocked without end."""
         if self._thread is not None:
             self._thread = None
             self._jobs.put(None)

@@ -1,24 +1,43 @@
-"""The asyncio API of every scheme: coroutines over SchemeCore, on the caller's event loop."""
+"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.core.SchemeCore`, on the caller's event
+loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tensordict import TensorDict
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.model.gate import Hold
+from asyncsync.schemes import blocking
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import scheme_class
-
-if TYPE_CHECKING:
-    from asyncsync.schemes import blocking
+from asyncsync.schemes.registry import convert, scheme_class
 
 __all__ = ["Bus", "WeightSyncScheme"]
 
 
-class Bus(BusCore):
+class _AsyncContext:
+    """``async with``, at whose end a bus or a scheme is shut down."""
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called: see :meth:`__enter__`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+
+class Bus(_AsyncContext, BusCore):
     """One address for any number of models. Usage::
 
         async with Bus() as bus:                                       # the trainer
@@ -105,22 +124,8 @@ class Bus(BusCore):
         """
         await self._shutdown(timeout)
 
-    def __enter__(self) -> None:
-        raise TypeError(
-            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
-        )
 
-    def __exit__(self, *exc: object) -> None:
-        """Never called: see :meth:`__enter__`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.shutdown()
-
-
-class WeightSyncScheme(SchemeCore):
+class WeightSyncScheme(_AsyncContext, SchemeCore):
     """One model's weights, kept in step by coroutines on the caller's event loop.
 
     Args:
@@ -151,7 +156,7 @@ class WeightSyncScheme(SchemeCore):
         Raises:
             ValueError: no such backend; names those that there are.
         """
-        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync")(**kwargs)
+        scheme: WeightSyncScheme = scheme_class(backend, is_blocking=False)(**kwargs)
         return scheme
 
     @property
@@ -168,9 +173,7 @@ class WeightSyncScheme(SchemeCore):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
         """
-        from asyncsync import sync
-
-        twin: blocking.WeightSyncScheme = self._as(sync)
+        twin: blocking.WeightSyncScheme = convert(self, "asyncsync.sync")
         return twin
 
     async def connect(
@@ -294,26 +297,7 @@ class WeightSyncScheme(SchemeCore):
         """
         return await self._fetch(timeout)
 
-    def hold(self) -> Hold:
-        """A block (``with`` or ``async with``) in which no update is applied."""
-        self._check_open()
-        return self._bus.hold()
-
     async def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
         schemes."""
         await self._shutdown(timeout)
-
-    def __enter__(self) -> None:
-        raise TypeError(
-            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
-        )
-
-    def __exit__(self, *exc: object) -> None:
-        """Never called: see :meth:`__enter__`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.shutdown()

@@ -1,5 +1,5 @@
-"""The blocking API of every scheme: ordinary methods over SchemeCore, run on the one event loop of the process
-(:mod:`asyncsync.runtime.loop_thread`).
+"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one
+event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
 
 What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
 ``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
@@ -9,20 +9,19 @@ return values are those of TorchRL's "WeightSyncScheme" page.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
 
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Extract, ExtractAll
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.model.gate import Hold
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import scheme_class
-
-if TYPE_CHECKING:
-    from asyncsync.schemes import aio
+from asyncsync.schemes.registry import convert, scheme_class
+from asyncsync.transports.blocking import in_sync_as
 
 __all__ = ["Bus", "WeightSyncScheme"]
 
@@ -47,6 +46,7 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
+@in_sync_as("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
 
@@ -71,15 +71,11 @@ class Bus(BusCore):
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """Snapshot several models and announce them as one update; returns the version. Raises as
         :meth:`asyncsync.Bus.publish`."""
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        return self._run(lambda: self._publish_sources(sources, weights, workers))
+        return self._run(self._publication(weights, worker_ids))
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        return await loop_thread.awaitable(lambda: self._publish_sources(sources, weights, workers))
+        return await loop_thread.awaitable(self._publication(weights, worker_ids))
 
     def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Wait until the targeted workers (on a receiver: this one) have applied a version, or a newer one. Raises as
@@ -87,31 +83,22 @@ class Bus(BusCore):
         self._run(lambda: self._wait_version(version, worker_ids, timeout, None))
 
     def _wait_origin(self, version: int, timeout: float) -> None:
-        """Receiver: see :meth:`asyncsync.bus.receiver.ReceiverLink.wait_origin`."""
-        self._run(lambda: self._receiver().wait_origin(version, self._schemes, timeout))
+        """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
+        self._run(lambda: self._receiver().receiving.wait_origin(version, self._schemes, timeout))
 
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
-        check_timeout(timeout)
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        self._run(lambda: self._send_sources(sources, weights, workers, timeout))
+        self._run(self._sending(weights, worker_ids, timeout))
 
     async def send_async(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
-        check_timeout(timeout)
-        workers = as_workers(worker_ids)
-        sources = self._take(weights, workers)
-        return await loop_thread.awaitable(lambda: self._send_sources(sources, weights, workers, timeout))
+        return await loop_thread.awaitable(self._sending(weights, worker_ids, timeout))
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent."""
-        if self._link is None or self._link.closed or self._link.is_inherited:  # nothing runs on the loop
-            _now(self._shutdown(timeout))
-        else:
-            self._run(lambda: self._shutdown(timeout))
+        self._end(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -127,9 +114,20 @@ class Bus(BusCore):
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
-        sources = _now(self._extract(weights, worker_ids))()
-        return lambda: sources
+    def _publication(self, weights: Mapping[str, Any], worker_ids: Workers) -> Callable[[], Coroutine[Any, Any, int]]:
+        """Take the sources' values, here and now; returns what publishes them on the loop."""
+        workers = as_workers(worker_ids)
+        sources = _now(self._extract(weights, workers))()
+        return lambda: self._publish_sources(lambda: sources, weights, workers)
+
+    def _sending(
+        self, weights: Mapping[str, Any], worker_ids: Workers, timeout: float
+    ) -> Callable[[], Coroutine[Any, Any, int]]:
+        """The same for :meth:`send`."""
+        check_timeout(timeout)
+        workers = as_workers(worker_ids)
+        sources = _now(self._extract(weights, workers))()
+        return lambda: self._send_sources(lambda: sources, weights, workers, timeout)
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async def tended() -> T:
@@ -145,6 +143,13 @@ class Bus(BusCore):
                     loop_thread.keep(self, False)
 
         return loop_thread.run(tended)
+
+    def _end(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        link = self._link
+        if link is None or link.closed or link.is_inherited:  # nothing runs on the loop
+            _now(make())
+        else:
+            self._run(make)
 
     def _look(self, function: Callable[[], T]) -> T:
         if self._link is None or self._link.closed or loop_thread.is_here():
@@ -162,6 +167,7 @@ def _taken(extract: Extract) -> Extract:
     return lambda: source
 
 
+@in_sync_as("WeightSyncScheme")
 class WeightSyncScheme(SchemeCore):
     """One model's weights, kept in step by blocking calls.
 
@@ -194,21 +200,18 @@ class WeightSyncScheme(SchemeCore):
         Raises:
             ValueError: no such backend; names those that there are.
         """
-        scheme: WeightSyncScheme = scheme_class(backend, "asyncsync.sync")(**kwargs)
+        scheme: WeightSyncScheme = scheme_class(backend, is_blocking=True)(**kwargs)
         return scheme
 
     @property
-    def aio(self) -> aio.WeightSyncScheme:
+    def aio(self) -> Any:
         """This scheme with the asyncio API of :mod:`asyncsync`; to be taken before connecting.
 
         Raises:
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        import asyncsync
-
-        twin: aio.WeightSyncScheme = self._as(asyncsync)
-        return twin
+        return convert(self, "asyncsync")
 
     @property
     def blocking(self) -> Self:
@@ -345,31 +348,23 @@ class WeightSyncScheme(SchemeCore):
         gone = False
 
         async def deliver() -> TensorDict | None:
-            before = self._returned
+            receiving = self._receiving
+            before = None if receiving is None else receiving.returned
             weights = await make()
-            mark = self._returned
-
-            def forget() -> None:
-                if self._returned == mark:
-                    self._returned = before
-
-            undo.append(forget)
+            assert receiving is not None
+            take_back = partial(receiving.take_back, receiving.returned, before)
+            undo.append(take_back)
             if gone:  # for a second time, perhaps
-                forget()
+                take_back()
             return weights
 
         try:
             return self._bus._run(deliver)
         except BaseException:
             gone = True
-            for forget in undo:
-                forget()
+            for take_back in undo:
+                take_back()
             raise
-
-    def hold(self) -> Hold:
-        """A block (``with`` or ``async with``) in which no update is applied."""
-        self._check_open()
-        return self._bus.hold()
 
     @property
     def weights(self) -> TensorDict | None:
@@ -380,9 +375,9 @@ class WeightSyncScheme(SchemeCore):
         self._bus._check_fork()
 
         async def copy() -> TensorDict | None:
-            if link.subscriber.held(self._topic) is None:
+            if link.subscriber.holdings.held.get(self._topic) is None:
                 return None
-            weights: TensorDict = await link.copy(self._topic, lambda slab: slab.weights())
+            weights: TensorDict = await link.receiving.copy(self._topic, lambda slab: slab.weights())
             return weights
 
         return loop_thread.run(copy)
@@ -390,11 +385,7 @@ class WeightSyncScheme(SchemeCore):
     def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
         schemes."""
-        link = self._bus._link
-        if link is None or link.closed or link.is_inherited:
-            _now(self._shutdown(timeout))
-        else:
-            self._bus._run(lambda: self._shutdown(timeout))
+        self._bus._end(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
 """Scheme: one model's weights on a bus. The core of every scheme, whichever API is put over it.
 
-A scheme orchestrates; it creates transports (bytes) and has a strategy (format). :class:`SchemeCore` holds lifecycle,
-configuration, model and context resolution, and private coroutines; :class:`asyncsync.WeightSyncScheme` is the
-coroutine-native API over it. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
+A scheme creates a transport, which moves bytes, and has a strategy, which extracts and applies weights, sources, and a
+receiving end. The two APIs over it are :class:`asyncsync.WeightSyncScheme` and
+:class:`asyncsync.sync.WeightSyncScheme`. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
 
 Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` is the
 rendezvous.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from difflib import get_close_matches
 from inspect import signature
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -24,66 +24,27 @@ from torch import nn
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.core import BusCore, Extract
+from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.bus.starting import check_processes
-from asyncsync.errors import AckTimeout, ClosedError, NotConnected
-from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate
-from asyncsync.model.strategy import WeightStrategy, resolve_strategy
-from asyncsync.model.unseen_calls import warn_of_calls_unseen
-from asyncsync.protocol.wire import MAX_NAME
+from asyncsync.bus.sender import SenderLink
+from asyncsync.errors import AckTimeout, NotConnected
+from asyncsync.model.strategy import WeightStrategy, module_weights
 from asyncsync.schemes.context import resolve_model
-from asyncsync.schemes.sources import Sources
-from asyncsync.schemes.state import LOCAL, by_worker, is_plain
+from asyncsync.schemes.receiving import Receiving
+from asyncsync.schemes.sources import Sources, count_workers
+from asyncsync.schemes.state import LOCAL, SchemeState
+from asyncsync.transports.base import TransportCore
 from asyncsync.transports.create import make_receiver, make_sender
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import FlatWeights, Path
 
 __all__ = ["SchemeCore"]
 
 
-class SchemeCore(Sources, ABC):
+class SchemeCore(SchemeState, ABC):
     """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
 
-    _bus_class: ClassVar[type[BusCore]]
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_blocking: ClassVar[bool]
-
-    def __init__(
-        self,
-        strategy: str | WeightStrategy = "tensordict",
-        *,
-        endpoint: str | None = None,
-        connect: str | None = None,
-        bus: BusCore | None = None,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        allow_plaintext: bool = False,
-    ) -> None:
-        resolved = resolve_strategy(strategy)
-        own_bus = bus is None
-        if bus is None:
-            bus = self._bus_class(
-                endpoint,
-                connect=connect,
-                num_workers=num_workers,
-                min_workers=min_workers,
-                allow_plaintext=allow_plaintext,
-            )
-        elif endpoint or connect or min_workers != 1 or allow_plaintext:
-            raise ValueError(
-                "endpoint, connect, min_workers and allow_plaintext belong to the Bus; "
-                "pass them to Bus(...), not together with bus="
-            )
-        elif not isinstance(bus, self._bus_class):
-            raise TypeError(
-                f"{type(self).__module__}.{type(self).__name__} needs a {self._bus_class.__module__}.Bus, not a "
-                f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
-                "or both asynchronous"
-            )
-        elif num_workers is not None:
-            bus._set_workers(num_workers, private=False)
-        super().__init__(resolved, bus, own_bus=own_bus)
 
     # -- hooks of a subclass ----------------------------------------------------------------------------------------
 
@@ -96,6 +57,27 @@ class SchemeCore(Sources, ABC):
         A receiver calls it with its own index, in ``init_on_receiver``, or in ``connect`` if that says which it is, and
         with whatever ``init_on_receiver`` was given beyond its own arguments.
         """
+
+    def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
+        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
+
+        Args:
+            weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
+            model_id: the model's name.
+            strategy: extracts.
+            context: resolves ``None`` and paths where no source was registered.
+
+        Returns:
+            TensorDict or dict; its leaves may alias the source.
+        """
+        return strategy.extract_weights(self._sources.resolve(weights, model_id, context))
+
+    def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
+        """A worker's transport, whose documented methods act for this scheme."""
+        made = self.create_transport(worker_idx=worker_idx, **options)
+        if isinstance(made, TransportCore):
+            made.bind(self)
+        return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the registered model now, whole or not at all.
@@ -117,26 +99,20 @@ class SchemeCore(Sources, ABC):
             )
         self.strategy.apply_weights(self._model, weights, inplace=inplace)
 
-    def _as(self, module: ModuleType) -> Any:
-        """This scheme as the class of the same name in another module: the same core under another API."""
-        name = type(self).__name__
-        twin_class = getattr(module, name, None)
-        if type(self).__module__.partition(".")[0] != "asyncsync" or twin_class is None:
-            raise TypeError(
-                f"{type(self).__module__}.{name} has no counterpart in {module.__name__}: derive one from a class "
-                f"there and construct it with endpoint={self._bus.endpoint!r}"
-            )
+    def _as(self, kind: type[SchemeCore]) -> Any:
+        """This scheme as one of another class, which has the other API."""
         if self._registered or self._bus._link is not None or self._closed:
             raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
-        twin = twin_class.__new__(twin_class)
+        twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
-        twin._bus = self._bus._twin(twin_class._bus_class)
+        twin._bus = self._bus._twin(kind._bus_class)
         if self._role is not None and self._pid == os.getpid():
             twin.__dict__.update({name: self.__dict__[name] for name in LOCAL})
+            twin._receiving = copy(self._receiving)
             if self._role == "sender":
-                twin._shared = make_sender(twin, self._bus.num_workers)
-            elif self._worker_idx is not None:
-                twin._shared = make_receiver(twin, self._worker_idx, self._transport_options)
+                twin._carrier = make_sender(twin._bound_transport, self._bus.num_workers)
+            elif self._receiving is not None and self._worker_idx is not None:
+                twin._carrier = make_receiver(twin._bound_transport(self._worker_idx, **self._receiving.options))
             if twin._bus._link is None:  # an earlier conversion of this scheme gives way
                 twin._bus._schemes.pop(self._topic, None)
             twin._bus._join(twin, self._role, self._topic)
@@ -174,39 +150,25 @@ class SchemeCore(Sources, ABC):
             ValueError: arguments that exclude each other, or counts that disagree.
             RuntimeError: this scheme is connected already, or a receiver.
         """
-        sources = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
-        if len(sources) > 1:
-            raise ValueError(f"{' and '.join(sources)} exclude each other; give one source of weights")
-        if by_worker(weights) and any(map(is_plain, weights.values())):
-            raise ValueError(
-                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for "
-                "all workers has strings as keys"
-            )
+        sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
         if device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
         if device_map_fn is not None and num_workers is None and self._bus.num_workers is None:
             raise ValueError("device_map_fn needs num_workers")
-        if devices is not None:
-            num_workers = _agree(num_workers, len(devices), "devices")
-        if params_map is not None:
-            num_workers = _agree(num_workers, len(params_map), "params_map")
-            if set(params_map) != set(range(num_workers)):
-                raise ValueError(f"params_map must have the keys 0 to {num_workers - 1}, not {sorted(params_map)}")
+        num_workers = count_workers(num_workers, devices, params_map)
         if not self._own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
         chosen = None if devices is None else [torch.device(d) for d in devices]
         self._check_fresh("sender")
-        transport = make_sender(self, num_workers or self._bus.num_workers)
+        transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
             self._bus._set_least(min_workers, private=self._own_bus)
         self._bus._join(self, "sender", model_id or "", num_workers)
         self._reset()
         self._role, self._pid = "sender", os.getpid()
-        self._model_id, self._context = model_id, context
-        self._model, self._weights = model, weights if params_map is None else dict(params_map)
-        self._is_mapped = params_map is not None
-        self._devices, self._device_map_fn, self._shared = chosen, device_map_fn, transport
+        self._model_id, self._context, self._model = model_id, context, model
+        self._devices, self._sources, self._carrier = chosen, sources, transport
 
     def init_on_receiver(
         self,
@@ -251,10 +213,6 @@ class SchemeCore(Sources, ABC):
             ours = signature(SchemeCore.init_on_receiver).parameters.keys() - {"self", "kwargs"}
             if meant := get_close_matches(name, ours, 1, 0.75):
                 raise TypeError(f"init_on_receiver() has no argument {name!r}; did you mean {meant[0]!r}?")
-        if apply not in ("auto", "on_receive"):
-            raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
-        if gate not in ("hooks", "hold"):
-            raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
         self._check_name(model_id)
@@ -266,24 +224,20 @@ class SchemeCore(Sources, ABC):
         self._check_fresh("receiver")
         if not isinstance(reconnect, bool):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
-        custom = None
-        if type(self).apply_weights is not SchemeCore.apply_weights:
-            custom = self._custom_apply
-        binding = Binding(
+        is_custom = type(self).apply_weights is not SchemeCore.apply_weights
+        receiving = Receiving(
+            model_id,
             model,
             self.strategy,
             cast=cast,
-            inplace=inplace is not False,
-            adopts=inplace is None and self._adopts,
-            apply=custom,
+            inplace=inplace,
+            apply=apply,
+            gate=gate,
+            adopts=self._adopts,
+            custom=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
+            options=kwargs,
         )
-        hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
-        if hooked:
-            probe = Gate()
-            probe.attach(model)
-            probe.detach()
-            warn_of_calls_unseen(model, stacklevel=2)
-        transport = None if worker_idx is None else make_receiver(self, worker_idx, kwargs)
+        transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
         if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
             raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
@@ -293,38 +247,9 @@ class SchemeCore(Sources, ABC):
         self._reconnect = reconnect
         self._role, self._pid = "receiver", os.getpid()
         self._model_id, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
-        self._binding, self._manual, self._hooked = binding, apply == "on_receive", hooked
-        self._transport_options, self._shared = kwargs, transport
+        self._receiving, self._carrier = receiving, transport
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
-
-    def _custom_apply(self, weights: Any) -> None:
-        assert self._binding is not None
-        self.apply_weights(weights, inplace=self._binding.inplace)
-
-    def _check_fresh(self, role: str) -> None:
-        if self._closed:
-            raise ClosedError("this scheme was shut down; construct another")
-        if self._registered and self._pid == os.getpid():
-            raise RuntimeError("this scheme is connected; init comes before connect")
-        self._bus._check_role(role)
-
-    def _check_name(self, model_id: str | None) -> None:
-        if model_id is not None and not isinstance(model_id, str):
-            raise TypeError(f"model_id must be a string, not {model_id!r}")
-        if model_id is not None and len(model_id) > MAX_NAME:
-            raise ValueError(f"model_id has {len(model_id)} characters; {MAX_NAME} are allowed")
-
-    def _check_worker(self, worker_idx: int | None) -> None:
-        if worker_idx is None:
-            return
-        if not isinstance(worker_idx, int) or isinstance(worker_idx, bool) or worker_idx < 0:
-            raise ValueError(f"worker_idx must be an int from 0, not {worker_idx!r}")
-        count = self._bus.num_workers
-        if count is not None and worker_idx >= count:
-            raise ValueError(
-                f"worker_idx {worker_idx} does not exist: num_workers={count}, so choose from 0 to {count - 1}"
-            )
 
     # -- phase 2 ----------------------------------------------------------------------------------------------------
 
@@ -341,33 +266,21 @@ class SchemeCore(Sources, ABC):
         self._worker_idx = self._worker_idx if worker_idx is None else worker_idx
         if self._worker_idx is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
-        assert self._binding is not None
-        if self._shared is None:
-            self._shared = make_receiver(self, self._worker_idx, self._transport_options)
+        receiving = self._receiving
+        assert receiving is not None
+        if self._carrier is None:
+            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
+        if self._devices is not None:
+            receiving.device = self._devices[self._worker_idx]
         link = self._bus._open_receiver(self._worker_idx)
-        if self._hooked:
-            link.gate.attach(self._model)
-        link.subscriber.reconnects = self._reconnect
-        link.register(self._topic, self._binding, self._shared, manual=self._manual, context=self._context)
-        self._shared.start(self._worker_idx)
+        link.subscriber.session.reconnects = self._reconnect
+        receiving.register(link, self._carrier, self._context)
+        self._carrier.start(self._worker_idx)
         self._registered = True
-
-    def _check_connect(
-        self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
-    ) -> None:
-        check_timeout(timeout)
-        self._bus._starting = check_processes(processes)
-        self._check_open()
-        if self._role == "sender" and worker_idx is not None:
-            raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
-        if self._role == "receiver" and weights is not None:
-            raise TypeError("weights belong to the sender's connect(); this is a receiver")
-        if self._role == "receiver" and self._bus._starting:
-            raise TypeError("processes belong to the sender's connect(); this is a receiver")
 
     async def _initial(self, weights: Any) -> Extract | None:
         """What a sender sends when it connects; None: nothing."""
-        if weights is None and (self._registered or not self._has_source()):
+        if weights is None and (self._registered or not self._sources.exist()):
             return None
         prepared = await self._prepare(weights)
         return lambda: self._flatten(prepared, None)
@@ -380,117 +293,90 @@ class SchemeCore(Sources, ABC):
         await transport.ready(timeout)
         version = None
         if initial is not None:
-            remaining = max(0.0, start + timeout - link.loop.time())
             extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
+            deadline = max(link.loop.time(), start + timeout)
             try:
-                deadline = link.loop.time() + remaining
-                version = await link.publish(extract, transports, None, serve=[self._topic], deadline=deadline)
+                version = await link.publishing.publish(
+                    extract, transports, None, serve=[self._topic], deadline=deadline
+                )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:
-            link.publisher.serve(self._topic, start)
+            link.caught_up().serve(self._topic, start)
             link.settle()
-        await link.connected([self._topic], version, timeout, start + timeout, self._bus._starting)
+        await link.workers.connected([self._topic], version, timeout, start + timeout, self._bus._starting)
         self._registered = True
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         self._register(worker_idx)
-        link = self._bus._receiver()
-        first = self._returned is None
+        link, receiving = self._receiver()
+        first = receiving.returned is None
         start = link.loop.time()
-        await link.connected(self._topic, timeout)
+        await link.receiving.connected(self._topic, timeout)
         await self._transport().ready(max(0.0, start + timeout - link.loop.time()))
         if first:
-            self._returned = link.mark(self._topic)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this scheme was shut down; construct another")
-        if self._role is None or self._pid != os.getpid():
-            if self._registered:
-                raise RuntimeError(
-                    "this scheme was connected before the fork; a forked child cannot use it: "
-                    "pass it on before connecting"
-                )
-            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
-        self._bus._check_open(self._role)
+            receiving.returned = link.receiving.mark(self._topic)
 
     def _transport(self) -> Carrier:
-        assert self._shared is not None
-        return self._shared
+        assert self._carrier is not None
+        return self._carrier
 
-    # -- receiving -----------------------------------------------------------------------------------------------------
+    # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def _owned(self, slab: Slab) -> TensorDict:
-        """A received slab's copy as the TensorDict that the caller owns."""
-        weights = slab.weights()
-        if self._devices is not None and self._worker_idx is not None:
-            device = self._devices[self._worker_idx]
-            if device.type != "cpu":
-                weights = weights.to(device)
-        return weights
+    def _at_hand(self, weights: Any) -> FlatWeights | None:
+        """What :meth:`_prepare` and :meth:`_flatten` would come to, for a module of which all is sent as it is; None
+        for anything else, of which nothing was asked."""
+        source = self._sources.model if weights is None else weights
+        plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
+        if not plain or type(self).prepare_weights is not SchemeCore.prepare_weights:
+            return None
+        return module_weights(self.strategy, source)
 
-    def _check_receive(self, timeout: float | None) -> None:
-        check_timeout(timeout, or_none=True)
-        if timeout is not None and self._shared is not None and not self._shared.supports_timeout:
-            raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
-        self._check_open()
+    async def _prepare(self, weights: Any) -> Any:
+        """A source that :meth:`_flatten` can take."""
+        is_ours = type(self).prepare_weights is SchemeCore.prepare_weights
+        return await self._sources.prepare(weights, self.strategy, None if is_ours else self.prepare_weights)
 
-    def _check_not_held(self, timeout: float | None) -> None:
-        """In the caller's thread: refuse what would never end."""
-        gate = self._bus._gate
-        if timeout is None and gate is not None and gate.held_by_caller:
-            raise RuntimeError(
-                "receive() without a timeout inside a hold() of one's own, which keeps updates out, would wait for "
-                "itself: leave the hold first, or give a timeout"
-            )
+    def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
+        """Take a source's values, in the caller's thread."""
+        return self._sources.flatten(source, self.strategy, workers, self._bus.num_workers, self._keys_sent)
+
+    def _keys_sent(self) -> set[Path] | None:
+        """The keys of what was sent last; None: nothing was."""
+        link = self._bus._link
+        layout = link.publishing.latest_layout(self._topic) if isinstance(link, SenderLink) else None
+        return None if layout is None else set(layout.paths)
+
+    # -- what is received ----------------------------------------------------------------------------------------------
+
+    def _receiver(self) -> tuple[ReceiverLink, Receiving]:
+        link, receiving = self._bus._receiver(), self._receiving
+        assert receiving is not None
+        return link, receiving
 
     async def _receive(self, timeout: float | None) -> TensorDict | None:
         self._check_receive(timeout)
-        link = self._bus._receiver()
-        before = self._returned
-        mark = await link.receive(self._topic, before, timeout, lambda: self._closed)
-        if mark is None:
-            return None
-        self._returned = mark
-        try:
-            weights: TensorDict = await link.copy(self._topic, self._owned)
-        except BaseException:
-            if self._returned == mark:  # no concurrent receive has returned a newer one meanwhile
-                self._returned = before  # not delivered: the next receive returns it
-            raise
-        return weights
+        link, receiving = self._receiver()
+        return await receiving.receive(link, timeout, lambda: self._closed)
 
     async def _take_in(self, timeout: float | None) -> None:
         """Apply what has come, without returning it."""
         self._check_receive(timeout)
-        link = self._bus._receiver()
-        self._returned = link.mark(self._topic)  # what was applied without this call is no news
-        mark = await link.receive(self._topic, self._returned, 0.0, lambda: self._closed)
-        if mark is not None:
-            self._returned = mark
+        link, receiving = self._receiver()
+        await receiving.take_in(link, lambda: self._closed)
 
     async def _current(self) -> TensorDict | None:
         """A copy of what this receiver holds; None: nothing yet."""
         link = self._bus._link
-        if not isinstance(link, ReceiverLink) or link.subscriber.held(self._topic) is None:
+        if not isinstance(link, ReceiverLink) or self._receiving is None:
             return None
-        weights: TensorDict = await link.copy(self._topic, self._owned)
-        return weights
+        return await self._receiving.current(link)
 
     async def _fetch(self, timeout: float) -> TensorDict:
         check_timeout(timeout)
         self._check_open()
-        link = self._bus._receiver()
-        mark = await link.current(self._topic, timeout)
-        before, self._returned = self._returned, mark
-        try:
-            weights: TensorDict = await link.copy(self._topic, self._owned)
-        except BaseException:
-            if self._returned == mark:
-                self._returned = before
-            raise
-        return weights
+        link, receiving = self._receiver()
+        return await receiving.fetch(link, timeout)
 
     async def _shutdown(self, timeout: float) -> None:
         if self._pid not in (0, os.getpid()):
@@ -506,11 +392,5 @@ class SchemeCore(Sources, ABC):
             await self._end_transport(timeout)
 
     async def _end_transport(self, timeout: float) -> None:
-        if self._shared is not None:
-            await self._shared.end(timeout)
-
-
-def _agree(given: int | None, counted: int, what: str) -> int:
-    if given is not None and given != counted:
-        raise ValueError(f"{what} has {counted} entries, but num_workers={given}")
-    return counted
+        if self._carrier is not None:
+            await self._carrier.end(timeout)

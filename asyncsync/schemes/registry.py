@@ -1,34 +1,59 @@
-"""Schemes by the name of their backend, for ``WeightSyncScheme.from_backend``."""
+"""Which schemes there are. Each is a pair of classes, one of the asyncio API and one of the blocking API, and has a
+backend's name, for ``WeightSyncScheme.from_backend``. A scheme's module registers its pair; those to come: distributed,
+rpc, ray."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-__all__ = ["scheme_class"]
+from asyncsync.schemes.core import SchemeCore
+from asyncsync.transports.blocking import in_sync_as
 
-# A scheme has one name in both APIs' modules. Those to come: distributed, rpc, ray.
-_SCHEMES = {
-    "none": "NoWeightSyncScheme",
-    "shared": "SharedMemWeightSyncScheme",
-    "process": "MultiProcessWeightSyncScheme",
-    "zmq": "ZMQWeightSyncScheme",
-}
-_ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
+__all__ = ["convert", "register", "scheme_class"]
+
+_backends: dict[str, tuple[type[SchemeCore], type[SchemeCore]]] = {}
+_aliases: dict[str, str] = {}
+_twins: dict[type, type[SchemeCore]] = {}
 
 
-def scheme_class(backend: str, module: str) -> Any:
-    """The class behind a backend's name.
+def register(backend: str, asyncio_class: type[SchemeCore], blocking_class: type[SchemeCore], *aliases: str) -> None:
+    """Add a scheme.
 
     Args:
-        backend: a name, or an alias.
-        module: asyncsync or asyncsync.sync: which API it has.
+        backend: its name; ``aliases``: further ones.
+        asyncio_class: users find it in asyncsync.
+        blocking_class: users find it in asyncsync.sync, by the same name, which it shows from now on.
+    """
+    in_sync_as(asyncio_class.__name__)(blocking_class)
+    _backends[backend] = asyncio_class, blocking_class
+    _aliases.update(dict.fromkeys(aliases, backend))
+    _twins.update({asyncio_class: blocking_class, blocking_class: asyncio_class})
+
+
+def scheme_class(backend: str, *, is_blocking: bool) -> Any:
+    """The class behind a backend's name or alias.
 
     Raises:
         ValueError: there is none of this name; lists those that there are.
     """
-    name = _SCHEMES.get(_ALIASES.get(backend, backend)) if isinstance(backend, str) else None
-    if name is None:
-        choices = ", ".join(map(repr, (*_SCHEMES, *_ALIASES)))
+    pair = _backends.get(_aliases.get(backend, backend)) if isinstance(backend, str) else None
+    if pair is None:
+        choices = ", ".join(map(repr, (*_backends, *_aliases)))
         raise ValueError(f"there is no backend {backend!r}; choose one of {choices}")
-    return getattr(importlib.import_module(module), name)
+    return pair[is_blocking]
+
+
+def convert(scheme: SchemeCore, package: str) -> Any:
+    """A scheme's twin with the other API, which this package has.
+
+    Raises:
+        RuntimeError: the scheme is connected.
+        TypeError: it is of a class of the user's own, which has no twin.
+    """
+    kind = _twins.get(type(scheme))
+    if kind is None:
+        raise TypeError(
+            f"{type(scheme).__module__}.{type(scheme).__name__} has no counterpart in {package}: derive one from a "
+            f"class there and construct it with endpoint={scheme.bus.endpoint!r}"
+        )
+    return scheme._as(kind)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.transports.multiprocess import BlockingMPTransport, MPTransport
-from asyncsync.transports.shared_memory import SLOTS, BlockingSharedMemTransport, SharedMemTransport, SlotTransport
+from asyncsync.schemes.registry import register
+from asyncsync.transports.shared_memory import (
+    SLOTS,
+    BlockingMPTransport,
+    BlockingSharedMemTransport,
+    MPTransport,
+    SharedMemTransport,
+    SlotTransport,
+)
 from asyncsync.transports.slots import COPY_BYTES
 
 __all__ = [
@@ -21,7 +28,7 @@ __all__ = [
 
 
 class SlotCore(SchemeCore):
-    """What both schemes share, whichever API is put over them.
+    """What both schemes have in common, in both APIs.
 
     Args:
         slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
@@ -30,7 +37,7 @@ class SlotCore(SchemeCore):
         options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
     """
 
-    _transports: tuple[type[SlotTransport], type[SlotTransport]]
+    _transport_class: ClassVar[type[SlotTransport]]
 
     def __init__(
         self,
@@ -63,19 +70,10 @@ class SlotCore(SchemeCore):
 
     def create_transport(self, **kwargs: Any) -> SlotTransport:
         """The transport of this scheme's API."""
-        return self._transports[self._is_blocking](self._slots, self._map_above)
+        return self._transport_class(self._slots, self._map_above)
 
 
-class SharedMemCore(SlotCore):
-    _adopts = True
-    _transports = (SharedMemTransport, BlockingSharedMemTransport)
-
-
-class MultiProcessCore(SlotCore):
-    _transports = (MPTransport, BlockingMPTransport)
-
-
-class SharedMemWeightSyncScheme(SharedMemCore, aio.WeightSyncScheme):
+class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """Weights through shared memory: one copy per update, however many workers on this host. Usage::
 
         scheme = SharedMemWeightSyncScheme()
@@ -95,13 +93,15 @@ class SharedMemWeightSyncScheme(SharedMemCore, aio.WeightSyncScheme):
     graphs, a flat view of all parameters).
     """
 
+    _adopts = True
+    _transport_class = SharedMemTransport
 
-class MultiProcessWeightSyncScheme(MultiProcessCore, aio.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`."""
 
+class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
-class BlockingSharedMem(SharedMemCore, blocking.WeightSyncScheme):
-    """The same with ordinary methods; asyncsync.sync has it as SharedMemWeightSyncScheme."""
+    _adopts = True
+    _transport_class = BlockingSharedMemTransport
 
     def receive(self, timeout: float | None = None) -> None:
         """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
@@ -117,5 +117,17 @@ class BlockingSharedMem(SharedMemCore, blocking.WeightSyncScheme):
         self._bus._run(lambda: self._take_in(timeout))
 
 
-class BlockingMultiProcess(MultiProcessCore, blocking.WeightSyncScheme):
-    """The same with ordinary methods; asyncsync.sync has it as MultiProcessWeightSyncScheme."""
+class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
+    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`."""
+
+    _transport_class = MPTransport
+
+
+class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
+    """Weights for workers on this host, each with a copy of its own, with the blocking API."""
+
+    _transport_class = BlockingMPTransport
+
+
+register("shared", SharedMemWeightSyncScheme, BlockingSharedMem, "thread")
+register("process", MultiProcessWeightSyncScheme, BlockingMultiProcess, "multiprocessing")

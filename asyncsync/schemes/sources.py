@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync.bus.sender import SenderLink
-from asyncsync.model.strategy import WeightStrategy, flat_weights, module_weights
+from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.schemes.context import find_model, resolve_model
-from asyncsync.schemes.state import SchemeState, as_tensordict, by_worker, is_plain
-from asyncsync.weights.slab import cuda_events
-from asyncsync.weights.tree import FlatWeights, Path, flatten
+from asyncsync.weights.packing import cuda_events
+from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 
-__all__ = ["Sources"]
+__all__ = ["Sources", "as_tensordict", "by_worker", "count_workers"]
+
+Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
+"""A ``prepare_weights`` of a user's own."""
 
 
 class EachWorkers(dict[int, Any]):
@@ -23,36 +25,67 @@ class EachWorkers(dict[int, Any]):
 
     Attributes:
         unsure: those that were given as plain dicts, and by nothing but their integer keys.
+        are_extracted: no ``prepare_weights`` of a user's own has made something else of them.
     """
 
     unsure: frozenset[int] = frozenset()
+    are_extracted: bool = True
 
 
-class Sources(SchemeState):
-    """The half of a scheme that finds and prepares what is sent."""
+class Sources:
+    """The sources of one model.
 
-    def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
-        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
+    Args:
+        model_id: the model's name.
+        context, params_map, weights, model, device_map_fn: as for ``init_on_sender``.
 
-        Args:
-            weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
-            model_id: the model's name.
-            strategy: extracts.
-            context: resolves ``None`` and paths where no source was registered.
+    Raises:
+        ValueError: several sources, or weights that look like one dict for each worker.
+    """
 
-        Returns:
-            TensorDict or dict; its leaves may alias the source.
-        """
-        return strategy.extract_weights(self._resolve_source(weights, model_id, context))
+    def __init__(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+    ) -> None:
+        given = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; give one source of weights")
+        if by_worker(weights) and any(map(_is_plain, weights.values())):
+            raise ValueError(
+                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for "
+                "all workers has strings as keys"
+            )
+        self.model = model
+        self.weights = weights if params_map is None else dict(params_map)
+        self.device_map_fn = device_map_fn
+        self._is_mapped = params_map is not None
+        self._model_id = model_id
+        self._context = context
 
-    def _has_source(self) -> bool:
-        if self._model is not None or self._weights is not None or hasattr(self._context, "get_model"):
+    @property
+    def registered(self) -> Any:
+        """The model, or the weights; None: neither was registered."""
+        return self.model if self.model is not None else self.weights
+
+    def exist(self) -> bool:
+        """Whether there is anything to be sent without an argument."""
+        if self.registered is not None or hasattr(self._context, "get_model"):
             return True
         return find_model(self._context, self._model_id) is not None
 
-    def _resolve_source(self, weights: Any, model_id: str | None, context: Any) -> Any:
+    def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
+        """What an argument stands for: None for the registered source, a string for a path in the context.
+
+        Raises:
+            ValueError: it stands for nothing.
+        """
         if weights is None:
-            weights = self._model if self._model is not None else self._weights
+            weights = self.registered
         if weights is None and context is not None:
             weights = resolve_model(context, model_id)
         if isinstance(weights, str):
@@ -67,38 +100,43 @@ class Sources(SchemeState):
             )
         return weights
 
-    async def _prepare(self, weights: Any) -> Any:
-        """A source that :meth:`_flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``."""
-        if weights is None and self._model is None and isinstance(self._weights, dict):
-            weights = self._weights
-        if by_worker(weights):
-            prepared = EachWorkers([(worker, await self._prepare_one(each)) for worker, each in weights.items()])
-            if not self._is_mapped:
-                prepared.unsure = frozenset(w for w, each in weights.items() if is_plain(each))
-            return prepared
-        return await self._prepare_one(weights)
+    async def prepare(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
+        """A source that :meth:`flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``. Without a
+        hook, only their values are taken, and that later."""
+        if weights is None and self.model is None and isinstance(self.weights, dict):
+            weights = self.weights
+        if not by_worker(weights):
+            return await self._prepare_one(weights, strategy, hook)
+        prepared = EachWorkers([(w, await self._prepare_one(each, strategy, hook)) for w, each in weights.items()])
+        if not self._is_mapped:
+            prepared.unsure = frozenset(w for w, each in weights.items() if _is_plain(each))
+        prepared.are_extracted = hook is None
+        return prepared
 
-    async def _prepare_one(self, weights: Any) -> Any:
-        if type(self).prepare_weights is Sources.prepare_weights:
-            return self._resolve_source(weights, self._model_id, self._context)
-        prepared = self.prepare_weights(weights, self._model_id, self.strategy, self._context)
+    async def _prepare_one(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
+        if hook is None:
+            return self.resolve(weights, self._model_id, self._context)
+        prepared = hook(weights, self._model_id, strategy, self._context)
         if inspect.isawaitable(prepared):
             prepared = await prepared
         return flatten(prepared)
 
-    def _at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`_prepare` and :meth:`_flatten` would come to, for a module of which all is sent as it is; None
-        for anything else, of which nothing was asked."""
-        source = self._model if weights is None else weights
-        plain = isinstance(source, nn.Module) and self._device_map_fn is None
-        if not plain or type(self).prepare_weights is not Sources.prepare_weights:
-            return None
-        return module_weights(self.strategy, source)
+    def flatten(
+        self,
+        source: Any,
+        strategy: WeightStrategy,
+        workers: list[int] | None,
+        count: int | None,
+        sent: Callable[[], set[Path] | None],
+    ) -> FlatWeights | dict[int, FlatWeights]:
+        """Take a prepared source's values, in the caller's thread.
 
-    def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a source's values, in the caller's thread."""
+        Args:
+            workers: whom it is for; None: everybody.
+            count: how many workers there are; None: they come and go.
+            sent: returns the keys of what was sent last; None: nothing was.
+        """
         if isinstance(source, EachWorkers):
-            count = self._bus.num_workers
             wrong = [
                 w
                 for w in source
@@ -106,22 +144,31 @@ class Sources(SchemeState):
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            flat = {worker: _noted(self._flat(each)) for worker, each in source.items()}
-            self._check_unsure(flat, source.unsure)
-            return flat
-        if self._device_map_fn is not None:
-            chosen = range(self._bus.num_workers or 0) if workers is None else workers
-            weights = as_tensordict(self._flat(source))
-            return {worker: _noted(flatten(self._device_map_fn(worker, weights))) for worker in chosen}
-        return _noted(self._flat(source))
+            each = {worker: _noted(_flat(strategy, weights)) for worker, weights in source.items()}
+            if source.unsure:
+                known = sent()
+                self._check_unsure(source, each, self._known_keys(source, strategy) if known is None else known)
+            return each
+        flat = _flat(strategy, source)
+        if self.device_map_fn is None:
+            return _noted(flat)
+        chosen = range(count or 0) if workers is None else workers
+        weights = as_tensordict(flat)
+        return {worker: _noted(flatten(self.device_map_fn(worker, weights))) for worker in chosen}
 
-    def _check_unsure(self, flat: Mapping[int, FlatWeights], unsure: frozenset[int]) -> None:
+    def _known_keys(self, source: EachWorkers, strategy: WeightStrategy) -> set[Path]:
+        """The keys of what is registered."""
+        registered = self.registered
+        if registered is None or by_worker(registered) or not source.are_extracted:
+            return set()
+        flat = _flat(strategy, registered)
+        return {*flat.tensors, *flat.values}
+
+    def _check_unsure(self, source: EachWorkers, flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
         """Integer keys and plain dicts may be an optimiser's state as well, or something else that is one thing: they
         are a dict for each worker only if they have keys of this model's."""
-        if not unsure:
-            return
-        known = self._known_keys()
-        wrong = [w for w in sorted(unsure) if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
+        unsure = sorted(source.unsure)
+        wrong = [w for w in unsure if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
         if wrong:
             raise ValueError(
                 f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict, an optimiser's state? "
@@ -130,23 +177,48 @@ class Sources(SchemeState):
                 "all: name its keys by strings"
             )
 
-    def _known_keys(self) -> set[Path]:
-        """The keys of what was sent last, or else of what is registered."""
-        link = self._bus._link
-        layout = link.latest_layout(self._topic) if isinstance(link, SenderLink) else None
-        if layout is not None:
-            return set(layout.paths)
-        source = self._model if self._model is not None else self._weights
-        if source is None or by_worker(source) or type(self).prepare_weights is not Sources.prepare_weights:
-            return set()
-        flat = self._flat(source)
-        return {*flat.tensors, *flat.values}
 
-    def _flat(self, source: Any) -> FlatWeights:
-        return source if isinstance(source, FlatWeights) else flat_weights(self.strategy, source)
+def count_workers(
+    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None
+) -> int | None:
+    """How many workers there are by the arguments of ``init_on_sender``; None: they do not say.
+
+    Raises:
+        ValueError: they disagree.
+    """
+    for name, entries in (("devices", devices), ("params_map", params_map)):
+        if entries is not None:
+            if num_workers not in (None, len(entries)):
+                raise ValueError(f"{name} has {len(entries)} entries, but num_workers={num_workers}")
+            num_workers = len(entries)
+    if params_map is not None and set(params_map) != set(range(len(params_map))):
+        raise ValueError(f"params_map must have the keys 0 to {len(params_map) - 1}, not {sorted(params_map)}")
+    return num_workers
+
+
+def _flat(strategy: WeightStrategy, source: Any) -> FlatWeights:
+    return source if isinstance(source, FlatWeights) else flat_weights(strategy, source)
 
 
 def _noted(flat: FlatWeights) -> FlatWeights:
     """With what the current streams of this thread, the caller's, have still to do before the values are there."""
     flat.ready = cuda_events(flat)
     return flat
+
+
+def by_worker(weights: Any) -> bool:
+    """Whether these are ``{worker_idx: weights}``."""
+    if weights is None or isinstance(weights, nn.Module):
+        return False
+    # A TensorDict is a Mapping too, but has no truth value.
+    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
+    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+
+
+def _is_plain(weights: Any) -> bool:
+    """Whether this is a dict, and neither a module nor a TensorDict."""
+    return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
+
+
+def as_tensordict(flat: FlatWeights) -> TensorDict:
+    return nest(flat.tensors, flat.values)

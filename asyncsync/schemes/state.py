@@ -1,40 +1,81 @@
-"""What a scheme knows: its configuration, its role in this process, and the documented read-only properties.
+"""What a scheme knows: its configuration, its role in this process, the documented read-only properties, and what it
+refuses in the state that it is in.
 
 Configuration travels with a pickled scheme; everything else belongs to one role in one process and stays behind.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from tensordict import TensorDict
 
+from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore
-from asyncsync.bus.receiver import Mark, ReceiverLink
+from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
+from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import WorkerStatus
-from asyncsync.errors import WeightSyncError
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.errors import ClosedError, WeightSyncError
+from asyncsync.model.readers import Hold
+from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
+from asyncsync.protocol.fields import MAX_NAME
 from asyncsync.schemes.context import find_model
-from asyncsync.transports.channel_receiver import WrappedReceiver
-from asyncsync.transports.channel_sender import WrappedSender
-from asyncsync.weights.slab import Slab, copy_flat
-from asyncsync.weights.tree import FlatWeights, nest
+from asyncsync.schemes.receiving import Receiving
+from asyncsync.schemes.sources import Sources, as_tensordict, by_worker
+from asyncsync.transports.channel_receiver import ChannelReceiver
+from asyncsync.transports.channel_sender import ChannelSender
+from asyncsync.weights.copying import copy_flat
+from asyncsync.weights.slab import Slab
 
-__all__ = ["LOCAL", "SchemeState", "as_tensordict", "by_worker", "is_plain"]
+__all__ = ["LOCAL", "SchemeState"]
 
 
 class SchemeState:
     """The state of a scheme; see :class:`asyncsync.WeightSyncScheme` for the arguments behind it."""
 
-    def __init__(self, strategy: WeightStrategy, bus: BusCore, *, own_bus: bool) -> None:
-        self.strategy = strategy
+    _bus_class: ClassVar[type[BusCore]]
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        *,
+        endpoint: str | None = None,
+        connect: str | None = None,
+        bus: BusCore | None = None,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        allow_plaintext: bool = False,
+    ) -> None:
+        resolved = resolve_strategy(strategy)
+        own_bus = bus is None
+        if bus is None:
+            bus = self._bus_class(
+                endpoint,
+                connect=connect,
+                num_workers=num_workers,
+                min_workers=min_workers,
+                allow_plaintext=allow_plaintext,
+            )
+        elif endpoint or connect or min_workers != 1 or allow_plaintext:
+            raise ValueError(
+                "endpoint, connect, min_workers and allow_plaintext belong to the Bus; "
+                "pass them to Bus(...), not together with bus="
+            )
+        elif not isinstance(bus, self._bus_class):
+            raise TypeError(
+                f"{type(self).__module__}.{type(self).__name__} needs a {self._bus_class.__module__}.Bus, not a "
+                f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
+                "or both asynchronous"
+            )
+        elif num_workers is not None:
+            bus._set_workers(num_workers, private=False)
+        self.strategy = resolved
         self._own_bus = own_bus
         self._bus = bus
         self._model_id: str | None = None
@@ -46,15 +87,12 @@ class SchemeState:
         self._pid = 0
         self._context: Any = None
         self._model: Any = None
-        self._weights: Any = None
-        self._device_map_fn: Callable[[int, Any], Any] | None = None
         self._worker_idx: int | None = None
-        self._binding: Binding | None = None
-        self._manual = self._hooked = self._is_mapped = self._reconnect = False
-        self._transport_options: dict[str, Any] = {}
-        self._shared: Carrier | None = None
+        self._sources = Sources()  # a sender's
+        self._receiving: Receiving | None = None
+        self._reconnect = False
+        self._carrier: Carrier | None = None
         self._registered = False
-        self._returned: Mark | None = None
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +120,7 @@ class SchemeState:
     @property
     def model(self) -> Any:
         """The registered model, on a sender with a context that one's; None when unset."""
-        if self._role == "sender" and self._model is None and self._weights is None:
+        if self._role == "sender" and self._sources.registered is None:
             return find_model(self._context, self._model_id)
         return self._model
 
@@ -102,7 +140,7 @@ class SchemeState:
 
         Sender: of the registered source, else of what was published last. Receiver: of what was applied last.
         """
-        source = self._weights if self._weights is not None else self.model
+        source = self._sources.weights if self._sources.weights is not None else self.model
         if self._role == "sender" and source is not None and not by_worker(source):
             return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
         return self._bus._look(self._held_weights)
@@ -110,10 +148,10 @@ class SchemeState:
     def _held_weights(self) -> TensorDict | None:
         link = self._bus._link
         if isinstance(link, ReceiverLink):
-            held = link.subscriber.held(self._topic)
+            held = link.subscriber.holdings.held.get(self._topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, SenderLink):
-            target = link.publisher.targets.newest(-1, self._topic)
+            target = link.caught_up().targets.newest(-1, self._topic)
             return None if target is None else _packed(target.slab).copy().weights()
         return None
 
@@ -121,28 +159,28 @@ class SchemeState:
     def sender_transports(self) -> dict[int, Any]:
         """``{worker_idx: transport}``; one object serves all, unless it is a blocking one of a user's own. Empty on a
         receiver."""
-        if self._role != "sender" or self._shared is None:
+        if self._role != "sender" or self._carrier is None:
             return {}
         link = self._bus._link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
-            workers = self._bus._look(lambda: link.publisher.expected())
-        if isinstance(self._shared, WrappedSender):
-            channels = self._shared.channels
+            workers = self._bus._look(lambda: link.publisher.membership.expected())
+        if isinstance(self._carrier, ChannelSender):
+            channels = self._carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
-        return dict.fromkeys(workers, self._shared)
+        return dict.fromkeys(workers, self._carrier)
 
     @property
     def receiver_transport(self) -> Any:
         """The receiver's transport; None on a sender, and before ``connect`` where that says which worker this is."""
         if self._role != "receiver":
             return None
-        return self._shared.channel if isinstance(self._shared, WrappedReceiver) else self._shared
+        return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
 
     @property
     def shared_transport(self) -> Any:
         """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
-        return None if self._role != "sender" or isinstance(self._shared, WrappedSender) else self._shared
+        return None if self._role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
 
     @property
     def version(self) -> int:
@@ -183,40 +221,93 @@ class SchemeState:
         sender."""
         return self._bus._status([self._topic])
 
+    def hold(self) -> Hold:
+        """A block (``with`` or ``async with``) in which no update is applied."""
+        self._check_open()
+        return self._bus.hold()
+
     def __repr__(self) -> str:
         about = f"model_id={self._model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"
         return f"{type(self).__name__}({self.strategy!r}, {about})"
 
+    # -- what is refused -----------------------------------------------------------------------------------------------
+
+    def _check_fresh(self, role: str) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down; construct another")
+        if self._registered and self._pid == os.getpid():
+            raise RuntimeError("this scheme is connected; init comes before connect")
+        self._bus._check_role(role)
+
+    def _check_name(self, model_id: str | None) -> None:
+        if model_id is not None and not isinstance(model_id, str):
+            raise TypeError(f"model_id must be a string, not {model_id!r}")
+        if model_id is not None and len(model_id) > MAX_NAME:
+            raise ValueError(f"model_id has {len(model_id)} characters; {MAX_NAME} are allowed")
+
+    def _check_worker(self, worker_idx: int | None) -> None:
+        if worker_idx is None:
+            return
+        if not isinstance(worker_idx, int) or isinstance(worker_idx, bool) or worker_idx < 0:
+            raise ValueError(f"worker_idx must be an int from 0, not {worker_idx!r}")
+        count = self._bus.num_workers
+        if count is not None and worker_idx >= count:
+            raise ValueError(
+                f"worker_idx {worker_idx} does not exist: num_workers={count}, so choose from 0 to {count - 1}"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down; construct another")
+        if self._role is None or self._pid != os.getpid():
+            if self._registered:
+                raise RuntimeError(
+                    "this scheme was connected before the fork; a forked child cannot use it: "
+                    "pass it on before connecting"
+                )
+            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
+        self._bus._check_open(self._role)
+
+    def _check_connect(
+        self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
+    ) -> None:
+        check_timeout(timeout)
+        self._bus._starting = check_processes(processes)
+        self._check_open()
+        if self._role == "sender" and worker_idx is not None:
+            raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
+        if self._role == "receiver" and weights is not None:
+            raise TypeError("weights belong to the sender's connect(); this is a receiver")
+        if self._role == "receiver" and self._bus._starting:
+            raise TypeError("processes belong to the sender's connect(); this is a receiver")
+
+    def _check_receive(self, timeout: float | None) -> None:
+        check_timeout(timeout, or_none=True)
+        if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
+            raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
+        self._check_open()
+
+    def _check_not_held(self, timeout: float | None) -> None:
+        """In the caller's thread: refuse what would never end."""
+        gate = self._bus._gate
+        if timeout is None and gate is not None and gate.held_by_caller:
+            raise RuntimeError(
+                "receive() without a timeout inside a hold() of one's own, which keeps updates out, would wait for "
+                "itself: leave the hold first, or give a timeout"
+            )
+
 
 LOCAL = {
-    "_role", "_pid", "_context", "_model", "_weights", "_device_map_fn", "_worker_idx", "_binding", "_manual",
-    "_hooked", "_is_mapped", "_reconnect", "_transport_options", "_shared", "_registered", "_returned", "_closed",
+    "_role", "_pid", "_context", "_model", "_worker_idx", "_sources", "_receiving", "_reconnect", "_carrier",
+    "_registered", "_closed",
 }  # fmt: skip
 
 
 def _packed(slab: Slab) -> Slab:
-    """Wait for the thread that packs this slab: it needs nobody's help, and milliseconds."""
+    """Wait for the thread that packs this slab: it takes milliseconds."""
     deadline = time.monotonic() + 10.0
     while slab.packed < slab.nbytes:
         if time.monotonic() > deadline:
             raise WeightSyncError("the weights are still being packed after 10 s")
         time.sleep(0.0005)
     return slab
-
-
-def by_worker(weights: Any) -> bool:
-    """Whether these are ``{worker_idx: weights}``."""
-    if weights is None or isinstance(weights, nn.Module):
-        return False
-    # A TensorDict is a Mapping too, but has no truth value.
-    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
-    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
-
-
-def is_plain(weights: Any) -> bool:
-    """Whether this is a dict, and neither a module nor a TensorDict."""
-    return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
-
-
-def as_tensordict(flat: FlatWeights) -> TensorDict:
-    return nest(flat.tensors, flat.values)

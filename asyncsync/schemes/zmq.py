@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync.schemes.aio import WeightSyncScheme
-from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.registry import register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
-__all__ = ["ZMQCore", "ZMQWeightSyncScheme"]
+__all__ = ["BlockingZMQ", "ZMQWeightSyncScheme"]
 
 
-class ZMQCore(SchemeCore):
-    """The scheme without an API."""
-
-    def create_transport(self, **kwargs: Any) -> ZMQTransport | BlockingZMQTransport:
-        """The bus's own transport, of this scheme's API; takes no configuration."""
-        return BlockingZMQTransport() if self._is_blocking else ZMQTransport()
-
-
-class ZMQWeightSyncScheme(ZMQCore, WeightSyncScheme):
+class ZMQWeightSyncScheme(aio.WeightSyncScheme):
     """Weights over ZeroMQ. Usage::
 
         scheme = ZMQWeightSyncScheme()
@@ -34,3 +26,18 @@ class ZMQWeightSyncScheme(ZMQCore, WeightSyncScheme):
         await scheme.connect()                     # policy(...) is never torn from here on
         weights = await scheme.receive(timeout=1.0)
     """
+
+    def create_transport(self, **kwargs: Any) -> ZMQTransport:
+        """The bus's own transport; takes no configuration."""
+        return ZMQTransport()
+
+
+class BlockingZMQ(blocking.WeightSyncScheme):
+    """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
+
+    def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
+        """The bus's own transport; takes no configuration."""
+        return BlockingZMQTransport()
+
+
+register("zmq", ZMQWeightSyncScheme, BlockingZMQ)

@@ -2,7 +2,7 @@
 
 torch's own threads wait for each other at a barrier and spin there, which costs tens of milliseconds where workers
 keep the cores busy; so nothing large is left to them. The threads here are plain ones that last for one copy: they
-share a busy core like anybody else.
+share a busy core like any other thread.
 """
 
 from __future__ import annotations
@@ -10,32 +10,27 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter, call, is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._C import _InferenceMode  # what torch.inference_mode() enters, in a third of its time
 
-from asyncsync.weights.layout import LARGE_NUMEL, RAW
+from asyncsync.weights.layout import LARGE_NUMEL
+from asyncsync.weights.torch_private import InferenceMode, foreach_copy
+from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["FEW", "KNOWN_BYTES", "MOST", "KnownMemory", "copy_bytes", "copy_tensors", "copyable", "normal_tensors"]
+__all__ = ["PLAIN", "clone", "copy_bytes", "copy_flat", "copy_tensors", "memory_of", "normal_tensors"]
 
-_PLAIN = (torch.Tensor, nn.Parameter)
-_dtype_of = attrgetter("dtype")
+PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20
-# From some size on, which depends on the machine (1 MiB on one, 190 MiB on another), libc's memcpy bypasses the caches.
-# That is quick for one thread on a core of its own; for two of them, pieces below it take three quarters of the time.
+# From some size on, 1 MiB on one machine and 190 MiB on another, libc's memcpy bypasses the caches. That is quick for
+# one thread on a core of its own; for two threads, pieces below that size take three quarters of the time.
 PIECE = 512 << 10
 MAX_THREADS = 4
-FEW = 16
-MOST = 4096
-KNOWN_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -48,29 +43,36 @@ def normal_tensors() -> Iterator[None]:
 
 
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """``destination.copy_(source)`` for every pair, quickly; dtypes without a copy kernel go as bytes."""
-    if not RAW.isdisjoint(map(_dtype_of, destinations)):
-        pairs = [copyable(d, s) for d, s in zip(destinations, sources, strict=True)]
-        destinations, sources = [d for d, _ in pairs], [s for _, s in pairs]
+    """``destination.copy_(source)`` for every pair, quickly."""
     # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
-    with _InferenceMode(True):
+    with InferenceMode(True):
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
             sizes = [d.numel() for d in destinations]
             large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _same_bytes(destinations[i], sources[i])]
-            _copy_bytes([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
+            _copy_in_threads([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
             done = set(large)
             sources = [s for i, s in enumerate(sources) if i not in done]
             destinations = [d for i, d in enumerate(destinations) if i not in done]
         if destinations:
-            torch._foreach_copy_(destinations, sources)
+            foreach_copy(destinations, sources)
 
 
-def copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors of a dtype without a copy kernel as the bytes that they are stored in; others as they are."""
-    if destination.dtype in RAW:
-        return destination.view(torch.uint8), source.view(torch.uint8)
-    return destination, source
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the same device, of any dtype that can be sent."""
+    with normal_tensors():
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        copy_tensors([new], [tensor.detach()])
+    return new
+
+
+def copy_flat(flat: FlatWeights) -> FlatWeights:
+    """Weights of one's own: every tensor copied on its device, a tensor with several names once."""
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in flat.tensors.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = clone(tensor)
+    return FlatWeights({path: copies[id(tensor)] for path, tensor in flat.tensors.items()}, dict(flat.values))
 
 
 def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
@@ -84,89 +86,24 @@ def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
         and source.is_contiguous()
         and destination.is_neg() is source.is_neg()
         and destination.is_conj() is source.is_conj()
-        and type(destination) in _PLAIN
-        and type(source) in _PLAIN
+        and type(destination) in PLAIN
+        and type(source) in PLAIN
     )
 
 
 def _as_bytes(tensor: torch.Tensor) -> _Bytes:
-    return np.frombuffer(_memory(tensor), np.uint8)
+    return np.frombuffer(memory_of(tensor), np.uint8)
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """Its bytes. Their storage stays as long as the view, also if the tensor is given another one meanwhile.
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor. Their storage stays as long as the view, also if the tensor is given another meanwhile.
 
-    (Unlike that of tensor.numpy(), it can still be resized; but if it is, the view must not be used any more.)
+    Unlike with tensor.numpy(), the storage can still be resized; but then the view must not be used any more.
     """
-    own = tensor.detach()  # where it is now, whatever comes
+    own = tensor.detach()  # refers to the storage of this moment, whatever the tensor is given later
     memory = (ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())
     memory.tensor = own  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
-
-
-class KnownMemory:
-    """Where the tensors of a small model have their bytes: mostly, where they had them the last time.
-
-    To copy bytes takes none of torch's operators. Those take half as long again in a loop, but five times as long in a
-    process that has just been woken, whose caches have none of torch's code, or where there are a thousand tensors.
-    Looking where tensors are takes less, if they are the same as before. What they had then is kept until they are
-    looked at again: a thread that gives them other memory meanwhile does not pull it from under a copy.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._pointers: list[int] = []
-        self._views: list[memoryview] | None = None
-        self._is_more = False  # a copy of these is more than one of bytes
-
-    def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The bytes of each, good until it is changed. None where a copy is more than one of bytes, and for many
-        tensors that are seen for the first time: they may be others the next time again."""
-        if not self._are_noted(tensors):
-            self._tensors, self._pointers, self._views, self._is_more = [], [], None, False
-            if len(tensors) > MOST:
-                return None
-            try:
-                pointers = list(map(torch.Tensor.data_ptr, tensors))
-            except RuntimeError:  # torch knows no memory of such a tensor
-                return None
-            self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
-            if len(tensors) > FEW:
-                return None
-        if self._views is None and not self._is_more:
-            # What is there twice would get one value, and then another.
-            if all(map(_is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
-                self._views = [_memory(tensor) for tensor in tensors]
-            else:
-                self._is_more = True
-        return self._views
-
-    @property
-    def is_known(self) -> bool:
-        """Whether :meth:`again` may succeed."""
-        return self._views is not None
-
-    def again(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The same if these are the tensors of the last time, and lie where they did; None: perhaps not."""
-        return self._views if self._views is not None and self._are_noted(tensors) else None
-
-    def _are_noted(self, tensors: list[torch.Tensor]) -> bool:
-        known = self._tensors
-        if not known or len(tensors) != len(known) or not all(map(is_, tensors, map(call, known))):
-            return False
-        try:
-            if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:  # another device's are other ones, too
-                return False
-        except RuntimeError:
-            return False
-        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
-
-
-def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether to copy such a tensor is to copy its bytes."""
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
-        return False
-    return not (tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex)
 
 
 def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> None:
@@ -175,8 +112,8 @@ def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> Non
         destination[:] = source
 
 
-def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
-    """Copy (to, from) in this thread, and in others for as long as it lasts if there is much."""
+def _copy_in_threads(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    """Copy pairs of a destination and a source, in other threads, too, if there is much."""
     total = sum([len(d) for d, _ in pairs])
     count = min(total // BYTES_PER_THREAD, MAX_THREADS, _cores())
     if count <= 1:
@@ -202,7 +139,7 @@ def _copy_bytes(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
                 _copy_all(share)
         _copy_all(mine)
     finally:
-        # Whatever comes (Ctrl-C): when this returns or raises, nobody writes any more.
+        # Also after Ctrl-C: when this returns or raises, no thread writes any more.
         interrupt: BaseException | None = None
         while begun:
             try:

@@ -10,7 +10,7 @@ Usage::
 
     flat = flatten(weights)                  # {path: tensor} and msgpack values; see asyncsync.weights.tree
     layout = Layout.of(flat)
-    layout.describes(flat)                   # before it is used for the next version
+    layout.arrange(flat)                     # the tensors in slab order, if the next version has the same layout
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier: on
-# cores that are busy (with the workers, say) that takes a hundred times as long. Two cores copy no faster than one.
+# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier. Where
+# workers keep the cores busy, that takes a hundred times as long. Two cores copy no faster than one.
 LARGE_NUMEL = 32 << 10
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20
@@ -51,18 +51,15 @@ MAX_SLAB_BYTES = 1 << 42
 MAX_PATH_PARTS = 64
 MAX_DIMENSIONS = 64
 
-# The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them.
+# The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them,
+# and torch has no copy kernel for integers of less than a byte.
 _DTYPE_NAMES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 ]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-# torch has no copy kernel for the sub-byte integers: they are copied as the bytes they are stored in.
-RAW = {DTYPES[name] for name in _DTYPE_NAMES[-14:] if name in DTYPES}
 # torch.cat of many small tensors costs two thirds of as many copies; it is used for the plain dtypes only.
 _CATABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _CATABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -87,10 +84,8 @@ def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no values to send; materialise it first")
     if tensor.dtype not in NAMES:
-        kind = tensor.dtype
-        raise TypeError(
-            f"{name!r} has dtype {kind}, which cannot be sent as bytes; use `.int_repr()` or `.dequantize()`"
-        )
+        remedy = "`.int_repr()` or `.dequantize()`" if tensor.is_quantized else "`.view(torch.uint8)`"
+        raise TypeError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent as bytes; use {remedy}")
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -121,7 +116,7 @@ class Layout:
     Attributes:
         entries: the stored tensors, in slab order.
         aliases: ``{path: index of the entry}`` of tied tensors, which are stored once.
-        value_paths: key paths of the msgpack values (extra state), which ride in the instruction.
+        value_paths: key paths of the msgpack values, which are extra state and ride in the instruction.
         nbytes: size of a slab in bytes.
         digest: 16 bytes that stand for the layout once both sides know it.
     """
@@ -165,9 +160,9 @@ class Layout:
         """The layout of these weights: tied tensors stored once, equal trailing shapes next to each other.
 
         Raises:
-            TypeError: a tensor has no plain bytes (sparse, quantised, nested, distributed), or msgpack cannot carry
-                a value.
-            ValueError: a tensor has no values yet (meta, lazy), or two keys have the same dotted name.
+            TypeError: a tensor has no plain bytes, as it is sparse, quantised, nested or distributed, or msgpack cannot
+                carry a value.
+            ValueError: a tensor has no values yet, as it is meta or lazy, or two keys have the same dotted name.
             LimitExceeded: a value or the whole is too large.
         """
         seen: dict[tuple[Any, ...], Path] = {}
@@ -191,12 +186,9 @@ class Layout:
             raise LimitExceeded(f"a layout of {len(layout.encoded)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
         return layout
 
-    def describes(self, flat: FlatWeights) -> bool:
-        """True if these weights have exactly this schema, ties included."""
-        return self.arrange(flat) is not None
-
     def arrange(self, flat: FlatWeights) -> list[torch.Tensor] | None:
-        """The stored tensors in slab order; None unless :meth:`describes`. The cheap check at every publication."""
+        """The stored tensors in slab order; None unless these weights have exactly this schema, ties included. This is
+        the cheap check at every publication."""
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
             return None
         tensors = flat.tensors
@@ -219,7 +211,7 @@ class Layout:
 
     @cached_property
     def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int] | None]:
-        """The entries by column, and which of them have any bytes (None: all)."""
+        """Paths, shapes and dtypes of the entries, and which entries have any bytes; None: all."""
         entries = self.entries
         filled = [i for i, e in enumerate(entries) if e.nbytes]
         return (
@@ -233,10 +225,6 @@ class Layout:
     def paths(self) -> list[Path]:
         """Every key path: stored, tied, and values."""
         return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
-
-    def spec(self, path: Path) -> Entry | None:
-        """The entry that a key path (tied ones too) refers to; None for values and unknown paths."""
-        return self._by_path.get(path)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -261,14 +249,8 @@ class Layout:
         return tuple(runs)
 
     @cached_property
-    def _by_path(self) -> dict[Path, Entry]:
-        table = {e.path: e for e in self.entries}
-        table.update({path: self.entries[i] for path, i in self.aliases.items()})
-        return table
-
-    @cached_property
     def encoded(self) -> bytes:
-        """The layout as it travels (msgpack)."""
+        """The layout as it travels, in msgpack."""
         entries = [[list(e.path), NAMES[e.dtype], list(e.shape)] for e in self.entries]
         aliases = [[list(path), i] for path, i in self.aliases.items()]
         blob: bytes = msgpack.packb([1, entries, aliases, [list(p) for p in self.value_paths]])

@@ -19,8 +19,9 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
+from asyncsync.weights.torch_private import COMPILED
+
 __all__ = [
-    "COMPILED",
     "EXTRA_STATE",
     "FlatWeights",
     "Path",
@@ -36,7 +37,6 @@ __all__ = [
 Path = tuple[str, ...]
 
 EXTRA_STATE = "_extra_state"
-COMPILED = "_orig_mod"  # what torch.compile(module) calls the module: the same weights have the same names without it
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
@@ -64,21 +64,20 @@ class FlatWeights:
 
 
 def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
-    """Flatten a TensorDict, a (nested) dict or a state dict.
+    """Flatten a TensorDict, a dict, which may be nested, or a state dict.
 
     Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
-    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, or values that
-    msgpack can carry (extra state).
+    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, or extra state:
+    values that msgpack can carry.
 
     Raises:
         TypeError: a key is not a string, or a NumPy array has no tensor's dtype.
         ValueError: two keys have the same dotted name.
     """
+    if not isinstance(weights, TensorDictBase) and _PLAIN.issuperset(map(type, weights.values())):
+        return FlatWeights(dict(zip(_paths(tuple(weights)), weights.values(), strict=True)))
     flat = FlatWeights()
-    if isinstance(weights, TensorDictBase):
-        _flatten_tensordict(weights, (), flat)
-    else:
-        _flatten_mapping(weights, (), flat)
+    _flatten(weights, (), flat)
     return flat
 
 
@@ -105,25 +104,13 @@ def _from_numpy(path: Path, array: np.ndarray[Any, Any]) -> torch.Tensor:
         raise TypeError(f"{dotted(path)!r} is a NumPy array that cannot be a tensor: {error}") from None
 
 
-def _flatten_tensordict(weights: TensorDictBase, prefix: Path, flat: FlatWeights) -> None:
+def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
+    is_dict = not isinstance(weights, TensorDictBase)
     for key, value in weights.items():
-        path = (*prefix, str(key))
-        if isinstance(value, TensorDictBase):
-            _flatten_tensordict(value, path, flat)
-        else:
-            _put(flat, uncompiled(path), value)
-
-
-def _flatten_mapping(weights: Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
-    if not (prefix or flat.tensors or flat.values) and _PLAIN.issuperset(map(type, weights.values())):
-        flat.tensors = dict(zip(_paths(tuple(weights)), weights.values(), strict=True))
-        return
-    for key, value in weights.items():
-        path = (*prefix, *_split(key))
-        if isinstance(value, TensorDictBase):
-            _flatten_tensordict(value, path, flat)
-        elif isinstance(value, Mapping) and path[-1] != EXTRA_STATE:
-            _flatten_mapping(value, path, flat)
+        path = (*prefix, *_split(key)) if is_dict else (*prefix, str(key))
+        is_nested = is_dict and isinstance(value, Mapping) and path[-1] != EXTRA_STATE
+        if is_nested or isinstance(value, TensorDictBase):
+            _flatten(value, path, flat)
         else:
             _put(flat, uncompiled(path), value)
 
@@ -159,7 +146,7 @@ def _split(name: str) -> Path:
 
 
 def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
-    """A nested TensorDict (batch size ``[]``) over the given tensors; values become non-tensor data."""
+    """A nested TensorDict of batch size ``[]`` over the given tensors; values become non-tensor data."""
     tree: dict[str, Any] = {}
     for path, leaf in (*tensors.items(), *((p, NonTensorData(v)) for p, v in (values or {}).items())):
         node = tree

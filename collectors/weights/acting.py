@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from asyncsync.arguments import check_timeout
 from asyncsync.collectors.weights.receivers import Receivers
-from asyncsync.model.gate import Gate, Hold
+from asyncsync.model.gate import Gate
+from asyncsync.model.readers import Hold
 
 __all__ = ["ActingWeights", "Holds"]
 

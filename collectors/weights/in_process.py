@@ -11,9 +11,10 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.errors import AckTimeout
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.update import Prepared
 from asyncsync.runtime.threads import interruptibly
 
 __all__ = ["LocalUpdates", "fitted"]

@@ -17,7 +17,7 @@ from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, Work
 from asyncsync.collectors.weights.receivers import Receivers
 from asyncsync.collectors.weights.senders import Senders
 from asyncsync.schemes.context import follow
-from asyncsync.schemes.state import by_worker
+from asyncsync.schemes.sources import by_worker
 
 __all__ = ["Planned", "_RegisteredModels", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
 

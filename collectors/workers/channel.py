@@ -12,7 +12,6 @@ the receiver maps it, and the memory of its tensors is that mapping: nothing is 
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
 import pickle
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from asyncsync.errors import AckTimeout
-from asyncsync.transports.slots import F_ADD_SEALS, open_memory
+from asyncsync.net.memory_file import create, seal
 from asyncsync.weights.copying import normal_tensors
 
 __all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "loads"]
@@ -36,7 +35,6 @@ __all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "load
 MAX_PACKET = 32 << 10
 _HEAD = struct.Struct("<QQ")  # parts, and bytes of all of them with their lengths
 _ALIGNED = 64
-_CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW: cut, it would kill who reads it
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
@@ -145,13 +143,12 @@ def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:
     head = _HEAD.pack(len(parts), size)
     if _HEAD.size + size <= MAX_PACKET:
         return Packet(b"".join([head, *pieces]), None)
-    file = open_memory(size)
+    file = create(size)
     try:
         position = 0
         for piece in pieces:
             position = _write(file, piece, position)
-        if hasattr(os, "memfd_create"):
-            fcntl.fcntl(file, F_ADD_SEALS, _CANNOT_RESIZE)
+        seal(file)
     except BaseException:
         os.close(file)
         raise

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.errors import WeightSyncError
-from asyncsync.transports.slots import open_memory
+from asyncsync.net.memory_file import create
 
 __all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
 
@@ -76,7 +76,7 @@ class ControlPage:
     """
 
     def __init__(self, place: MemoryPlace | None = None) -> None:
-        self._file = open_memory(mmap.PAGESIZE) if place is None else open_place(place)
+        self._file = create(mmap.PAGESIZE) if place is None else open_place(place)
         self._close = weakref.finalize(self, os.close, self._file)
         self.place = MemoryPlace.of(self._file) if place is None else place
         self._map = mmap.mmap(self._file, mmap.PAGESIZE)

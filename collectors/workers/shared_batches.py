@@ -14,7 +14,6 @@ The first batch of an arrangement comes by value, since its layout is not known 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import math
 import mmap
@@ -33,14 +32,13 @@ from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import MemoryPlace
 from asyncsync.collectors.workers.group import BatchPlaces, RolloutResult
-from asyncsync.transports.slots import F_ADD_SEALS, no_memory, open_memory
+from asyncsync.net.memory_file import create, no_memory, seal
 from asyncsync.weights.copying import normal_tensors
 
 __all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
 
 ALIGNMENT = 64
 MAX_HELD = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
-_CANNOT_RESIZE = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
 
 
 @dataclass(frozen=True)
@@ -191,16 +189,15 @@ class _Slot:
 
     def __init__(self, size: int) -> None:
         size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self.file: int | None = open_memory(size)
+        self.file: int | None = create(size)
         self._close = weakref.finalize(self, os.close, self.file)
         self._close.atexit = False
         try:
-            if hasattr(os, "memfd_create"):
-                fcntl.fcntl(self.file, F_ADD_SEALS, _CANNOT_RESIZE)  # cut, it would kill whoever reads or writes it
+            seal(self.file)
             self.memory = mapped(self.file, size)
         except (OSError, RuntimeError) as error:
             self._close()
-            raise no_memory(size, OSError(str(error))) from error
+            raise no_memory(size, error) from error
         self.place = MemoryPlace.of(self.file)
         self.forked = _forked
         self.views: list[weakref.ref[memoryview]] = []

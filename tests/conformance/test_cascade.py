@@ -264,7 +264,7 @@ async def test_r026_a_failure_in_a_leaf_names_its_cause_at_the_trainer(api: Api)
     for kind in middles(api):
         async with tree(api, kind) as made:
             leaf = bare(made.leaves[1])
-            binding = leaf._binding
+            binding = leaf._receiving.binding
             original, binding.prepare = binding.prepare, _no_room
             with Clock(1.0), pytest.raises(PartialSendError, match=r"worker 1: RemoteError.*no room in this leaf"):
                 await made.trainer.send_async(Model(2), timeout=20)
@@ -302,7 +302,7 @@ async def test_r192_a_cascade_does_not_outlive_its_receiver(api: Api) -> None:
         await in_thread(context.begun.wait, 5)
         await receiver.shutdown()
         subscriber = bare(receiver).bus._link.subscriber
-        assert subscriber.version("policy") == 1
+        assert subscriber.holdings.version("policy") == 1
         context.may_go_on.set()
         await until(lambda: len(context.calls) == 2)
-        assert subscriber.version("policy") == 1
+        assert subscriber.holdings.version("policy") == 1

@@ -106,7 +106,7 @@ async def test_r002_a_users_scheme_and_transport_work_outside_collectors(api: Ap
         assert read(model) == {8}
         await late.shutdown()
     assert os.listdir(tmp_path) == [], "everything is retired at the end"
-    assert all(s._shared.closed for s in (sender, *receivers))
+    assert all(s._carrier.closed for s in (sender, *receivers))
 
 
 async def test_r002_a_transport_that_fails_fails_one_update_with_its_own_traceback(api: Api, tmp_path: Path) -> None:

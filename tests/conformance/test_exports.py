@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from types import ModuleType
 
 import pytest
@@ -25,6 +26,14 @@ def test_r049_r050_r209_both_packages_have_the_documented_names(package: ModuleT
             assert issubclass(getattr(package, name), base), name
     assert "WeightStrategy" in package.__all__
     assert package.WeightStrategy is asyncsync.WeightStrategy
+
+
+@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
+def test_each_class_shows_the_name_that_users_import_and_pickles(package: ModuleType) -> None:
+    for name in package.__all__:
+        if inspect.isclass(value := getattr(package, name)):
+            assert (value.__name__, value.__qualname__) == (name, name)
+            assert pickle.loads(pickle.dumps(value)) is value
 
 
 @pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])

@@ -27,7 +27,7 @@ async def begin(everybody: Crew) -> Any:
     link = link_of(everybody)
     for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
         await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and link._routine is not None:
+        if value == 3 and link.fast.steady is not None:
             return link
     raise AssertionError("no routine")
 
@@ -51,8 +51,8 @@ async def test_r193_updates_that_are_routine_arrive_whole_and_in_order(api: Api)
             assert everybody.sender.version == (version := version + 1)
         assert slots(everybody) == 2
         assert everybody.sender.status()[0].version == version
-        assert link._routine is None  # it was asked
-        assert not link.publisher.loans
+        assert link.fast.steady is None  # it was asked
+        assert not link.caught_up().leases.of
         assert slots(everybody) == 2
         await everybody.sender.send_async(fill(everybody.source, 60))
         assert everybody.read == [{60}, {60}]
@@ -70,7 +70,7 @@ async def test_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> No
             assert everybody.read == [{value}, {value}]
         await begin(everybody)
         assert slots(everybody) == 2
-        assert not link.publisher.loans
+        assert not link.caught_up().leases.of
 
 
 async def test_r195_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:
@@ -120,7 +120,7 @@ async def test_several_tasks_that_send_at_once_interrupt_each_others_routine(api
 async def test_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(api: Api, which: int) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
-        broken = list(link.lanes.of.values())[which]
+        broken = list(link.side_channels.of.values())[which]
         link.loop.call_soon_threadsafe(broken.close)
         with Clock(0.1):  # nothing has to be found out by a timer
             for value in (10, 11, 12):
@@ -138,7 +138,7 @@ async def test_r196_a_worker_that_joins_during_a_routine_gets_the_newest(api: Ap
         await receiver.connect()
         try:
             assert read(late) == {3}
-            assert link._routine is None
+            assert link.fast.steady is None
             for value in range(10, 14):
                 await everybody.sender.send_async(fill(everybody.source, value))
                 assert [*everybody.read, read(late)] == [{value}] * 3
@@ -188,7 +188,7 @@ async def test_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by
         bus = bare(everybody.sender).bus
 
         def lent() -> Any:
-            return link.publisher.targets.models["policy"].common.current.slab.retain()
+            return link.caught_up().targets.models["policy"].common.current.slab.retain()
 
         slab = bus._look(lent)
         content = bytes(slab.memory)
@@ -232,8 +232,19 @@ async def test_an_elastic_sender_has_its_routine_too(api: Api) -> None:
         seen = []
         for value in range(30):
             await everybody.sender.send_async(fill(everybody.source, value))
-            seen.append(link._routine)
+            seen.append(link.fast.steady)
         assert sum(a is not b for a, b in itertools.pairwise(seen)) < 10  # only timers end it
+
+
+@pytest.mark.schemes("general")
+async def test_the_fast_paths_can_be_turned_off(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        links = [bare(receiver).bus._link for receiver in everybody.receivers]
+        for value in range(1, 10):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+            assert link_of(everybody).fast.steady is None
+            assert all(link.subscriber.fast_path is None for link in links)
 
 
 @pytest.mark.thorough

@@ -147,7 +147,7 @@ async def test_an_event_loop_that_is_blocked_while_weights_are_to_be_fetched_is_
         assert "asyncio.to_thread" in told
 
 
-@pytest.mark.parametrize("kind", [api for api in SETS["every"] if api.is_blocking], ids=repr)
+@pytest.mark.parametrize("kind", [api for api in SETS["every"] if api.is_blocking and api.is_fast], ids=repr)
 async def test_a_blocking_scheme_publishes_from_a_loop_that_is_busy_then(kind: Api) -> None:
     source, model = Model(1, LARGE), Model(0, LARGE)
     async with kind.crew(1, source=source, models=[model]) as everybody:

@@ -23,7 +23,7 @@ import zmq.asyncio
 import asyncsync
 from asyncsync import NotConnected
 from asyncsync.collectors import MultiSyncCollector
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, fields, messages
 from helpers.apis import Api
 from helpers.collecting_multi import make, options, policy
 from helpers.pairs import Model, fill, read, receiver_of, until
@@ -52,12 +52,12 @@ async def stranger(endpoint: str) -> AsyncIterator[Any]:
         yield socket
 
 
-HELLO = wire.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
-PART = wire.Part("policy", 1, b"d" * 16, 4)
+HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
+PART = messages.Part("policy", 1, b"d" * 16, 4)
 BAD: dict[str, list[bytes]] = {
     "nothing": [b""],
     "a pickle": [pickle.dumps(Bomb())],
-    "a pickle behind a header": [wire.encode(wire.Ready(EPOCH, {})), pickle.dumps(Bomb())],
+    "a pickle behind a header": [codec.encode(messages.Ready(EPOCH, {})), pickle.dumps(Bomb())],
     "a torch pickle": [pickle.dumps({"w": torch.zeros(3)})],
     "random bytes": [os.urandom(300)],
     "an ext type": [msgpack.packb([1, 1, msgpack.ExtType(5, b"x" * 10)])],
@@ -69,12 +69,12 @@ BAD: dict[str, list[bytes]] = {
     "a lying length": [b"\xdd\xff\xff\xff\xff"],
     "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
     "too many frames": [b"x"] * 3000,
-    "an unknown peer's APPLIED": [wire.encode(wire.Applied(EPOCH, {"policy": 5}))],
-    "an unknown peer's FETCH": [wire.encode(wire.Fetch(EPOCH, 1, 0, 0, 1 << 30))],
-    "an unknown peer's BYE": [wire.encode(wire.Bye(EPOCH, b"n" * 16, "closed", ""))],
-    "what only a trainer sends": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
-    "an AGAIN": [wire.encode(wire.Again(EPOCH, 2, 1, 2, None)), b"abcd"],
-    "an unknown peer's DONE": [wire.encode(wire.Done(EPOCH, 1))],
+    "an unknown peer's APPLIED": [codec.encode(messages.Applied(EPOCH, {"policy": 5}))],
+    "an unknown peer's FETCH": [codec.encode(messages.Fetch(EPOCH, 1, 0, 0, 1 << 30))],
+    "an unknown peer's BYE": [codec.encode(messages.Bye(EPOCH, b"n" * 16, "closed", ""))],
+    "what only a trainer sends": [codec.encode(messages.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+    "an AGAIN": [codec.encode(messages.Again(EPOCH, 2, 1, 2, None)), b"abcd"],
+    "an unknown peer's DONE": [codec.encode(messages.Done(EPOCH, 1))],
     "a fixed form of no kind": [b"\xc1\xff" + bytes(40)],
 }
 
@@ -117,10 +117,10 @@ async def false_trainer(api: Api) -> AsyncIterator[tuple[Any, Any, Any, bytes, A
             async with scheme:
                 connecting = asyncio.create_task(scheme.connect(timeout=5))
                 route, *frames = await asyncio.wait_for(socket.recv_multipart(), 5)
-                hello, _ = wire.decode(frames)
-                assert isinstance(hello, wire.Hello)
-                welcome = wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b""})
-                await socket.send_multipart([route, wire.encode(welcome)])
+                hello, _ = codec.decode(frames)
+                assert isinstance(hello, messages.Hello)
+                welcome = messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b""})
+                await socket.send_multipart([route, codec.encode(welcome)])
                 await connecting
                 yield socket, scheme, model, route, hello
     finally:
@@ -129,25 +129,25 @@ async def false_trainer(api: Api) -> AsyncIterator[tuple[Any, Any, Any, bytes, A
         path.parent.rmdir()
 
 
-def from_trainer(hello: wire.Hello) -> dict[str, list[bytes]]:
+def from_trainer(hello: messages.Hello) -> dict[str, list[bytes]]:
     return {
         "a pickle": [pickle.dumps(Bomb())],
         "random bytes": [os.urandom(300)],
-        "an unknown layout": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
-        "another epoch": [wire.encode(wire.Update((0, 0), 1, True, (PART,))), b"", b"abcd"],
-        "lengths that differ": [wire.encode(wire.Update(EPOCH, 1, True, (PART,))), b"", b"abcdef"],
-        "what only a worker sends": [wire.encode(wire.Ready(EPOCH, {}))],
-        "a DONE": [wire.encode(wire.Done(EPOCH, 1))],
-        "an AGAIN of nothing": [wire.encode(wire.Again(EPOCH, 1 << 40, 1 << 39, 2, None)), b"abcd"],
-        "another worker's goodbye": [wire.encode(wire.Bye(EPOCH, b"x" * 16, "closed", ""))],
-        "an older trainer": [wire.encode(wire.Welcome((0, 0), hello.nonce, hello.attempt, 0, "", 0, {}))],
-        "another worker's welcome": [wire.encode(wire.Welcome(EPOCH, b"x" * 16, hello.attempt, 0, "", 0, {}))],
+        "an unknown layout": [codec.encode(messages.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+        "another epoch": [codec.encode(messages.Update((0, 0), 1, True, (PART,))), b"", b"abcd"],
+        "lengths that differ": [codec.encode(messages.Update(EPOCH, 1, True, (PART,))), b"", b"abcdef"],
+        "what only a worker sends": [codec.encode(messages.Ready(EPOCH, {}))],
+        "a DONE": [codec.encode(messages.Done(EPOCH, 1))],
+        "an AGAIN of nothing": [codec.encode(messages.Again(EPOCH, 1 << 40, 1 << 39, 2, None)), b"abcd"],
+        "another worker's goodbye": [codec.encode(messages.Bye(EPOCH, b"x" * 16, "closed", ""))],
+        "an older trainer": [codec.encode(messages.Welcome((0, 0), hello.nonce, hello.attempt, 0, "", 0, {}))],
+        "another worker's welcome": [codec.encode(messages.Welcome(EPOCH, b"x" * 16, hello.attempt, 0, "", 0, {}))],
         "a layout that is none": [
-            wire.encode(wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
+            codec.encode(messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
             b"not a layout",
         ],
         "a layout that lies about its digest": [
-            wire.encode(wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
+            codec.encode(messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
             msgpack.packb([1, []]),
         ],
         "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
@@ -172,7 +172,7 @@ async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(a
 async def test_r202_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
-            await socket.send(bytes(wire.MAX_FRAME + 1), copy=False)
+            await socket.send(bytes(fields.MAX_FRAME + 1), copy=False)
             await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
             assert everybody.read == [{2}]
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
-from asyncsync.protocol import wire
+from asyncsync.protocol import messages
 from asyncsync.transports import attachments
 from asyncsync.transports.shared_memory import BORROWED_BYTES
 from asyncsync.transports.slots import Place, SlotPool
@@ -94,8 +94,8 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
     async with api.crew(3) as everybody:
         sender, _, models = everybody
         slots, packed, told = pool(sender), [], []
-        publisher = sender.bus._link.publisher
-        acquire, send = slots.acquire, publisher._send
+        publisher = sender.bus._link.caught_up()
+        acquire, send = slots.acquire, publisher.membership.send
 
         def acquiring(*args: Any, **kwargs: Any) -> Any:
             packed.append(slab := acquire(*args, **kwargs))
@@ -106,7 +106,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
             send(route, instruction, *args)
 
         slots.acquire = acquiring  # type: ignore[method-assign]
-        publisher._send = telling
+        publisher.membership.send = telling
         kept = [dict(model.named_parameters()) for model in models]
         buffers = [model.scale.data_ptr() for model in models]
         before = {w: s.bytes_sent for w, s in sender.status().items()}
@@ -115,7 +115,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
             told.clear()
             await sender.send_async(fill(everybody.source, value))
             (slot,) = packed
-            updates = [(route, u) for route, u in told if isinstance(u, wire.Update)]
+            updates = [(route, u) for route, u in told if isinstance(u, messages.Update)]
             assert len({route for route, _ in updates}) == len(updates) == 3, "one instruction for each worker"
             assert len({id(u) for _, u in updates}) == 1, "the same for all"
             for model, parameters, buffer in zip(models, kept, buffers, strict=True):
@@ -153,11 +153,11 @@ async def test_r028_a_slot_that_is_applied_where_it_is_comes_back_soon(api: Api)
     source, models = Model(0, BORROWED_BYTES // 4), [Model(width=BORROWED_BYTES // 4) for _ in range(2)]
     async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
         before = [addresses(model) for model in models]
-        loans = bare(everybody.sender).bus._link.publisher.loans
+        leases = bare(everybody.sender).bus._link.caught_up().leases.of
         for value in range(1, 6):
             await everybody.sender.send_async(fill(source, value))
             assert everybody.read == [{value}, {value}]
-            await until(lambda: not any(map(len, loans.values())))
+            await until(lambda: not any(map(len, leases.values())))
         assert [addresses(model) for model in models] == before, "nothing was re-pointed"
         assert not any(is_foreign(tensor) for model in models for tensor in model.parameters())
         assert [read(receiver.weights) for receiver in everybody.receivers] == [{5}, {5}]
@@ -294,7 +294,7 @@ async def test_r029_every_worker_gets_a_copy_of_its_own(api: Api) -> None:
 async def test_r024_r029_it_is_applied_by_the_strategy_and_the_handle_comes_with_the_instruction(api: Api) -> None:
     """Of 24: MultiProcess's instruction comes on the bus, as a part of its UPDATE."""
     async with api.crew(1, scheme=api.scheme(Noting())) as everybody:
-        told: list[wire.Part] = []
+        told: list[messages.Part] = []
         subscriber = everybody.receivers[0].bus._link.subscriber
         attach = subscriber.attach
         subscriber.attach = lambda part, layout: (told.append(part), attach(part, layout))[1]
@@ -959,7 +959,7 @@ async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_t
     async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
         link = bare(receiver).bus._link
         link.subscriber.waits = lambda models: False  # as if the reader came after it had been looked for
-        await until(lambda: not link.subscriber.borrows)
+        await until(lambda: not link.subscriber.holdings.copies_later)
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)

@@ -15,10 +15,12 @@ from tensordict import TensorDict
 import asyncsync
 from asyncsync import NotConnected, PartialSendError, PeerLost, RemoteError, SchemaMismatch, sync
 from asyncsync.transports import TAG, channel_receiver
-from asyncsync.transports.channel_receiver import WrappedReceiver
+from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channels import tagged
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, Api, in_thread
 from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Lane, board
@@ -371,8 +373,8 @@ def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def wrapped(lane: Lane) -> AsyncIterator[WrappedReceiver]:
-    receiver = WrappedReceiver(BoardTransport(lane))
+async def receiving(lane: Lane) -> AsyncIterator[ChannelReceiver]:
+    receiver = ChannelReceiver(BoardTransport(lane))
     receiver.start(0)
     await receiver.ready(5)
     try:
@@ -387,7 +389,7 @@ ONE, TWO = bytes(16), bytes(range(16))
 async def test_r214_weights_that_overtake_their_instruction_are_kept(named: tuple[str, Board]) -> None:
     _, lanes = named
     loop = asyncio.get_running_loop()
-    async with wrapped(lanes[0]) as receiver:
+    async with receiving(lanes[0]) as receiver:
         first, second = slab_of(-1), slab_of(-1)
         waiting = asyncio.create_task(receiver.fetch_slab(ONE, first, loop.time() + 20))
         lanes[0].messages.put(message(slab_of(2), TWO))
@@ -412,7 +414,7 @@ async def test_r192_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_fo
         original(destinations, sources)
 
     monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
-    async with wrapped(lanes[0]) as receiver:
+    async with receiving(lanes[0]) as receiver:
         slab = slab_of(-1)
         lanes[0].messages.put(message(slab_of(1), ONE))
         fetching = asyncio.create_task(receiver.fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import asyncsync.model.binding
+import asyncsync.model.update
 from asyncsync import PartialSendError
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, messages
 from helpers.apis import Api, bare, is_instant
 from helpers.pairs import Clock, Crew, Model, fill, held, read, until
 
@@ -29,7 +29,7 @@ def link_of(everybody: Crew, worker: int = 0) -> Any:
 
 
 def routine_of(everybody: Crew, worker: int = 0) -> Any:
-    return link_of(everybody, worker).subscriber.routine
+    return link_of(everybody, worker).subscriber.fast_path
 
 
 async def begin(everybody: Crew) -> Any:
@@ -53,14 +53,14 @@ async def test_r193_a_worker_takes_updates_by_routine_and_they_count_as_any_othe
     async with api.crew(2) as everybody:
         await begin(everybody)
         subscriber, seen = link_of(everybody).subscriber, []
-        received, version = subscriber.bytes_received, everybody.sender.version
+        received, version = subscriber.incoming.bytes_received, everybody.sender.version
         for value in range(10, 40):
             await send(everybody, value)
             seen.append(routine_of(everybody))
         assert sum(one is not seen[0] for one in seen) < 10  # only a PING, or a timer of the sender's, ends it
         receiver = bare(everybody.receivers[0])
         assert receiver.version == receiver.bus.version == everybody.sender.version == version + 30
-        assert subscriber.bytes_received - received == 30 * subscriber.held("policy")[2].nbytes
+        assert subscriber.incoming.bytes_received - received == 30 * subscriber.holdings.held.get("policy")[2].nbytes
         assert subscriber.pool.slabs <= 2
         if not is_instant(everybody.receivers[0]):
             assert read(await everybody.receivers[0].receive(timeout=5)) == {39}
@@ -213,7 +213,7 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_a_routine(ap
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
-            slab = link_of(everybody).subscriber.held("policy")[2].retain()
+            slab = link_of(everybody).subscriber.holdings.held.get("policy")[2].retain()
             kept.append((slab, bytes(slab.memory)))
             assert all(bytes(one.memory) == content for one, content in kept)
         for slab, _ in kept:
@@ -230,7 +230,7 @@ async def test_whatever_else_a_worker_hears_or_does_ends_its_routine(api: Api) -
         link, routine = link_of(everybody), routine_of(everybody)
         newest, other = routine._newest, routine._next
         await everybody.receivers[0].shutdown()
-        assert link.subscriber.routine is None
+        assert link.subscriber.fast_path is None
         assert newest.references == other.references == 0
 
 
@@ -241,15 +241,16 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         link, routine = link_of(everybody), routine_of(everybody)
         subscriber = link.subscriber
         packets: list[bytes] = []
-        receive = link.lane.receive
-        link.lane.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
+        receive = link.side_channel.receive
+        link.side_channel.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
         await send(everybody, 10)
-        again = wire.Again.decode(packets[-1][1:])
+        again, _ = codec.decode([packets[-1][1:]])
+        assert isinstance(again, messages.Again)
         assert again.descriptor is not None
 
         def packet(**changes: Any) -> memoryview:
             fields = {name: getattr(again, name) for name in ("epoch", "serial", "since", "version", "descriptor")}
-            return memoryview(b"\0" + wire.Again(**{**fields, **changes}).encode())
+            return memoryview(b"\0" + codec.encode(messages.Again(**{**fields, **changes})))
 
         serial, since = again.serial + 1, again.serial
         wrong = [
@@ -267,7 +268,7 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
         unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
         with pytest.raises(ValueError, match="another transport"):
             routine.take(unknown, 0.0)
-        assert (subscriber.serial, everybody.read) == (since, [{10}])
+        assert (subscriber.reports.serial, everybody.read) == (since, [{10}])
         await send(everybody, 11, 12)
 
 
@@ -290,7 +291,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, caught = link_of(everybody), []
-        receive, copy = link.lane.receive, asyncsync.model.binding.copy_bytes
+        receive, copy = link.side_channel.receive, asyncsync.model.update.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             try:
@@ -304,8 +305,8 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
                 copy(destinations[:2], sources[:2])
             raise Interrupt
 
-        link.lane.receive = receiving
-        monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
+        link.side_channel.receive = receiving
+        monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
         slabs = link.subscriber.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert len(caught) == 1
@@ -323,7 +324,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        receive, take_in, copy = link.lane.receive, link._take_in, asyncsync.model.binding.copy_bytes
+        receive, take_in, copy = link.side_channel.receive, link._take_in, asyncsync.model.update.copy_bytes
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -343,8 +344,8 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
                 reader.join()
             take_in(packet)
 
-        link.lane.receive, link._take_in = receiving, taking_in
-        monkeypatch.setattr(asyncsync.model.binding, "copy_bytes", copying)
+        link.side_channel.receive, link._take_in = receiving, taking_in
+        monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
         await send(everybody, 11, 12)
@@ -354,7 +355,7 @@ async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, interrupts = link_of(everybody), [Interrupt()]
-        receive, repeated = link.lane.receive, link._repeated
+        receive, repeated = link.side_channel.receive, link._acknowledge
 
         def receiving(packet: memoryview) -> None:
             with contextlib.suppress(Interrupt):
@@ -365,7 +366,7 @@ async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api:
                 raise interrupts.pop()
             repeated(done, now)
 
-        link.lane.receive, link._repeated = receiving, interrupted
+        link.side_channel.receive, link._acknowledge = receiving, interrupted
         with Clock(0.1):  # nothing has to be found out by a PING
             await send(everybody, 10)
         assert not interrupts

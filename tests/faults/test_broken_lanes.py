@@ -1,4 +1,4 @@
-"""Lanes that break, fill up, or are asked for by strangers: updates go on, through ZeroMQ where they must."""
+"""Side channels that break, fill up, or are asked for by strangers: updates go on, through ZeroMQ where they must."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from asyncsync.net import side_channel as lane
-from asyncsync.protocol import wire
+from asyncsync.net.packets import MAX_PACKET
+from asyncsync.net.side_channel import INTRODUCTION
+from asyncsync.protocol import codec, messages
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +24,7 @@ SMALL, LARGE = 1000, 1 << 18
 
 
 def lanes(scheme: Any) -> Any:
-    return scheme.bus._link.lanes
+    return scheme.bus._link.side_channels
 
 
 def sent(scheme: Any) -> int:
@@ -34,7 +35,7 @@ def sent(scheme: Any) -> int:
 async def with_lanes(sender: Any, receivers: list[Any]) -> None:
     """Until every receiver's lane may be used."""
     await eventually(lambda: len(lanes(sender).of) == len(receivers))
-    await eventually(lambda: all(r.bus._link.lane.open for r in receivers))
+    await eventually(lambda: all(r.bus._link.side_channel.open for r in receivers))
 
 
 async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
@@ -49,9 +50,9 @@ async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
 async def test_small_instructions_go_by_lane(schemes: Schemes, numel: int) -> None:
     sender, receivers = await schemes.connected(numel, workers=2)
     await with_lanes(sender, receivers)
-    before = [sent(sender), *(r.bus._link.lane.sent for r in receivers)]
+    before = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
     await all_well(sender, receivers, 10)
-    after = [sent(sender), *(r.bus._link.lane.sent for r in receivers)]
+    after = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
     assert after[0] - before[0] == 20
     assert all(a - b >= 10 for a, b in zip(after[1:], before[1:], strict=True))
     assert not sender.bus.dropped
@@ -64,7 +65,7 @@ async def test_there_is_no_lane_over_tcp(schemes: Schemes) -> None:
         endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     sender, receivers = await schemes.connected(SMALL, endpoint=endpoint)
     assert lanes(sender).path is None
-    assert receivers[0].bus._link.lane is None
+    assert receivers[0].bus._link.side_channel is None
     await all_well(sender, receivers)
 
 
@@ -74,11 +75,11 @@ async def test_updates_go_on_when_lanes_break(schemes: Schemes, side: str) -> No
     await with_lanes(sender, receivers)
     await all_well(sender, receivers)
     if side == "sender":
-        lanes(sender).keep(set())
-        await eventually(lambda: all(r.bus._link.lane.closed for r in receivers))
+        lanes(sender).close_others(set())
+        await eventually(lambda: all(r.bus._link.side_channel.closed for r in receivers))
     else:
         for receiver in receivers:
-            receiver.bus._link.lane.close()
+            receiver.bus._link.side_channel.close()
         await eventually(lambda: not lanes(sender).of)
     await all_well(sender, receivers)
     assert all(s.state == "live" for s in sender.status().values())
@@ -91,10 +92,10 @@ async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
     await asyncio.gather(sender.connect(), receiver.connect())
     await with_lanes(sender, [receiver])
     loop = asyncio.get_running_loop()
-    loop.remove_reader(receiver.bus._link.lane._socket)  # the UPDATE is never read
+    loop.remove_reader(receiver.bus._link.side_channel._socket)  # the UPDATE is never read
     sending = asyncio.create_task(sender.send_async(sender.model.fill(9), timeout=10))
     await asyncio.sleep(0)
-    receiver.bus._link.lane.close()
+    receiver.bus._link.side_channel.close()
     await sending
     assert receiver.model.value == 9
 
@@ -102,19 +103,19 @@ async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(SMALL, workers=2)
     await with_lanes(sender, receivers)
-    epoch = sender.bus._link.publisher.epoch
+    epoch = sender.bus._link.caught_up().epoch
     packets = [
         b"\x00",
         b"\x02\xff\xff\xff\xff",
         b"\x00" + b"\xc1" * 50,
-        bytes(lane.MAX_PACKET + 1),
-        b"\x00" + wire.encode(wire.Applied(epoch, {"policy": 1 << 40})),
-        b"\x00" + wire.encode(wire.Applied((1, 1), {})),
-        b"\x00" + wire.encode(wire.Bye(epoch, bytes(16), "closed", "")),
+        bytes(MAX_PACKET + 1),
+        b"\x00" + codec.encode(messages.Applied(epoch, {"policy": 1 << 40})),
+        b"\x00" + codec.encode(messages.Applied((1, 1), {})),
+        b"\x00" + codec.encode(messages.Bye(epoch, bytes(16), "closed", "")),
     ]
     for one, bus in [
-        (receivers[0].bus._link.lane, sender.bus),
-        (lanes(sender).of[receivers[0].bus._link.subscriber.nonce], receivers[0].bus),
+        (receivers[0].bus._link.side_channel, sender.bus),
+        (lanes(sender).of[receivers[0].bus._link.subscriber.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
             one.write([packet])
@@ -129,7 +130,7 @@ async def test_strangers_at_the_lane_disturb_nobody(schemes: Schemes) -> None:
     path = str(lanes(sender).path)
     callers = []
     try:
-        for words in [b"", lane.INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
+        for words in [b"", INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
             callers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
             callers[-1].connect(path)
             if words:
@@ -177,7 +178,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
     for value in range(2, 12):
         await sender.send_async(sender.model.fill(value), worker_ids=[0], timeout=10)
         await sender.publish(sender.model)
-    nonce = sender.bus._link.publisher.peers[1].nonce
+    nonce = sender.bus._link.caught_up().peers[1].nonce
     one = lanes(sender).of[nonce]
     # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
     while one.write([bytes(30_000)]):
@@ -201,9 +202,9 @@ async def test_workers_have_a_lane_to_the_next_trainer_too(
     first = start(Trainer)
     receiver = schemes.receiver(plan)
     await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())
-    await eventually(lambda: receiver.bus._link.lane.open)
+    await eventually(lambda: receiver.bus._link.side_channel.open)
     assert (tmp_path / "bus.lane").is_socket()
-    before = receiver.bus._link.lane
+    before = receiver.bus._link.side_channel
     if how == "killed":
         await first.kill()
         await eventually(lambda: before.closed)
@@ -236,8 +237,8 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     sender, (receiver,) = await schemes.connected(SMALL)
     await with_lanes(sender, [receiver])
     version = await sender.publish(sender.model.fill(3))
-    receiver.bus._link.lane.drain()  # it applies the update and answers …
-    peer = sender.bus._link.publisher.peers[0]
+    receiver.bus._link.side_channel.drain()  # it applies the update and answers …
+    peer = sender.bus._link.caught_up().peers[0]
     sender.bus._link._ender(0, peer.nonce, os.getpid())()  # … and its end is noticed before the answer is read
     assert sender.status()[0].state == "lost"
     await sender.wait_version(version)

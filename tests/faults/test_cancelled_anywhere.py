@@ -21,7 +21,8 @@ from asyncsync import (
     TransportBackend,
     ZMQWeightSyncScheme,
 )
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from helpers.processes import LARGE, Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]
@@ -133,9 +134,9 @@ def check_idle(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncScheme) -> 
     links = [s.bus._link for s in (sender, *receivers)]
     return (
         sender.bus._link.pool.slabs <= 2
-        and not sender.bus._link.order.locked()
+        and not sender.bus._link.publishing.order.locked()
         and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.wanted for r in receivers)
+        and all(not r.bus._link.applying.wanted for r in receivers)
         and all(not link.conditions.waiters for link in links)
         and all(link.failure is None for link in links)
     )
@@ -226,7 +227,7 @@ async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all
 
     async def behind_another() -> int:
         # The lock that keeps publications in order is one more await.
-        async with sender.bus._link.order:
+        async with sender.bus._link.publishing.order:
             other = asyncio.create_task(sender.publish(sender.model.fill(own)))
             try:
                 await asyncio.sleep(0)
@@ -356,14 +357,14 @@ async def test_r192_a_receiver_that_connects_while_the_sender_packs_waits_for_th
         assert there.wait(20)
         pack(*arguments)
 
-    monkeypatch.setattr("asyncsync.bus.sender.pack", pack_slowly)
+    monkeypatch.setattr("asyncsync.bus.publishing.pack", pack_slowly)
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
-    await eventually(lambda: sender.bus._link and sender.bus._link.publisher.peers)
-    subscriber = receiver.bus._link.subscriber
+    await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
+    session = receiver.bus._link.subscriber.session
     offered = []
-    welcome = subscriber._on_welcome
-    monkeypatch.setattr(subscriber, "_on_welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
+    welcome = session.welcome
+    monkeypatch.setattr(session, "welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
     there.set()
     await asyncio.gather(connecting, receiving)
     # Told of a model without weights first, it would have taken itself for connected.

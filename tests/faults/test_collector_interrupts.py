@@ -131,7 +131,7 @@ def test_a_hold_that_is_interrupted_while_it_is_left_keeps_nobody_waiting(
 ) -> None:
     with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
         one.next()
-        monkeypatch.setattr(Gate, "_leave", strike.before(Gate._leave))
+        monkeypatch.setattr(Gate, "leave", strike.before(Gate.leave))
         with pytest.raises(KeyboardInterrupt) as kept:
             one.next()
         other = threading.Thread(target=update, args=(one, "blocking", Level(5)), kwargs={"timeout": 10})

@@ -21,7 +21,7 @@ import zmq
 
 from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme
 from asyncsync.net.zmq_socket import LoopSocket, router
-from asyncsync.protocol import wire
+from asyncsync.protocol import codec, fields, messages
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
@@ -36,7 +36,7 @@ NONCE = bytes(16)
 # -- against a trainer -------------------------------------------------------------------------------------------------
 
 
-def hello(worker: int = 0, **changes: Any) -> wire.Hello:
+def hello(worker: int = 0, **changes: Any) -> messages.Hello:
     fields: dict[str, Any] = {
         "worker": worker,
         "nonce": secrets.token_bytes(16),
@@ -47,7 +47,7 @@ def hello(worker: int = 0, **changes: Any) -> wire.Hello:
         "epoch": None,
         "have": {"policy": 0},
     }
-    return wire.Hello(**{**fields, **changes})
+    return messages.Hello(**{**fields, **changes})
 
 
 @contextmanager
@@ -89,17 +89,17 @@ async def being_served(sender: ZMQWeightSyncScheme, receivers: list[ZMQWeightSyn
 def malformed() -> list[list[bytes]]:
     """Messages that no correct worker sends."""
     pack = msgpack.packb
-    good = wire.encode(hello())
+    good = codec.encode(hello())
     fields = msgpack.unpackb(good)
     rng = random.Random(0)
-    messages: list[list[bytes]] = [[good[:n]] for n in range(len(good))]
-    messages += [[rng.randbytes(rng.randrange(1, 200))] for _ in range(200)]
+    found: list[list[bytes]] = [[good[:n]] for n in range(len(good))]
+    found += [[rng.randbytes(rng.randrange(1, 200))] for _ in range(200)]
     for _ in range(200):
         mutated = bytearray(good)
         mutated[rng.randrange(2, len(mutated))] ^= 1 << rng.randrange(8)
         if mutated[:2] == good[:2]:
-            messages.append([bytes(mutated) + b"\xc1"])  # no byte of msgpack's: malformed whatever the bit did
-    messages += [
+            found.append([bytes(mutated) + b"\xc1"])  # no byte of msgpack's: malformed whatever the bit did
+    found += [
         [b""],
         [b"", b""],
         [pack(None)],
@@ -128,30 +128,30 @@ def malformed() -> list[list[bytes]]:
         [pack([1, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
         [pack([1, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
         [pack([1, 1, *fields[2:-1], dict.fromkeys(range(5), 0)])],
-        [wire.encode(wire.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
+        [codec.encode(messages.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
         [pack([1, 11, [1, -1], 1])],
         [pack([1, 11, [1], 1])],
     ]
-    return messages
+    return found
 
 
-def out_of_place(epoch: wire.Epoch, version: int) -> list[wire.Instruction]:
+def out_of_place(epoch: fields.Epoch, version: int) -> list[messages.Instruction]:
     """Well-formed, but of another time, or untrue."""
     digest = secrets.token_bytes(16)
     later = (epoch[0] + 1, epoch[1])
-    instructions: list[wire.Instruction] = []
+    instructions: list[messages.Instruction] = []
     for e in (epoch, later, EPOCH):
         instructions += [
-            wire.Ready(e, {"policy": digest, "nobody's": digest}),
-            wire.Refused(e, "nobody's", digest, "no"),
-            wire.Fetch(e, 10**9, 1, 0, 1 << 60),
-            wire.Staged(e, 10**9),
-            wire.Applied(e, {"policy": version + 10**9}),
-            wire.Applied(e, {"nobody's": 1}),
-            wire.Failed(e, 1, {"policy": version + 10**9}, True, "ValueError", "no", "no"),
-            wire.Ping(e, 1 << 63),
-            wire.Pong(e, 10**9, {"policy": version + 10**9}, {"policy": 10**9}, 10**9),
-            wire.Bye(e, NONCE, "closed", "adieu"),
+            messages.Ready(e, {"policy": digest, "nobody's": digest}),
+            messages.Refused(e, "nobody's", digest, "no"),
+            messages.Fetch(e, 10**9, 1, 0, 1 << 60),
+            messages.Staged(e, 10**9),
+            messages.Applied(e, {"policy": version + 10**9}),
+            messages.Applied(e, {"nobody's": 1}),
+            messages.Failed(e, 1, {"policy": version + 10**9}, True, "ValueError", "no", "no"),
+            messages.Ping(e, 1 << 63),
+            messages.Pong(e, 10**9, {"policy": version + 10**9}, {"policy": 10**9}, 10**9),
+            messages.Bye(e, NONCE, "closed", "adieu"),
         ]
     return instructions
 
@@ -163,14 +163,14 @@ async def test_r202_garbage_from_strangers_is_counted_and_disturbs_nobody(
 ) -> None:
     caplog.set_level(logging.DEBUG, "asyncsync")
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
-    messages = malformed()
-    strangers = [[wire.encode(i)] for i in out_of_place(sender.bus._link.publisher.epoch, sender.version)]
+    wrong = malformed()
+    strangers = [[codec.encode(i)] for i in out_of_place(sender.bus._link.caught_up().epoch, sender.version)]
     async with being_served(sender, receivers):
         with raw_dealer(endpoint) as dealer:
-            for message in [*messages, *strangers, *messages]:
+            for message in [*wrong, *strangers, *wrong]:
                 dealer.send_multipart(message)
                 await asyncio.sleep(0)
-            expected = 2 * len(messages) + len(strangers)
+            expected = 2 * len(wrong) + len(strangers)
             await eventually(
                 lambda: sum(sender.bus.dropped.values()) == expected,
                 why=lambda: f"{sum(sender.bus.dropped.values())} of {expected} dropped",
@@ -188,22 +188,22 @@ async def test_r202_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itsel
     connecting = [asyncio.create_task(r.connect()) for r in receivers]
     await eventually(lambda: sender.bus._link is not None or not connecting[0].done())
     await asyncio.gather(sender.connect(), *connecting)
-    epoch = sender.bus._link.publisher.epoch
+    epoch = sender.bus._link.caught_up().epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
-            dealer.send(wire.encode(hello(7)))
+            dealer.send(codec.encode(hello(7)))
             await eventually(lambda: 7 in sender.status())
             for _ in range(5):
                 for instruction in out_of_place(epoch, sender.version):
-                    dealer.send(wire.encode(instruction))
+                    dealer.send(codec.encode(instruction))
                     await asyncio.sleep(0)
                 for start in (0, 5, 1 << 40):  # wants everything at once, from wherever
-                    dealer.send(wire.encode(wire.Fetch(epoch, 1, 2, start, 1 << 60)))
+                    dealer.send(codec.encode(messages.Fetch(epoch, 1, 2, start, 1 << 60)))
             await eventually(lambda: sum(sender.bus.dropped.values()) >= 5 * 20)
             await eventually(lambda: sender.status()[7].state == "lost")  # its BYE
             assert sender.status()[7].reason
             # It may not claim to have applied what was never published, not even in HELLO.
-            dealer.send(wire.encode(hello(8, epoch=epoch, have={"policy": 10**12})))
+            dealer.send(codec.encode(hello(8, epoch=epoch, have={"policy": 10**12})))
             dropped = sum(sender.bus.dropped.values())
             await eventually(lambda: sum(sender.bus.dropped.values()) > dropped)
             assert 8 not in sender.status()
@@ -214,16 +214,16 @@ async def test_r202_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(sche
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
-    layout = next(iter(sender.bus._link._known.values())).layout
-    epoch = sender.bus._link.publisher.epoch
+    layout = next(iter(sender.bus._link.publishing._known.values())).layout
+    epoch = sender.bus._link.caught_up().epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.rcvhwm = 1
-            dealer.send(wire.encode(hello(7)))
-            dealer.send(wire.encode(wire.Ready(epoch, {"policy": layout.digest})))
+            dealer.send(codec.encode(hello(7)))
+            dealer.send(codec.encode(messages.Ready(epoch, {"policy": layout.digest})))
             await eventually(lambda: sender.status().get(7) and sender.status()[7].version == 0)
             for serial in range(1, 400):
-                dealer.send(wire.encode(wire.Fetch(epoch, serial, serial, 0, 1 << 60)))
+                dealer.send(codec.encode(messages.Fetch(epoch, serial, serial, 0, 1 << 60)))
                 if serial % 20 == 0:
                     await asyncio.sleep(0.002)
             version = sender.version
@@ -241,11 +241,11 @@ async def test_r202_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absur
     if started:
         await asyncio.gather(connecting, receiver.connect())
     await eventually(lambda: sender.bus._link is not None)
-    fields = msgpack.unpackb(wire.encode(hello(0)))
+    fields = msgpack.unpackb(codec.encode(hello(0)))
     fields[-2] = absurd
     with raw_dealer(sender.bus.endpoint) as dealer:
         dealer.send(msgpack.packb(fields) if absurd[0] < 1 << 64 else b"\x00")
-        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.publisher.epoch)
+        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.caught_up().epoch)
     await asyncio.gather(connecting, receiver.connect())
     assert await sender.send_async(sender.model.fill(3)) == sender.version
     assert receiver.model.value == 3
@@ -257,10 +257,10 @@ async def test_r197_the_highest_epoch_that_can_be_leaves_room_for_a_successor(sc
     connecting = asyncio.create_task(sender.connect())
     await eventually(lambda: sender.bus._link is not None)
     with raw_dealer(sender.bus.endpoint) as dealer:
-        dealer.send(wire.encode(hello(0, epoch=((1 << 63) - 2, 0))))
-        await eventually(lambda: sender.bus._link.publisher.epoch[0] == (1 << 63) - 1)
-        dealer.send(wire.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
-        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.publisher.epoch)
+        dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 2, 0))))
+        await eventually(lambda: sender.bus._link.caught_up().epoch[0] == (1 << 63) - 1)
+        dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
+        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.caught_up().epoch)
     await receiver.connect(timeout=10)
     await connecting
     assert await sender.send_async(sender.model.fill(3)) == sender.version
@@ -312,8 +312,8 @@ async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: 
         greeting() + ready()[:7],
         greeting() + b"\x04\xff" + bytes(255),
         greeting() + ready() + b"\x02" + struct.pack(">Q", (1 << 63) - 1),  # a frame of 8 EiB
-        greeting() + ready() + b"\x02" + struct.pack(">Q", wire.MAX_FRAME + 1) + bytes(1000),
-        greeting() + ready() + b"\x03" + struct.pack(">Q", wire.MAX_FRAME) + bytes(1000),  # … and never the rest
+        greeting() + ready() + b"\x02" + struct.pack(">Q", fields.MAX_FRAME + 1) + bytes(1000),
+        greeting() + ready() + b"\x03" + struct.pack(">Q", fields.MAX_FRAME) + bytes(1000),  # … and never the rest
         greeting() + ready() + b"\x01\x00" * 100_000,  # frames without end
         greeting().replace(b"NULL", b"EVIL"),
         *(rng.randbytes(rng.randrange(1, 1000)) for _ in range(20)),
@@ -336,17 +336,17 @@ async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: 
 async def test_r202_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes: Schemes) -> None:
     """Of 202: also a well-formed HELLO changes nothing while the worker whose index it has answers."""
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=endpoint)
-    peers = sender.bus._link.publisher.peers
+    peers = sender.bus._link.caught_up().peers
     holders = [(peer.nonce, peer.route) for peer in peers.values()]
     replayed = peers[0].hello
     changes: list[dict[str, Any]] = [{"nonce": secrets.token_bytes(16)}, {"attempt": replayed.attempt + 100}]
     async with being_served(sender, receivers):
         for change in changes * 3:
             with raw_dealer(endpoint) as dealer:
-                dealer.send(wire.encode(replace(replayed, **change)))
+                dealer.send(codec.encode(replace(replayed, **change)))
                 await eventually(lambda dealer=dealer: dealer.poll(0))
-                (answer, _) = wire.decode([dealer.recv()])
-            assert isinstance(answer, wire.Bye)
+                (answer, _) = codec.decode([dealer.recv()])
+            assert isinstance(answer, messages.Bye)
             assert answer.reason == "refused"
             assert "the index was given twice" in answer.message
     assert [(peer.nonce, peer.route) for peer in peers.values()] == holders
@@ -358,16 +358,16 @@ async def test_r202_a_silent_worker_gives_way_only_to_one_that_accepts_its_layou
     link = receivers[0].bus._link
     with raw_dealer(sender.bus.endpoint) as dealer:
         link.loop.remove_reader(link._socket._descriptor)  # it hears nothing more
-        dealer.send(wire.encode(hello(0)))
+        dealer.send(codec.encode(hello(0)))
         await eventually(lambda: dealer.poll(0))
-        answer, _ = wire.decode(dealer.recv_multipart())
-        assert isinstance(answer, wire.Welcome)
+        answer, _ = codec.decode(dealer.recv_multipart())
+        assert isinstance(answer, messages.Welcome)
         assert not receivers[0].closed
         link.loop.add_reader(link._socket._descriptor, link._socket._drain)
         link._socket._schedule()
         await eventually(lambda: dealer.poll(0))
-        answer, _ = wire.decode(dealer.recv_multipart())
-        assert isinstance(answer, wire.Bye)
+        answer, _ = codec.decode(dealer.recv_multipart())
+        assert isinstance(answer, messages.Bye)
         assert answer.reason == "refused"
     assert await sender.send_async(sender.model.fill(2), timeout=10) == 2
     assert receivers[0].model.value == 2
@@ -402,7 +402,7 @@ async def test_r202_a_frame_beyond_the_limit_costs_its_sender_the_connection(sch
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.linger = 0
             for _ in range(3):
-                dealer.send(bytes(wire.MAX_FRAME + 1))
+                dealer.send(bytes(fields.MAX_FRAME + 1))
             version = sender.version
             await eventually(lambda: sender.version > version + 10)
 
@@ -423,12 +423,12 @@ class FakeTrainer:
         socket = router(self.context)
         socket.bind(endpoint)
         self.route = b""
-        self.heard: list[wire.Instruction] = []
+        self.heard: list[messages.Instruction] = []
         self.socket = LoopSocket(socket, self._receive, lambda error: None)
 
     def _receive(self, frames: list[Any]) -> None:
         self.route = frames[0].bytes
-        self.heard.append(wire.decode([f.bytes for f in frames[1:]])[0])
+        self.heard.append(codec.decode([f.bytes for f in frames[1:]])[0])
 
     def last(self, kind: type) -> Any:
         return next((i for i in reversed(self.heard) if isinstance(i, kind)), None)
@@ -437,8 +437,8 @@ class FakeTrainer:
         await eventually(lambda: self.last(kind), why=lambda: self.heard)
         return self.last(kind)
 
-    def say(self, instruction: wire.Instruction | bytes, *payload: bytes) -> None:
-        header = instruction if isinstance(instruction, bytes) else wire.encode(instruction)
+    def say(self, instruction: messages.Instruction | bytes, *payload: bytes) -> None:
+        header = instruction if isinstance(instruction, bytes) else codec.encode(instruction)
         assert self.socket.send([self.route, header, *payload]) == 0
 
     async def close(self) -> None:
@@ -463,13 +463,13 @@ async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
 ) -> None:
     receiver = schemes.receiver(schemes.sender(SMALL, 5, endpoint=endpoint, num_workers=1))
     connecting = asyncio.create_task(receiver.connect())
-    hello: wire.Hello = await fake.hear(wire.Hello)
+    hello: messages.Hello = await fake.hear(messages.Hello)
     digest = (layout := layout_of(8 * SMALL)).digest
     for models in ({"policy": digest}, {"policy": b""}):  # it takes back what its worker refuses
-        welcome = wire.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, models)
+        welcome = messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, models)
         fake.say(welcome, *([layout.encoded] if models["policy"] else []))
     if leaves:
-        fake.say(wire.Bye(EPOCH, hello.nonce, "closed", "the sender was shut down"))
+        fake.say(messages.Bye(EPOCH, hello.nonce, "closed", "the sender was shut down"))
     for _ in range(2):
         with pytest.raises(SchemaMismatch):
             await connecting
@@ -485,15 +485,15 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
     plan = schemes.sender(CHUNKED, 5, endpoint=endpoint, num_workers=1)
     receiver = schemes.receiver(plan)
     connecting = asyncio.create_task(receiver.connect())
-    first: wire.Hello = await fake.hear(wire.Hello)
+    first: messages.Hello = await fake.hear(messages.Hello)
     layout = layout_of(CHUNKED)
     dropped = 0
 
-    async def all_dropped(*messages: tuple[Any, ...]) -> None:
+    async def all_dropped(*wrong: tuple[Any, ...]) -> None:
         nonlocal dropped
-        for message in messages:
+        for message in wrong:
             fake.say(*message)
-        dropped += len(messages)
+        dropped += len(wrong)
         await eventually(
             lambda: sum(receiver.bus.dropped.values()) >= dropped, why=lambda: (dropped, receiver.bus.dropped)
         )
@@ -501,31 +501,34 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
         assert not receiver.closed
         assert receiver.model.value == -1
 
-    def welcome(**changes: Any) -> wire.Welcome:
+    def welcome(**changes: Any) -> messages.Welcome:
         fields: dict[str, Any] = {
             "epoch": EPOCH,
             "nonce": first.nonce,
-            "attempt": fake.last(wire.Hello).attempt,
+            "attempt": fake.last(messages.Hello).attempt,
             "pid": 0,
             "boot": "",
             "namespace": 0,
             "models": {"policy": layout.digest},
         }
-        return wire.Welcome(**{**fields, **changes})
+        return messages.Welcome(**{**fields, **changes})
 
-    await all_dropped(*((m[0], *m[1:]) for m in malformed() if len(m) < 2000 and m != [wire.encode(welcome())]))
+    await all_dropped(*((m[0], *m[1:]) for m in malformed() if len(m) < 2000 and m != [codec.encode(welcome())]))
     await all_dropped(
-        (wire.Bye(EPOCH, NONCE, "superseded", "for somebody else"),),
-        (wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, layout.digest, layout.nbytes),)), b""),  # no WELCOME yet
-        (wire.Chunk(EPOCH, 1, 0, 0), bytes(100)),
-        (wire.Ping(EPOCH, 1),),
-        (wire.Hello(0, NONCE, 1, 0, "", 0, None, {}),),
+        (messages.Bye(EPOCH, NONCE, "superseded", "for somebody else"),),
+        (
+            messages.Update(EPOCH, 1, False, (messages.Part("policy", 1, layout.digest, layout.nbytes),)),
+            b"",
+        ),  # no WELCOME yet
+        (messages.Chunk(EPOCH, 1, 0, 0), bytes(100)),
+        (messages.Ping(EPOCH, 1),),
+        (messages.Hello(0, NONCE, 1, 0, "", 0, None, {}),),
     )
-    while fake.last(wire.Ready) is None:  # it says HELLO again and again, and takes the answer to the last one only
-        attempt = fake.last(wire.Hello).attempt
+    while fake.last(messages.Ready) is None:  # it says HELLO again and again, and takes the answer to the last one only
+        attempt = fake.last(messages.Hello).attempt
         fake.say(welcome(), layout.encoded)
-        await eventually(lambda n=attempt: fake.last(wire.Ready) or fake.last(wire.Hello).attempt > n)
-    assert fake.last(wire.Ready).digests == {"policy": layout.digest}
+        await eventually(lambda n=attempt: fake.last(messages.Ready) or fake.last(messages.Hello).attempt > n)
+    assert fake.last(messages.Ready).digests == {"policy": layout.digest}
     dropped = sum(receiver.bus.dropped.values())
     await all_dropped(
         (welcome(nonce=NONCE), layout.encoded),
@@ -540,34 +543,34 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
     )
 
     digest, nbytes = layout.digest, layout.nbytes
-    part = wire.Part("policy", 1, digest, nbytes)
+    part = messages.Part("policy", 1, digest, nbytes)
     await all_dropped(
-        (wire.Update((1, 0), 1, False, (part,)), b""),  # of an older epoch
-        (wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, NONCE, nbytes),)), b""),
-        (wire.Update(EPOCH, 1, False, (wire.Part("policy", 1, digest, 1 << 41),)), b""),
-        (wire.Update(EPOCH, 1, False, (wire.Part("nobody's", 1, digest, nbytes),)), b""),
-        (wire.Update(EPOCH, 1, True, (part,)), b"", b"much too short"),
-        (wire.Update(EPOCH, 1, False, (part, part)), b"", b""),
-        (wire.Update(EPOCH, 1, False, (part,)), bytes(30 << 20)),  # values
-        (wire.Again(EPOCH, 2, 1, 2, None), bytes(nbytes)),  # of an update that has not come
-        (wire.Again(EPOCH, 2, 1, 2, b"/proc/1/mem"),),
-        (wire.Done(EPOCH, 1),),
-        (wire.Ready(EPOCH, {}),),
-        (wire.Pong(EPOCH, 10**6, {"policy": 3}, {}, 0),),
+        (messages.Update((1, 0), 1, False, (part,)), b""),  # of an older epoch
+        (messages.Update(EPOCH, 1, False, (messages.Part("policy", 1, NONCE, nbytes),)), b""),
+        (messages.Update(EPOCH, 1, False, (messages.Part("policy", 1, digest, 1 << 41),)), b""),
+        (messages.Update(EPOCH, 1, False, (messages.Part("nobody's", 1, digest, nbytes),)), b""),
+        (messages.Update(EPOCH, 1, True, (part,)), b"", b"much too short"),
+        (messages.Update(EPOCH, 1, False, (part, part)), b"", b""),
+        (messages.Update(EPOCH, 1, False, (part,)), bytes(30 << 20)),  # values
+        (messages.Again(EPOCH, 2, 1, 2, None), bytes(nbytes)),  # of an update that has not come
+        (messages.Again(EPOCH, 2, 1, 2, b"/proc/1/mem"),),
+        (messages.Done(EPOCH, 1),),
+        (messages.Ready(EPOCH, {}),),
+        (messages.Pong(EPOCH, 10**6, {"policy": 3}, {}, 0),),
     )
     # An update whose bytes come wrong: what does not fit is dropped, and nothing half is applied.
-    fake.say(wire.Update(EPOCH, 1, False, (part,)), b"")
-    await fake.hear(wire.Fetch)
+    fake.say(messages.Update(EPOCH, 1, False, (part,)), b"")
+    await fake.hear(messages.Fetch)
     await all_dropped(
-        (wire.Chunk(EPOCH, 1, 1, 0), bytes(100)),
-        (wire.Chunk(EPOCH, 1, 0, nbytes), bytes(1)),
-        (wire.Chunk(EPOCH, 1, 0, nbytes - 10), bytes(11)),
-        (wire.Chunk(EPOCH, 1, 0, (1 << 64) - 1), bytes(100)),
-        (wire.Chunk(EPOCH, 1, 0, 0, crc=1), bytes(100)),  # checksum
-        (wire.Chunk((2, 1), 1, 0, 0), bytes(100)),  # of an epoch that it has not been told
-        (wire.Chunk(EPOCH, 1, 0, 0), bytes(wire.MAX_CHUNK + 1)),
+        (messages.Chunk(EPOCH, 1, 1, 0), bytes(100)),
+        (messages.Chunk(EPOCH, 1, 0, nbytes), bytes(1)),
+        (messages.Chunk(EPOCH, 1, 0, nbytes - 10), bytes(11)),
+        (messages.Chunk(EPOCH, 1, 0, (1 << 64) - 1), bytes(100)),
+        (messages.Chunk(EPOCH, 1, 0, 0, crc=1), bytes(100)),  # checksum
+        (messages.Chunk((2, 1), 1, 0, 0), bytes(100)),  # of an epoch that it has not been told
+        (messages.Chunk(EPOCH, 1, 0, 0), bytes(fields.MAX_CHUNK + 1)),
     )
-    fake.say(wire.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a third, with the wrong content
+    fake.say(messages.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a third, with the wrong content
     assert not connecting.done()
 
     # The real one comes: nothing of all that counts.
@@ -586,16 +589,16 @@ async def test_r202_a_layout_that_does_not_fit_is_refused_before_any_byte_is_tak
     receiver = schemes.receiver(schemes.sender(SMALL, endpoint=endpoint))
     connecting = asyncio.create_task(receiver.connect())
     layout = layout_of(SMALL * 2)
-    while fake.last(wire.Refused) is None:
-        last: wire.Hello = await fake.hear(wire.Hello)
-        fake.say(wire.Welcome(EPOCH, last.nonce, last.attempt, 0, "", 0, {"policy": layout.digest}), layout.encoded)
-        await eventually(lambda n=last.attempt: fake.last(wire.Refused) or fake.last(wire.Hello).attempt > n)
-    refused: wire.Refused = fake.last(wire.Refused)
+    while fake.last(messages.Refused) is None:
+        last: messages.Hello = await fake.hear(messages.Hello)
+        fake.say(messages.Welcome(EPOCH, last.nonce, last.attempt, 0, "", 0, {"policy": layout.digest}), layout.encoded)
+        await eventually(lambda n=last.attempt: fake.last(messages.Refused) or fake.last(messages.Hello).attempt > n)
+    refused: messages.Refused = fake.last(messages.Refused)
     assert refused.digest == layout.digest
     with pytest.raises(SchemaMismatch, match="shape"):
         await connecting
-    part = wire.Part("policy", 1, layout.digest, layout.nbytes)
-    fake.say(wire.Update(EPOCH, 1, True, (part,)), b"", bytes(layout.nbytes))
+    part = messages.Part("policy", 1, layout.digest, layout.nbytes)
+    fake.say(messages.Update(EPOCH, 1, True, (part,)), b"", bytes(layout.nbytes))
     await eventually(lambda: any("unknown layout" in reason for reason in receiver.bus.dropped))
     assert receiver.model.value == -1
 
@@ -627,10 +630,10 @@ async def test_r202_processes_are_served_while_others_send_garbage(
     sender = schemes.sender(CHUNKED, num_workers=2)
     workers = [start(Worker), start(Worker)]
     await asyncio.gather(sender.connect(), *(w.connect(sender, i, CHUNKED) for i, w in enumerate(workers)))
-    messages = malformed()
+    wrong = malformed()
     with raw_dealer(sender.bus.endpoint) as dealer:
         for value in range(2, 42):
-            for message in messages[value::40]:
+            for message in wrong[value::40]:
                 dealer.send_multipart(message)
             assert await sender.send_async(sender.model.fill(value), timeout=10) == value
     assert [await w.value() for w in workers] == [41, 41]

@@ -143,7 +143,7 @@ async def test_what_a_superseded_worker_may_still_read_is_not_written_by_a_routi
     old.signal(signal.SIGSTOP)
     with pytest.raises(PartialSendError):
         await sender.send_async(sender.model.fill(6), timeout=0.3)  # lent to the one that is stopped
-    slot = sender.bus._link.publisher.targets.newest(-1, "policy").slab
+    slot = sender.bus._link.caught_up().targets.newest(-1, "policy").slab
     content = bytes(slot.memory)
     new = start(SharedWorker)
     await new.connect(fresh(sender), 0, SMALL)

@@ -86,16 +86,16 @@ async def test_what_comes_through_a_slot_is_what_the_parameters_held_when_publis
 def is_idle(sender: Any, *receivers: Any) -> bool:
     """Whether nothing that a call has taken is still out."""
     link, pool = sender.bus._link, sender.shared_transport.pool
-    targets = {t.slab for slot in link.publisher.targets.slots() for t in slot.targets}
-    lent = {slab for loans in link.publisher.loans.values() for _, slab in loans}
+    targets = {t.slab for slot in link.caught_up().targets.slots() for t in slot.targets}
+    lent = {slab for leases in link.caught_up().leases.of.values() for _, slab in leases}
     return (
         pool.used == targets | lent
         and len(pool.used) <= 1
         and pool.slabs <= 2
-        and not link.order.locked()
+        and not link.publishing.order.locked()
         and not link.conditions.waiters
         and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.wanted and not r.bus._link.conditions.waiters for r in receivers)
+        and all(not r.bus._link.applying.wanted and not r.bus._link.conditions.waiters for r in receivers)
         and all(s.bus._link.failure is None for s in (sender, *receivers))
     )
 

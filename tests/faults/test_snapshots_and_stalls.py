@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync import ZMQWeightSyncScheme
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
@@ -174,7 +175,7 @@ async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
 ) -> None:
     """Large weights are sent while they are being packed."""
     sender, receivers = await schemes.connected(THREAD, workers=2)
-    peers = sender.bus._link.publisher.peers.values()
+    peers = sender.bus._link.caught_up().peers.values()
     half_sent = threading.Event()
 
     def fail_half_way(
@@ -188,7 +189,7 @@ async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
 
     sent = sum(p.bytes_sent for p in peers)
     with monkeypatch.context() as patch:
-        patch.setattr("asyncsync.bus.sender.pack", fail_half_way)
+        patch.setattr("asyncsync.bus.publishing.pack", fail_half_way)
         publishing = asyncio.create_task(sender.publish(sender.model.fill(2)))
         await eventually(lambda: sum(p.bytes_sent for p in peers) >= sent + THREAD * 4)
         if cancelled:
@@ -249,7 +250,7 @@ async def test_r194_of_several_slabs_none_is_delivered_if_one_cannot_be_packed(m
         pack(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("asyncsync.bus.sender.pack", fail_the_second)
+        patch.setattr("asyncsync.bus.publishing.pack", fail_the_second)
         with pytest.raises(MemoryError):
             await sender.publish({i: {"w": torch.full((THREAD,), 7.0)} for i in range(2)})
     assert len(packed) == 2

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.fastpath.sender import Routine
-from asyncsync.protocol.leases import Loans
+from asyncsync.fastpath.sender import SteadySender
+from asyncsync.protocol.leases import WorkerLeases
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
@@ -176,14 +176,14 @@ async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
     record_property: Callable[[str, object], None],
 ) -> None:
     by_routine: list[int] = []
-    publish = Routine.publish
+    publish = SteadySender.publish
 
-    def counting(routine: Routine, *arguments: Any) -> bool:
+    def counting(routine: SteadySender, *arguments: Any) -> bool:
         done = publish(routine, *arguments)
         by_routine.append(done)
         return done
 
-    monkeypatch.setattr(Routine, "publish", counting)
+    monkeypatch.setattr(SteadySender, "publish", counting)
     workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
     results = await read_under_fire(schemes, workers, numel, forwards, kind=kind, sends=True)
     record_property("versions seen by each worker", [seen for _, seen in results])
@@ -193,6 +193,20 @@ async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
     assert sum(by_routine) >= VERSIONS
     pool = schemes.made[0].shared_transport.pool
     assert pool.peak <= pool.slots_allowed
+
+
+@pytest.mark.thorough
+async def test_r194_no_forward_is_torn_in_a_training_loop_without_fast_paths(
+    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCSYNC_FAST", "0")
+    monkeypatch.delattr(SteadySender, "publish")
+    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
+    results = await read_under_fire(
+        schemes, workers, 30_000, FORWARDS, kind=SharedMemWeightSyncScheme, receiver={"fast": False}, sends=True
+    )
+    assert [torn for torn, _ in results] == [0, 0]
+    assert min(seen for _, seen in results) >= VERSIONS
 
 
 @pytest.mark.thorough
@@ -215,7 +229,7 @@ async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
 async def test_r194_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Loans, "report", release_too_early)
+    monkeypatch.setattr(WorkerLeases, "report", release_too_early)
     results = await read_under_fire(
         schemes, [start(SharedWorker)], MIB, 4000, kind=SharedMemWeightSyncScheme, map_above=0, broken=True
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.fastpath.worker import WorkerRoutine
+from asyncsync.fastpath.worker import SteadyWorker
 from helpers.apis import SETS, Api, bare, in_thread
 from helpers.pairs import Model, fill, read, receiver_of
 
@@ -85,14 +85,14 @@ async def test_r193_the_version_in_a_hold_is_what_the_model_shows(
 ) -> None:
     """Of a receiver: what ``version`` exposes."""
     taken: list[int] = []
-    take = WorkerRoutine.take
+    take = SteadyWorker.take
 
-    def counting(routine: WorkerRoutine, *arguments: Any) -> bytes | None:
+    def counting(routine: SteadyWorker, *arguments: Any) -> bytes | None:
         done = take(routine, *arguments)
         taken.append(done is not None)
         return done
 
-    monkeypatch.setattr(WorkerRoutine, "take", counting)
+    monkeypatch.setattr(SteadyWorker, "take", counting)
     async with api.crew(2, source=Model(1)) as everybody:
         sender, count = everybody.sender, 1
 

@@ -147,11 +147,15 @@ class Api:
         name: of the test's parameter.
         module: asyncsync or asyncsync.sync.
         kind: what its scheme and transport are called: "ZMQ", "SharedMem", "MultiProcess".
+        is_fast: False: the fixture turns the fast paths off.
         options: of the scheme's constructor.
     """
 
-    def __init__(self, name: str, module: ModuleType, kind: str = "ZMQ", **options: Any) -> None:
+    def __init__(
+        self, name: str, module: ModuleType, kind: str = "ZMQ", *, is_fast: bool = True, **options: Any
+    ) -> None:
         self.name = name
+        self.is_fast = is_fast
         self.module = module
         self.kind = kind
         self.options = options
@@ -174,7 +178,7 @@ class Api:
     def other(self) -> Api:
         """The other API with the same scheme."""
         module = asyncsync if self.is_blocking else asyncsync.sync
-        return Api(f"not {self.name}", module, self.kind, **self.options)
+        return Api(f"not {self.name}", module, self.kind, is_fast=self.is_fast, **self.options)
 
     def either(self, asyncio_class: type, blocking_class: type) -> type:
         """The one of a pair of classes that belongs to this API."""
@@ -229,6 +233,8 @@ _ALL = [
     Api("blocking-mapped", asyncsync.sync, "SharedMem", map_above=0),
     Api("asyncio-process", asyncsync, "MultiProcess"),
     Api("blocking-process", asyncsync.sync, "MultiProcess", map_above=0),
+    Api("asyncio-general", asyncsync, "SharedMem", is_fast=False),
+    Api("blocking-shared-general", asyncsync.sync, "SharedMem", is_fast=False),
 ]
 _EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped")]
 _IN_PLACE = [api for api in _ALL if api.name.endswith(("-mapped", "-process"))]
@@ -240,7 +246,8 @@ SETS: dict[str, list[Api]] = {
     "all": _ALL,
     "some": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.name in ("asyncio-mapped", "blocking-process"))],
     "slots": [api for api in _ALL if api.kind != "ZMQ"],
-    "copied": [api for api in _ALL if api.kind != "ZMQ" and not api.options],
+    "copied": [api for api in _ALL if api.kind != "ZMQ" and not api.options and api.is_fast],
+    "general": [api for api in _ALL if not api.is_fast],
     "in place": _IN_PLACE,
     "shared": [api for api in _ALL if api.kind == "SharedMem"],
     "instant": [api for api in _ALL if api.is_instant],
@@ -249,8 +256,8 @@ SETS: dict[str, list[Api]] = {
 }
 """What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
 them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
-which they are copied; … "in place" is for
-tests that set ``map_above`` themselves."""
+which they are copied; … "general" is without the fast paths, "in
+place" for tests that set ``map_above`` themselves."""
 
 QUICK = {"asyncio", "blocking-shared", "asyncio-mapped", "blocking-process"}
 """What the quick suite runs of each set: both APIs, every scheme, and both ways out of shared memory."""

@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from asyncsync.model import binding
+from asyncsync.model import update
 from asyncsync.sync import ClosedError
 from helpers.processes import BrokenGate, Filled, _copy_one_by_one, value_of
 
@@ -43,7 +43,7 @@ def compute(scheme: Any, index: int, numel: int, connection: Connection) -> None
     scheme.connect(timeout=30)
     connection.send("connected")
     x = 0
-    while not scheme._bus._link.subscriber.ended:
+    while not scheme._bus._link.subscriber.session.ended:
         for _ in range(1000):
             x += 1
     scheme.shutdown()
@@ -56,7 +56,7 @@ def forwards(scheme: Any, index: int, numel: int, count: int, broken: bool, conn
     scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=index)
     if broken:
         scheme.bus._gate = BrokenGate()
-        binding.copy_tensors = _copy_one_by_one
+        update.copy_tensors = _copy_one_by_one
     scheme.connect(timeout=30)
     connection.send("connected")
     model = scheme.model

@@ -6,15 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from asyncsync.model.binding import Binding, Prepared
+from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.protocol import wire
+from asyncsync.model.update import Prepared
+from asyncsync.protocol import codec, fields, messages
+from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.wire import Instruction
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool, pack
+from asyncsync.weights.packing import pack
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["EPOCH", "SMALL", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
@@ -22,7 +25,7 @@ __all__ = ["EPOCH", "SMALL", "Borrowed", "Desk", "Station", "layout", "nonce", "
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
 SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
-Sent = tuple[Instruction, Sequence[wire.Buffer]]
+Sent = tuple[Instruction, Sequence[fields.Buffer]]
 
 
 def nonce(incarnation: int) -> bytes:
@@ -43,8 +46,8 @@ def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) ->
     return slab
 
 
-def through_the_wire(instruction: Instruction, payload: Sequence[wire.Buffer] = ()) -> Sent:
-    return wire.decode([wire.encode(instruction), *map(bytes, payload)])
+def through_the_wire(instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> Sent:
+    return codec.decode([codec.encode(instruction), *map(bytes, payload)])
 
 
 class Desk:
@@ -80,7 +83,7 @@ class Desk:
         *,
         route: bytes | None = None,
         attempt: int | None = None,
-        epoch: wire.Epoch | None = None,
+        epoch: fields.Epoch | None = None,
         have: dict[str, int] | None = None,
         local: bool | None = True,
     ) -> None:
@@ -89,7 +92,9 @@ class Desk:
         self.attempts[name] = self.attempts.get(name, 0) + 1 if attempt is None else attempt
         models = dict.fromkeys(self.publisher.targets.models, 0) if have is None else have
         boot = "" if local is None else "here" if local else "elsewhere"
-        self.receive(route, wire.Hello(worker, name, self.attempts[name], 100 + worker, boot, 1, epoch or None, models))
+        self.receive(
+            route, messages.Hello(worker, name, self.attempts[name], 100 + worker, boot, 1, epoch or None, models)
+        )
 
     def cut(self, route: bytes) -> None:
         """This connection is gone, and the shell has noticed when it wanted to send."""
@@ -97,14 +102,14 @@ class Desk:
 
     def ready(self, worker: int | bytes, *dtypes: torch.dtype, models: Iterable[str] = ("policy",)) -> None:
         digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
-        self.receive(worker, wire.Ready(self.publisher.epoch, digests))
+        self.receive(worker, messages.Ready(self.publisher.epoch, digests))
 
-    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", question: int | None = None) -> None:
+    def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", number: int | None = None) -> None:
         """As the answer to the newest WELCOME, or to that one."""
-        question = self.publisher.peers[worker].questions if question is None else question
+        number = self.publisher.peers[worker].welcomes if number is None else number
         digest = layout(dtype).digest
-        self.receive(worker, wire.Refused(self.publisher.epoch, model, digest, "it does not fit", question))
-        self.receive(worker, wire.Ready(self.publisher.epoch, {}))
+        self.receive(worker, messages.Refused(self.publisher.epoch, model, digest, "it does not fit", number))
+        self.receive(worker, messages.Ready(self.publisher.epoch, {}))
 
     def join(self, *workers: int) -> None:
         """These workers say HELLO and accept float32."""
@@ -124,7 +129,7 @@ class Desk:
     ) -> int:
         slabs = {m: slab_of(self.pool, value, dtype) for m in models}
         for model, slab in slabs.items():
-            slab.lent = lent
+            slab.leased = lent
             slab.descriptor = f"{model} {self.publisher.version + 1}".encode() if lent else None
         try:
             return self.publisher.publish(slabs, workers, self.now)
@@ -132,11 +137,11 @@ class Desk:
             for slab in slabs.values():
                 slab.release()
 
-    def staged(self, worker: int, update: Instruction, last: int = 0, kept: wire.Kept = ()) -> None:
-        self.receive(worker, wire.Staged(self.publisher.epoch, update.serial, last, kept))  # type: ignore[attr-defined]
+    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: fields.InUse = ()) -> None:
+        self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))  # type: ignore[attr-defined]
 
-    def applied(self, worker: int, last: int = 0, kept: wire.Kept = (), **versions: int) -> None:
-        self.receive(worker, wire.Applied(self.publisher.epoch, versions, last, kept))
+    def applied(self, worker: int, last: int = 0, in_use: fields.InUse = (), **versions: int) -> None:
+        self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
         """The worker stages and applies this update."""
@@ -148,7 +153,7 @@ class Desk:
         serial = update.serial if serial is None else serial  # type: ignore[attr-defined]
         self.receive(
             worker,
-            wire.Failed(self.publisher.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
+            messages.Failed(self.publisher.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
         )
 
     def pong(
@@ -160,7 +165,7 @@ class Desk:
         seq: int | None = None,
     ) -> None:
         seq = self.publisher.peers[worker].ping_seq if seq is None else seq
-        self.receive(worker, wire.Pong(self.publisher.epoch, seq, versions or {}, staged or {}, serial))
+        self.receive(worker, messages.Pong(self.publisher.epoch, seq, versions or {}, staged or {}, serial))
 
     def pass_time(self, seconds: float) -> None:
         """In steps that a shell's timers would make."""
@@ -173,7 +178,7 @@ class Desk:
 class Borrowed(Slab):
     """A lent slab, as a worker sees it: the sender's very memory."""
 
-    lent = True
+    leased = True
     forked = False
 
     @property
@@ -221,13 +226,13 @@ class Station:
                 sent.append(instruction)
         return sent
 
-    def receive(self, instruction: Instruction, payload: Sequence[wire.Buffer] = ()) -> None:
+    def receive(self, instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> None:
         self.subscriber.receive(*through_the_wire(instruction, payload), self.now)
 
     def welcome(
         self,
         *dtypes: torch.dtype,
-        epoch: wire.Epoch = EPOCH,
+        epoch: fields.Epoch = EPOCH,
         attempt: int | None = None,
         incarnation: int = 7,
         models: dict[str, Layout | None] | None = None,
@@ -235,9 +240,9 @@ class Station:
         if models is None:
             models = {m: layout(d) for m, d in zip(self.models, dtypes or (torch.float32,) * 9, strict=False)}
         known = {m: b"" if one is None else one.digest for m, one in models.items()}
-        attempt = self.subscriber._attempt if attempt is None else attempt
+        attempt = self.subscriber.session._attempt if attempt is None else attempt
         blobs = [one.encoded for one in models.values() if one is not None]
-        self.receive(wire.Welcome(epoch, nonce(incarnation), attempt, 1, "here", 1, known), blobs)
+        self.receive(messages.Welcome(epoch, nonce(incarnation), attempt, 1, "here", 1, known), blobs)
 
     def join(self) -> None:
         self.welcome()
@@ -248,15 +253,17 @@ class Station:
         serial: int,
         values: dict[str, tuple[int, float]],
         *,
-        epoch: wire.Epoch = EPOCH,
+        epoch: fields.Epoch = EPOCH,
         eager: bool = True,
         descriptor: bytes | None = None,
     ) -> None:
         """``values``: per model, version and content."""
         slabs = {m: slab_of(self.pool, value) for m, (_, value) in values.items()}
-        parts = tuple(wire.Part(m, values[m][0], s.layout.digest, s.nbytes, None, descriptor) for m, s in slabs.items())
+        parts = tuple(
+            messages.Part(m, values[m][0], s.layout.digest, s.nbytes, None, descriptor) for m, s in slabs.items()
+        )
         whole = [b"" if descriptor else bytes(s.memory) for s in slabs.values()] if eager else []
-        self.receive(wire.Update(epoch, serial, eager, parts), [*(b"" for _ in parts), *whole])
+        self.receive(messages.Update(epoch, serial, eager, parts), [*(b"" for _ in parts), *whole])
 
     def lend(
         self,
@@ -265,7 +272,7 @@ class Station:
         *,
         mapped: bool = True,
         borrowed: bool = False,
-        epoch: wire.Epoch = EPOCH,
+        epoch: fields.Epoch = EPOCH,
     ) -> None:
         """An update whose slabs the worker reads where they are, until it has applied them if ``borrowed``, or copies
         out at once."""
@@ -274,8 +281,8 @@ class Station:
         for model, (version, value) in values.items():
             descriptor = f"{epoch} {model} {version}".encode()
             slab, _ = self.offered.setdefault(descriptor, (slab_of(SlabPool(), value), mapped))
-            parts.append(wire.Part(model, version, slab.layout.digest, slab.nbytes, None, descriptor))
-        self.receive(wire.Update(epoch, serial, True, tuple(parts)), [b""] * (2 * len(parts)))
+            parts.append(messages.Part(model, version, slab.layout.digest, slab.nbytes, None, descriptor))
+        self.receive(messages.Update(epoch, serial, True, tuple(parts)), [b""] * (2 * len(parts)))
 
     def overwrite(self, version: int) -> None:
         """The trainer uses the memory of this version again."""
@@ -283,7 +290,7 @@ class Station:
             if descriptor.endswith(b" %d" % version):
                 slab.memory[:] = b"\xaa" * slab.nbytes
 
-    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         assert part.descriptor is not None
         if part.model_id in self.unavailable:
             raise OSError("it is not here")
@@ -298,16 +305,16 @@ class Station:
         if known is not None and known.references:
             return known.retain()
         slab = self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
-        slab.borrowed = self.borrows
+        slab.short_lease = self.borrows
         return slab
 
     def flush(self) -> None:
         """What a shell does before it sends."""
-        self.subscriber.flush()
+        self.subscriber.reports.flush()
 
     def chunk(self, serial: int, offset: int, size: int, value: float, part: int = 0) -> None:
         slab = slab_of(self.pool, value)
-        self.receive(wire.Chunk(EPOCH, serial, part, offset), [slab.memory[offset : offset + size]])
+        self.receive(messages.Chunk(EPOCH, serial, part, offset), [slab.memory[offset : offset + size]])
 
     def apply(self) -> None:
         """The gate opens."""

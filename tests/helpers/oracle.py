@@ -36,12 +36,12 @@ class Oracle:
         targets = len(holders)
         for peer in publisher.peers.values():
             if peer.transfer is not None:
-                holders.update(peer.transfer._retained)
+                holders.update(peer.transfer._slabs)
                 assert not peer.lost
         lent = 0
-        for loans in publisher.loans.values():
-            holders.update(slab for _, slab in loans)
-            lent += len(loans)
+        for leases in publisher.leases.of.values():
+            holders.update(slab for _, slab in leases)
+            lent += len(leases)
         packing = [slab for slab, _ in trainer.packing]
         holders.update(packing)
         for slab, count in holders.items():
@@ -49,59 +49,59 @@ class Oracle:
         slabs, spares = trainer.pool.slabs + trainer.slots.slabs, 2 if self.world.lent else 1
         assert len(holders) <= slabs <= len(holders) + spares, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
-        fetching = sum(len(p.transfer._retained) for p in publisher.peers.values() if p.transfer is not None)
+        fetching = sum(len(p.transfer._slabs) for p in publisher.peers.values() if p.transfer is not None)
         assert slabs <= targets + fetching + lent + len(packing) + spares
         for publication in publisher.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"
 
     def _check_worker(self, worker: Worker) -> None:
         subscriber = worker.subscriber
-        holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber._held.values())
-        holders.update(slab for homes in subscriber._homes.values() for slab in homes)
+        holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber.holdings.held.values())
+        holders.update(slab for homes in subscriber.holdings.homes.values() for slab in homes)
         for staging in subscriber.staged:
             assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
-        if subscriber._incoming is not None:
-            holders.update(slab for slab in subscriber._incoming.slabs if slab is not None)
-            ahead = subscriber._incoming.ahead
+        if subscriber.incoming.update is not None:
+            holders.update(slab for slab in subscriber.incoming.update.slabs if slab is not None)
+            ahead = subscriber.incoming.update.ahead
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
-        holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
+        holders.update(slab for *_, slab in (*subscriber.incoming.fetches, *worker.fetches))
         holders.update(use.slab for use in worker.uses if use.kind == "reader")
         for model in worker.models:
-            if (version := subscriber.version(model)) and subscriber.epoch is not None:
-                said = (subscriber.epoch, version)
+            if (version := subscriber.holdings.version(model)) and subscriber.session.epoch is not None:
+                said = (subscriber.session.epoch, version)
                 assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
-        if (routine := subscriber.routine) is not None:
+        if (routine := subscriber.fast_path) is not None:
             holders.update((routine._newest, routine._next))
-            busy = subscriber.staged or subscriber._incoming or subscriber._kept
+            busy = subscriber.staged or subscriber.incoming.update or subscriber.holdings.leased
             assert not busy, f"{worker} has a routine beside something else"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
         for borrowed in worker.mapped.values():
             assert not borrowed.references or borrowed in holders, f"{worker} keeps a slot that nothing uses"
-        own = sum(not slab.lent for slab in holders)
+        own = sum(not slab.leased for slab in holders)
         assert own <= subscriber.pool.slabs <= own + 1, f"{worker} leaks slabs"
         for staging in subscriber.staged:
             if staging is worker.running:
                 continue
-            assert staging.epoch == subscriber.epoch, f"{worker} is about to apply weights of another trainer"
+            assert staging.epoch == subscriber.session.epoch, f"{worker} is about to apply weights of another trainer"
             for model, part in staging.parts.items():
-                assert part.version >= subscriber.version(model), (
+                assert part.version >= subscriber.holdings.version(model), (
                     f"{worker} is about to apply an older version of {model!r}"
                 )
 
     def _check_memory(self, worker: Worker) -> None:
         """Whatever a worker may read in place is what it was when it was lent."""
         subscriber = worker.subscriber
-        seen = [(*held, model) for model, held in subscriber._held.items()]
+        seen = [(*held, model) for model, held in subscriber.holdings.held.items()]
         for staging in subscriber.staged:
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
-        if (incoming := subscriber._incoming) is not None:
-            assert subscriber.epoch is not None
+        if (incoming := subscriber.incoming.update) is not None:
+            assert subscriber.session.epoch is not None
             parts = zip(incoming.parts, incoming.slabs, strict=True)
-            seen += [(subscriber.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
+            seen += [(subscriber.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
         for epoch, version, slab, model in seen:
-            if slab.lent:
+            if slab.leased:
                 number = self._number(worker, epoch, version, model)
                 assert slab.memory == self.images[number], f"version {version} of {model!r} was written under {worker}"
         for use in worker.uses:
@@ -142,7 +142,10 @@ class Oracle:
                     continue
                 peer = publisher.peers.get(objector.index)
                 steady = (
-                    peer is not None and peer.nonce == objector.subscriber.nonce and not peer.lost and not peer.slow
+                    peer is not None
+                    and peer.nonce == objector.subscriber.session.nonce
+                    and not peer.lost
+                    and not peer.slow
                 )
                 early = self.now < record.time + self.world.settings.layout_patience
                 assert not (steady and early), (

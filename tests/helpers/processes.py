@@ -23,6 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,9 +31,8 @@ import torch
 from torch import nn
 
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
-from asyncsync.model import binding
-from asyncsync.model.gate import Gate
-from asyncsync.protocol.publisher import Settings
+from asyncsync.model import update
+from asyncsync.model.gate import Gate, Writer
 from helpers.apis import Face, in_thread
 
 __all__ = [
@@ -142,7 +142,8 @@ async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: C
 def impatient(scheme: ZMQWeightSyncScheme, **changes: Any) -> None:
     """Have the liveness times of a scheme's own process pass ten times as fast."""
     times: dict[str, Any] = {"ping_interval": 0.1, "slow_after": 0.3, "retry_interval": 0.5, **changes}
-    scheme.bus._settings = lambda: Settings(**times)  # type: ignore[method-assign]
+    settings = replace(scheme.bus._settings(), **times)
+    scheme.bus._settings = lambda: settings  # type: ignore[method-assign]
 
 
 class Remote:
@@ -380,13 +381,17 @@ class Worker(_Party):
         *,
         elsewhere: bool = False,
         broken_gate: bool = False,
+        fast: bool = True,
         timeout: float = 30.0,
         settings: dict[str, Any] | None = None,
     ) -> int:
-        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody."""
+        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody;
+        ``fast``: False: every update goes the general way."""
+        if not fast:
+            os.environ["ASYNCSYNC_FAST"] = "0"
         if elsewhere:
             from asyncsync.bus import receiver
-            from asyncsync.protocol.publisher import Identity
+            from asyncsync.protocol.settings import Identity
 
             receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
         self.model = Filled(numel, -1.0)
@@ -395,7 +400,7 @@ class Worker(_Party):
         scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx)
         if broken_gate:
             scheme.bus._gate = BrokenGate()
-            binding.copy_tensors = _copy_one_by_one
+            update.copy_tensors = _copy_one_by_one
         if settings is not None:
             impatient(scheme, **settings)
 
@@ -451,8 +456,8 @@ class Worker(_Party):
 
         assert self.scheme is not None
         if point == "transfer":
-            subscriber = self.scheme.bus._link.subscriber  # type: ignore[union-attr]
-            original, count = subscriber._on_chunk, 0
+            incoming = self.scheme.bus._link.subscriber.incoming  # type: ignore[union-attr]
+            original, count = incoming.chunk, 0
 
             def on_chunk(*args: Any) -> None:
                 nonlocal count
@@ -461,7 +466,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            subscriber._on_chunk = on_chunk  # type: ignore[method-assign]
+            incoming.chunk = on_chunk  # type: ignore[method-assign]
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -470,7 +475,7 @@ class Worker(_Party):
                 halt()
                 _copy(destinations[half:], sources[half:])
 
-            binding.copy_tensors = copy_half
+            update.copy_tensors = copy_half
 
     async def forwards(self, count: int) -> tuple[int, int]:
         """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
@@ -502,7 +507,7 @@ class Worker(_Party):
         return torn, len(seen)
 
 
-_copy = binding.copy_tensors
+_copy = update.copy_tensors
 
 
 def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
@@ -513,6 +518,9 @@ def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[tor
 
 class BrokenGate(Gate):
     """Lets every update through at once."""
+
+    def try_apply(self, update: Writer) -> bool:
+        return False
 
     def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         update()

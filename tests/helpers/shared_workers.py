@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncsync.bus import sender
-from asyncsync.model import binding
+from asyncsync.bus import publishing
+from asyncsync.model import update
 from asyncsync.weights.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
 
@@ -71,8 +71,8 @@ def _address_space() -> int:
 
 
 def release_too_early(self: Any, last: int, kept: Any) -> None:
-    """What ``Loans.report`` must not be."""
-    self.close()
+    """What ``WorkerLeases.report`` must not be."""
+    self.release()
 
 
 class BatchNormed(nn.Module):
@@ -150,7 +150,7 @@ class SharedTrainer(_Hurt, Trainer):
                 view.copy_(tensor.detach())
             os.kill(os.getpid(), signal.SIGKILL)
 
-        sender.pack = pack_half  # type: ignore[assignment]
+        publishing.pack = pack_half  # type: ignore[assignment]
         await self.scheme.publish(self.model.fill(value))
 
     async def slots(self) -> tuple[int, int]:
@@ -335,7 +335,7 @@ def forwards(
     scheme.init_on_receiver("policy", model=Filled(numel, -1.0, parts=4), worker_idx=index, inplace=inplace)
     if broken:
         scheme.bus._gate = BrokenGate()
-        binding.copy_tensors = _copy_one_by_one
+        update.copy_tensors = _copy_one_by_one
     scheme.connect(timeout=30)
     connection.send("connected")
     model = scheme.model

@@ -10,21 +10,23 @@ from typing import Any
 import torch
 
 from asyncsync.errors import SchemaMismatch, WeightSyncError
-from asyncsync.fastpath.sender import Routine
-from asyncsync.fastpath.worker import WorkerRoutine
-from asyncsync.model.binding import Binding, Prepared
-from asyncsync.model.gate import Update
+from asyncsync.fastpath.sender import SteadySender
+from asyncsync.fastpath.worker import SteadyWorker
+from asyncsync.model.binding import Binding
+from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.net.side_channel import split
-from asyncsync.protocol import wire
+from asyncsync.model.update import Prepared
+from asyncsync.net.packets import split
+from asyncsync.protocol import fields, messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.source_cache import KnownWeights
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 from helpers.machines import Borrowed
 
@@ -53,6 +55,7 @@ class World:
         eager, descriptors: how bytes travel (neither: as chunks).
         local: the workers share the trainer's host, so their death is noticed at once.
         lent: these models travel in slots that workers map, or copy out at once; only if local.
+        fast: whether the steady state is shorter than the general way.
     """
 
     workers: int = 2
@@ -64,10 +67,12 @@ class World:
     descriptors: bool = False
     local: bool = True
     lent: frozenset[str] = frozenset()
+    fast: bool = True
 
     @property
     def settings(self) -> Settings:
-        return Settings(eager_bytes=4096 if self.eager else 0, chunk_bytes=40, window_bytes=120, checksum=self.checksum)
+        eager = 4096 if self.eager else 0
+        return Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=120, checksum=self.checksum, fast=self.fast)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,6 +95,7 @@ def draw_world(source: random.Random) -> World:
         descriptors=source.random() < 0.2,
         local=bool(lent) or source.random() < 0.7,
         lent=lent,
+        fast=bool(lent) or source.random() < 0.7,
     )
 
 
@@ -145,7 +151,7 @@ class Slots(SlabPool):
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slab = super()._make(layout, pinned=pinned)
-        slab.lent = True
+        slab.leased = True
         self.made.append(slab)
         return slab
 
@@ -183,7 +189,7 @@ class Trainer:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.routine: Routine | None = None
+        self.routine: SteadySender | None = None
         self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
@@ -202,25 +208,31 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> wire.Epoch:
+    def epoch(self) -> fields.Epoch:
         return self._publisher.epoch
 
-    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> Routine | None:
+    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
-        if not self.usable or target is None or target.slab not in self.slots or target.slab.in_place:
+        if (
+            not publisher.settings.fast
+            or not self.usable
+            or target is None
+            or target.slab not in self.slots
+            or target.slab.in_place
+        ):
             return None
         if target.slab.references > 1:
             return None
-        peers = publisher.steady(model, target.slab)
+        peers = publisher.announcer.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
         slab = self.slots.acquire(target.slab.layout)
         slab.in_place = False
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, lanes[peer.route]) for peer in peers]
-        known = KnownWeights(slab.layout)
-        self.routine = Routine(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        known = SourceCache(slab.layout)
+        self.routine = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
         return self.routine
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
@@ -254,14 +266,14 @@ class Trainer:
 
 
 class SimulatedLane:
-    """As :class:`asyncsync.net.side_channel.Lane`: what is written is on its way, unless the lane is broken."""
+    """As :class:`asyncsync.net.side_channel.SideChannel`: what is written is on its way, unless the lane is broken."""
 
     def __init__(self, connection: Connection, network: list[Message], *, broken: bool) -> None:
         self._connection = connection
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[wire.Buffer]) -> bool:
+    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
@@ -293,7 +305,7 @@ class SimulatedGate:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def pass_through(self, update: Update) -> bool:
+    def try_apply(self, update: Writer) -> bool:
         if self._worker.held or self._worker.running is not None:
             return False
         update.apply()
@@ -322,7 +334,7 @@ class Worker:
         self.late: set[str] = set()
         self.epochs: dict[str, tuple[tuple[int, int], int]] = {}
         self.running: Staging | None = None
-        self.fetches: list[tuple[int, int, wire.Part, Slab]] = []
+        self.fetches: list[tuple[int, int, messages.Part, Slab]] = []
         self.failures = 0
         self.again = 0  # the serial of an AGAIN that has just come
 
@@ -332,7 +344,7 @@ class Worker:
         self.contents[model] = 0
         self.subscriber.register(model, self.bindings[model], now)
 
-    def _attach(self, part: wire.Part, layout: Layout) -> Slab | None:
+    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         """As transports.attachments do it."""
         assert part.descriptor is not None
         if not part.descriptor.startswith(b"slot "):
@@ -355,7 +367,7 @@ class Worker:
         if known is None:
             known = self.mapped[slot] = Borrowed(layout, slot.buffer)
         else:
-            known._reuse(layout)
+            known.reuse(layout)
         return known
 
     def _window(self, descriptor: bytes) -> memoryview | None:
@@ -369,21 +381,26 @@ class Worker:
     def begin_routine(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
-        if subscriber.routine is not None or (steady := subscriber.steady(serial)) is None:
+        if (
+            not subscriber.settings.fast
+            or subscriber.fast_path is not None
+            or (steady := subscriber.steady(serial)) is None
+        ):
             return
         model, part = steady
-        held = subscriber.held(model)
+        held = subscriber.holdings.held.get(model)
         assert held is not None
-        newest = held[2]
-        if newest.prepared is None or not newest.prepared.is_known or newest.lent:
+        newest, binding = held[2], subscriber.models[model]
+        prepared = binding.cached(newest)
+        if prepared is None or not prepared.is_known or newest.leased:
             return
         slab = subscriber.pool.acquire(newest.layout)
-        if Binding.prepare(subscriber.models[model], slab) is not slab.prepared:
+        if Binding.prepare(binding, slab) is not binding.cached(slab):
             slab.release()
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        subscriber.routine = WorkerRoutine(
+        subscriber.fast_path = SteadyWorker(
             subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
         )
 
@@ -410,7 +427,7 @@ class Worker:
 
     @property
     def active(self) -> bool:
-        return self.running_on and self.subscriber.ended is None
+        return self.running_on and self.subscriber.session.ended is None
 
     @property
     def running_on(self) -> bool:

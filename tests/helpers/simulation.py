@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.net.side_channel import join
-from asyncsync.protocol import wire
-from asyncsync.weights.slab import Slab, pack
+from asyncsync.net.packets import join
+from asyncsync.protocol import codec, messages
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 from helpers.oracle import Oracle
 from helpers.simulated import (
@@ -173,8 +174,8 @@ class Simulation(Oracle):
         """A bit flips. Only a checksum can notice."""
         if self.network and self.world.checksum:
             message = self.network[a % len(self.network)]
-            kind = type(wire.decode(message.frames)[0])
-            if kind is wire.Chunk or (kind is wire.Update and len(message.frames) > 2 and message.frames[-1]):
+            kind = type(codec.decode(message.frames)[0])
+            if kind is messages.Chunk or (kind is messages.Update and len(message.frames) > 2 and message.frames[-1]):
                 damaged = bytearray(message.frames[-1])
                 damaged[b % len(damaged)] ^= 1 << b % 8
                 message.frames = [*message.frames[:-1], bytes(damaged)]
@@ -228,7 +229,7 @@ class Simulation(Oracle):
             trainer.records.append(record)
             self.records[number] = record
             self.images[number] = bytes(routine._newest.memory)
-            if not routine.tell():
+            if not routine.announce():
                 break
             if turn < turns:
                 self._flow_up_and_down()
@@ -317,7 +318,7 @@ class Simulation(Oracle):
     def _do_request(self, a: int, b: int) -> None:
         worker = self._pick(a)
         if worker.active:
-            worker.subscriber.request(self.now)
+            worker.subscriber.session.request()
 
     def _do_disconnect(self, a: int, b: int) -> None:
         """A connection breaks; what is under way may still arrive, late."""
@@ -382,7 +383,7 @@ class Simulation(Oracle):
     def _do_assemble(self, a: int, b: int) -> None:
         """The trainer's connect() has returned."""
         publisher = self.trainer.publisher
-        if all(publisher.connected(w, self.world.models) for w in range(self.world.workers)):
+        if all(publisher.progress.connected(w, self.world.models) for w in range(self.world.workers)):
             for model in self.world.models:
                 publisher.assemble(model)
 
@@ -429,7 +430,7 @@ class Simulation(Oracle):
         self._until(self._returned, "what was lent")
         self._check_progress()
         version = self.trainer.publisher.version
-        progress = self.trainer.publisher.progress(version, self.trainer.publisher.targeted(version))
+        progress = self.trainer.publisher.progress.of(version, self.trainer.publisher.progress.targeted(version))
         assert not progress.failed, progress.failed
         assert set(progress.acked) == set(range(self.world.workers)), progress
 
@@ -468,7 +469,10 @@ class Simulation(Oracle):
                     self._kill(worker)
             if worker.active:
                 self._register_rest(worker)
-                if worker.subscriber.nonce in self.trainer.publisher._superseded and worker not in self.untold:
+                if (
+                    worker.subscriber.session.nonce in self.trainer.publisher.membership._superseded
+                    and worker not in self.untold
+                ):
                     self._disconnect(worker)  # its BYE was lost, and a connection that loses something breaks
                     self.untold.append(worker)
                 if worker.connection is None:
@@ -487,7 +491,7 @@ class Simulation(Oracle):
     def _serving(self, index: int) -> Worker | None:
         """The incarnation that the trainer takes for this worker_idx."""
         peer = self.trainer.publisher.peers.get(index)
-        found = [w for w in self.workers if peer is not None and w.subscriber.nonce == peer.nonce and w.active]
+        found = [w for w in self.workers if peer is not None and w.subscriber.session.nonce == peer.nonce and w.active]
         return found[0] if found else None
 
     def _expected(self, worker: Worker, model: str) -> Record | None:
@@ -523,7 +527,7 @@ class Simulation(Oracle):
                     continue
                 topic = "" if self.world.models == ("",) else model
                 wanted = record.number_for(index, topic)
-                progress = publisher.progress(record.version, [index], [topic])
+                progress = publisher.progress.of(record.version, [index], [topic])
                 if worker.contents[model] == wanted:
                     if index not in progress.acked:
                         return f"{worker} has {record}, and the trainer does not know: {progress}"
@@ -537,10 +541,10 @@ class Simulation(Oracle):
     def _returned(self) -> str | None:
         """None if nothing is lent but what workers use, and nothing is in use but that and the targets."""
         publisher = self.trainer.publisher
-        for nonce, loans in publisher.loans.items():
-            worker = next(w for w in self.workers if w.subscriber.nonce == nonce)
-            used = {key for key, slab in worker.subscriber._kept.items() if slab.is_used}
-            for key, _ in loans:
+        for nonce, leases in publisher.leases.of.items():
+            worker = next(w for w in self.workers if w.subscriber.session.nonce == nonce)
+            used = {key for key, slab in worker.subscriber.holdings.leased.items() if slab.is_used}
+            for key, _ in leases:
                 if not worker.active:
                     return f"{key} is still lent to {worker}, which is gone"
                 if key not in used:
@@ -550,7 +554,7 @@ class Simulation(Oracle):
     def _check_progress(self) -> None:
         publisher = self.trainer.publisher
         for version in range(1, publisher.version + 1):
-            waiting = publisher.progress(version, publisher.targeted(version)).waiting
+            waiting = publisher.progress.of(version, publisher.progress.targeted(version)).waiting
             assert not waiting, f"version {version} waits for {waiting}"
 
     # -- the machinery ----------------------------------------------------------------------------------------------
@@ -606,8 +610,8 @@ class Simulation(Oracle):
         for use in list(worker.uses):
             worker.end_use(use)
         if reads:
-            for model, (epoch, version, slab) in subscriber._held.items():
-                if slab.lent and (epoch == subscriber.epoch or worker.connection is None):
+            for model, (epoch, version, slab) in subscriber.holdings.held.items():
+                if slab.leased and (epoch == subscriber.session.epoch or worker.connection is None):
                     worker.use("model", slab, self._number(worker, epoch, version, model))
         subscriber.bye("done", reads=reads)
         self._settle()
@@ -620,7 +624,7 @@ class Simulation(Oracle):
         if uses and b % 2:
             worker.end_use(uses[b // 2 % len(uses)])
             return
-        lent = [(m, *held) for m, held in worker.subscriber._held.items() if held[2].lent]
+        lent = [(m, *held) for m, held in worker.subscriber.holdings.held.items() if held[2].leased]
         if lent and worker.active:
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))
@@ -628,7 +632,9 @@ class Simulation(Oracle):
     def _lose(self, worker: Worker) -> None:
         for trainer in self.trainers:
             if trainer.alive:
-                trainer.publisher.ended(worker.index, worker.subscriber.nonce, "its process has ended", self.now)
+                trainer.publisher.ended(
+                    worker.index, worker.subscriber.session.nonce, "its process has ended", self.now
+                )
 
     def _advance_to(self, now: float) -> None:
         self.now = now
@@ -646,18 +652,18 @@ class Simulation(Oracle):
         silent = {peer.nonce for peer in trainer.publisher.peers.values() if peer.slow or peer.lost}
         for record in trainer.records:
             if record.objectors:
-                record.objectors = [o for o in record.objectors if o.subscriber.nonce not in silent]
+                record.objectors = [o for o in record.objectors if o.subscriber.session.nonce not in silent]
 
     def _deliver(self, message: Message) -> None:
         connection = message.connection
         try:
-            instruction, payload = wire.decode(message.frames)
+            instruction, payload = codec.decode(message.frames)
             if message.upward:
                 if connection.trainer.alive and not self._answers(message):
                     connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
             elif connection.worker.running_on and not self._takes(connection, instruction, message.frames):
                 connection.worker.subscriber.receive(instruction, payload, self.now)
-                if type(instruction) is wire.Again:
+                if type(instruction) is messages.Again:
                     connection.worker.again = instruction.serial
         except ProtocolError as error:
             self.dropped[str(error).partition(":")[0]] += 1
@@ -671,11 +677,11 @@ class Simulation(Oracle):
         peers = [peer for peer in routine.waiting if peer.route == message.connection.route]
         return any(routine.answer(peer, packet, self.now) for peer in peers)
 
-    def _takes(self, connection: Connection, instruction: wire.Instruction, frames: list[bytes]) -> bool:
+    def _takes(self, connection: Connection, instruction: messages.Instruction, frames: list[bytes]) -> bool:
         """Whether this is routine for a worker, which has applied it then, and answers."""
         worker = connection.worker
-        routine = worker.subscriber.routine
-        if routine is None or worker.connection is not connection or type(instruction) is not wire.Again:
+        routine = worker.subscriber.fast_path
+        if routine is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
         done = routine.take(memoryview(b"".join(join(frames))), self.now)
         if done is None:
@@ -696,7 +702,7 @@ class Simulation(Oracle):
                     continue
                 connection = next(c for c in reversed(self.connections) if c.route == route)
                 if connection.open:
-                    frames = [wire.encode(instruction), *map(bytes, payload)]
+                    frames = [codec.encode(instruction), *map(bytes, payload)]
                     self.network.append(Message(connection, False, frames))
                 else:
                     trainer.publisher.unreachable(route, self.now)
@@ -704,8 +710,8 @@ class Simulation(Oracle):
     def _settle_workers(self) -> None:
         for worker in self.workers:
             if worker.alive:
-                while worker.subscriber.fetches:
-                    worker.fetches.append(worker.subscriber.fetches.popleft())
+                while worker.subscriber.incoming.fetches:
+                    worker.fetches.append(worker.subscriber.incoming.fetches.popleft())
                 if not worker.held:
                     while worker.fetches:
                         self._fetch(worker, *worker.fetches.pop(0))
@@ -722,12 +728,12 @@ class Simulation(Oracle):
 
     def _send_up(self, worker: Worker) -> None:
         if worker.running_on:
-            worker.subscriber.flush()
+            worker.subscriber.reports.flush()
         outbox = worker.subscriber.outbox
         while outbox:
             instruction, payload = outbox.popleft()
             if worker.alive and worker.connection is not None:
-                frames = [wire.encode(instruction), *map(bytes, payload)]
+                frames = [codec.encode(instruction), *map(bytes, payload)]
                 self.network.append(Message(worker.connection, True, frames))
 
     def _finish(self, worker: Worker) -> None:
@@ -735,7 +741,7 @@ class Simulation(Oracle):
         assert staging is not None
         worker.subscriber.applied(staging)
 
-    def _fetch(self, worker: Worker, serial: int, index: int, part: wire.Part, slab: Slab) -> None:
+    def _fetch(self, worker: Worker, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
         assert part.descriptor is not None
         source = next(
             (t.shared[part.descriptor] for t in self.trainers if t.alive and part.descriptor in t.shared), None
@@ -747,7 +753,7 @@ class Simulation(Oracle):
         else:
             slab.memory[:] = source.memory
         if worker.alive:
-            worker.subscriber.fetched(serial, index, slab, error, self.now)
+            worker.subscriber.incoming.fetched(serial, index, slab, error, self.now)
 
     def _publish(
         self,
@@ -786,7 +792,7 @@ class Simulation(Oracle):
         record = Record(publisher.version + 1, trainer, self.now, numbers, dtypes)
         for worker in self.workers:
             peer = publisher.peers.get(worker.index)
-            if peer is None or peer.nonce != worker.subscriber.nonce or peer.lost or peer.slow:
+            if peer is None or peer.nonce != worker.subscriber.session.nonce or peer.lost or peer.slow:
                 continue
             news = {m: n for m in peer.hello.have if (n := record.number_for(worker.index, m)) is not None}
             for model, number in news.items():
@@ -800,7 +806,7 @@ class Simulation(Oracle):
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
-            trainer.unpack([slab for slab in slabs if not slab.lent])
+            trainer.unpack([slab for slab in slabs if not slab.leased])
         version = publisher.publish(parts, None if each else workers, self.now)
         assert version == record.version
         for slab in slabs:

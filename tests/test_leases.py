@@ -1,4 +1,4 @@
-"""Loans: what a worker may be reading where it lies is written again when that worker, or its end, has said so."""
+"""Leases: what a worker may be reading where it lies is written again when that worker, or its end, has said so."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol import wire
-from asyncsync.protocol.leases import Key, Loans
+from asyncsync.protocol import fields, messages
+from asyncsync.protocol.leases import Key, WorkerLeases
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -23,65 +23,65 @@ RETRY = Settings().retry_interval
 
 def lent(nbytes: int = 64) -> Slab:
     slab = Slab(Layout([(("w",), torch.uint8, (nbytes,))]), torch.zeros(nbytes, dtype=torch.uint8))
-    slab.lent = True
+    slab.leased = True
     return slab
 
 
-# -- one worker's loans ------------------------------------------------------------------------------------------------
+# -- one worker's leases -----------------------------------------------------------------------------------------------
 
 
 def test_a_loan_holds_its_slab_until_a_report_of_its_update_does_not_name_it() -> None:
-    loans, slab = Loans(0, 7), lent()
-    loans.lend(5, {"policy": (3, slab)})
-    assert (slab.references, len(loans)) == (2, 1)
-    loans.report(4, ())  # this worker has not seen it yet
-    loans.report(5, (("policy", 3),))  # reads it
-    loans.report(9, (("policy", 3),))
-    assert list(loans) == [(("policy", 3), slab)]
-    loans.report(9, (("policy", 4), ("critic", 3)))
-    assert (slab.references, len(loans)) == (1, 0)
+    leases, slab = WorkerLeases(0, 7), lent()
+    leases.lease(5, {"policy": (3, slab)})
+    assert (slab.references, len(leases)) == (2, 1)
+    leases.report(4, ())  # this worker has not seen it yet
+    leases.report(5, (("policy", 3),))  # reads it
+    leases.report(9, (("policy", 3),))
+    assert list(leases) == [(("policy", 3), slab)]
+    leases.report(9, (("policy", 4), ("critic", 3)))
+    assert (slab.references, len(leases)) == (1, 0)
 
 
 def test_a_report_from_before_a_slab_was_lent_again_does_not_give_it_back() -> None:
-    loans, slab = Loans(0, 7), lent()
-    loans.lend(5, {"policy": (3, slab)})
-    loans.lend(6, {"policy": (3, slab)})
+    leases, slab = WorkerLeases(0, 7), lent()
+    leases.lease(5, {"policy": (3, slab)})
+    leases.lease(6, {"policy": (3, slab)})
     assert slab.references == 2  # one loan
-    loans.report(5, ())
+    leases.report(5, ())
     assert slab.references == 2
-    loans.report(6, ())
+    leases.report(6, ())
     assert slab.references == 1
 
 
 def test_reports_that_come_twice_or_late_give_nothing_back_twice() -> None:
-    loans, old, new = Loans(0, 7), lent(), lent()
-    loans.lend(1, {"policy": (1, old)})
-    loans.lend(2, {"policy": (2, new)})
-    loans.report(2, (("policy", 2),))
-    loans.report(2, (("policy", 2),))
-    loans.report(1, (("policy", 1),))
+    leases, old, new = WorkerLeases(0, 7), lent(), lent()
+    leases.lease(1, {"policy": (1, old)})
+    leases.lease(2, {"policy": (2, new)})
+    leases.report(2, (("policy", 2),))
+    leases.report(2, (("policy", 2),))
+    leases.report(1, (("policy", 1),))
     assert (old.references, new.references) == (1, 2)
 
 
 def test_only_what_workers_read_in_place_is_a_loan() -> None:
-    loans, mine, plain = Loans(0, 7), lent(), lent()
-    plain.lent = False
-    loans.lend(1, {"policy": (1, mine), "critic": (1, plain)})
-    assert [key for key, _ in loans] == [("policy", 1)]
+    leases, mine, plain = WorkerLeases(0, 7), lent(), lent()
+    plain.leased = False
+    leases.lease(1, {"policy": (1, mine), "critic": (1, plain)})
+    assert [key for key, _ in leases] == [("policy", 1)]
     assert plain.references == 1
 
 
 def test_the_end_of_a_process_gives_everything_back() -> None:
-    loans, slabs = Loans(0, 7), [lent() for _ in range(3)]
+    leases, slabs = WorkerLeases(0, 7), [lent() for _ in range(3)]
     for serial, slab in enumerate(slabs, 1):
-        loans.lend(serial, {"policy": (serial, slab)})
-    loans.close()
-    loans.close()
-    assert ([slab.references for slab in slabs], len(loans)) == ([1, 1, 1], 0)
+        leases.lease(serial, {"policy": (serial, slab)})
+    leases.release()
+    leases.release()
+    assert ([slab.references for slab in slabs], len(leases)) == ([1, 1, 1], 0)
 
 
 class Reader:
-    """A worker as loans imagine it: looks at newer UPDATEs only, may forget any version at any time, and reports."""
+    """A worker as leases imagine it: looks at newer UPDATEs only, may forget any version at any time, and reports."""
 
     def __init__(self) -> None:
         self.serial = 0
@@ -101,7 +101,7 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
     steps: list[tuple[str, int]],
 ) -> None:
     """UPDATEs and reports may arrive in any order, repeatedly, or never."""
-    loans, reader = Loans(0, 7), Reader()
+    leases, reader = WorkerLeases(0, 7), Reader()
     slabs: dict[Key, Slab] = {}
     updates: list[tuple[int, list[Key]]] = []
     reports: list[tuple[int, list[Key]]] = []
@@ -111,7 +111,7 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
             keys = [(model, version) for model, version in parts.items()]
             out = {model: (version, slabs.setdefault((model, version), lent())) for model, version in parts.items()}
             updates.append((len(updates) + 1, keys))
-            loans.lend(len(updates), out)
+            leases.lease(len(updates), out)
         elif name == "see" and updates:
             reader.see(*updates[number % len(updates)])
         elif name == "forget" and reader.uses:
@@ -119,12 +119,12 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
         elif name == "report":
             reports.append((reader.serial, sorted(reader.uses)))
         elif name == "hear" and reports:
-            loans.report(*reports[number % len(reports)])
+            leases.report(*reports[number % len(reports)])
         for key in reader.uses:
             assert slabs[key].references == 2, f"{key} is read, and may be written"
     reader.see(len(updates) + 1, [])
-    loans.report(reader.serial, sorted(reader.uses))
-    assert {key for key, _ in loans} == reader.uses
+    leases.report(reader.serial, sorted(reader.uses))
+    assert {key for key, _ in leases} == reader.uses
 
 
 # -- the publisher's ---------------------------------------------------------------------------------------------------
@@ -138,16 +138,16 @@ def desk() -> Desk:
     return desk
 
 
-def update_for(desk: Desk, worker: int) -> wire.Update:
-    (update,) = desk.take(wire.Update, b"%d" % worker)
-    assert isinstance(update, wire.Update)
+def update_for(desk: Desk, worker: int) -> messages.Update:
+    (update,) = desk.take(messages.Update, b"%d" % worker)
+    assert isinstance(update, messages.Update)
     return update
 
 
 def out(desk: Desk, worker: int) -> set[int]:
     """The versions that the newest incarnation of this worker, with its default nonce, may be reading."""
-    loans = desk.publisher.loans.get(nonce(worker), Loans(worker, 0))
-    return {version for (_, version), _ in loans}
+    leases = desk.publisher.leases.of.get(nonce(worker), WorkerLeases(worker, 0))
+    return {version for (_, version), _ in leases}
 
 
 def slabs_out(desk: Desk) -> int:
@@ -156,14 +156,14 @@ def slabs_out(desk: Desk) -> int:
 
 def test_an_update_lends_its_slabs_and_applying_a_newer_one_gives_them_back(desk: Desk) -> None:
     desk.publish(1, lent=True)
-    first = {w: desk.take(wire.Update, None) for w in [0]}[0]
+    first = {w: desk.take(messages.Update, None) for w in [0]}[0]
     assert len(first) == 2
     for worker in (0, 1):
         desk.staged(worker, first[0], 1, (("policy", 1),))
         desk.applied(worker, 1, (("policy", 1),), policy=1)
     assert (out(desk, 0), out(desk, 1)) == ({1}, {1})
     desk.publish(2, lent=True)
-    (second,) = desk.take(wire.Again, b"0")
+    (second,) = desk.take(messages.Again, b"0")
     assert slabs_out(desk) == 2
     for worker in (0, 1):
         desk.staged(worker, second, second.serial, (("policy", 1), ("policy", 2)))
@@ -177,7 +177,7 @@ def test_a_worker_that_copies_out_gives_back_with_staged(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial)
-    assert nonce(0) not in desk.publisher.loans
+    assert nonce(0) not in desk.publisher.leases.of
 
 
 def test_staging_alone_gives_nothing_back(desk: Desk) -> None:
@@ -195,16 +195,18 @@ def test_staging_alone_gives_nothing_back(desk: Desk) -> None:
 def test_a_failure_and_a_pong_report_too(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
-    failed = wire.Failed(EPOCH, update.serial, {"policy": 1}, False, "builtins.OSError", "no", "", update.serial)
+    failed = messages.Failed(EPOCH, update.serial, {"policy": 1}, False, "builtins.OSError", "no", "", update.serial)
     desk.receive(0, failed)
     assert out(desk, 0) == set()
     desk.publish(2, [0], lent=True)
     update = update_for(desk, 0)
     desk.pass_time(RETRY)
     seq = desk.publisher.peers[0].ping_seq
-    desk.receive(0, wire.Pong(EPOCH, seq, {}, {}, 0, update.serial, (("policy", 2),)))
+    desk.receive(0, messages.Pong(EPOCH, seq, {}, {}, 0, update.serial, (("policy", 2),)))
     assert out(desk, 0) == {2}
-    desk.receive(0, wire.Pong(EPOCH, seq, {}, {}, 0, update.serial, ()))  # its number was answered; its report counts
+    desk.receive(
+        0, messages.Pong(EPOCH, seq, {}, {}, 0, update.serial, ())
+    )  # its number was answered; its report counts
     assert out(desk, 0) == set()
 
 
@@ -213,7 +215,7 @@ def test_an_update_that_got_lost_stays_lent_until_its_successor_is_reported(desk
     lost = update_for(desk, 0)
     desk.publish(2, [0], lent=True)
     desk.pass_time(RETRY)
-    desk.receive(0, wire.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, 0, ()))
+    desk.receive(0, messages.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, 0, ()))
     desk.ready(0)
     again = update_for(desk, 0)
     assert again.serial > lost.serial
@@ -224,12 +226,12 @@ def test_an_update_that_got_lost_stays_lent_until_its_successor_is_reported(desk
 
 def test_a_ping_tells_of_the_last_update_so_that_a_lost_one_comes_back_though_nothing_follows_it(desk: Desk) -> None:
     desk.pass_time(RETRY)
-    assert {ping.serial for ping in desk.take(wire.Ping)} == {0}  # type: ignore[attr-defined]
+    assert {ping.serial for ping in desk.take(messages.Ping)} == {0}  # type: ignore[attr-defined]
     desk.publish(1, [0], lent=True)
     lost = update_for(desk, 0)
     desk.pass_time(RETRY)
-    assert [ping.serial for ping in desk.take(wire.Ping, b"0")] == [lost.serial]  # type: ignore[attr-defined]
-    desk.receive(0, wire.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
+    assert [ping.serial for ping in desk.take(messages.Ping, b"0")] == [lost.serial]  # type: ignore[attr-defined]
+    desk.receive(0, messages.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
     assert out(desk, 0) == set()  # it is sent anew when the worker has accepted its layout anew
     desk.ready(0)
     assert (update_for(desk, 0).serial, out(desk, 0)) == (lost.serial + 1, {1})
@@ -240,12 +242,12 @@ def test_the_same_version_after_a_reconnection_is_lent_anew(desk: Desk) -> None:
     first = update_for(desk, 0)
     desk.hello(0, route=b"new")
     desk.cut(b"0")
-    desk.receive(b"new", wire.Ready(EPOCH, {}))
-    (second,) = desk.take(wire.Update, b"new")
-    assert isinstance(second, wire.Update)
-    desk.receive(b"new", wire.Released(EPOCH, nonce(0), first.serial, ()))
+    desk.receive(b"new", messages.Ready(EPOCH, {}))
+    (second,) = desk.take(messages.Update, b"new")
+    assert isinstance(second, messages.Update)
+    desk.receive(b"new", messages.Released(EPOCH, nonce(0), first.serial, ()))
     assert out(desk, 0) == {1}
-    desk.receive(b"new", wire.Released(EPOCH, nonce(0), second.serial, ()))
+    desk.receive(b"new", messages.Released(EPOCH, nonce(0), second.serial, ()))
     assert out(desk, 0) == set()
 
 
@@ -261,12 +263,12 @@ def test_a_report_over_an_old_connection_does_not_count(desk: Desk) -> None:
 
 def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
     desk.publish(1, lent=True)
-    desk.receive(0, wire.Bye(EPOCH, nonce(0), "closed", ""))
-    desk.receive(1, wire.Bye(EPOCH, nonce(1), "reading", ""))
+    desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", ""))
+    desk.receive(1, messages.Bye(EPOCH, nonce(1), "reading", ""))
     assert (out(desk, 0), out(desk, 1)) == (set(), {1})
     assert [peer.state for peer in desk.publisher.peers.values()] == ["lost", "lost"]
     desk.publisher.ended(1, nonce(1), "its process has ended", desk.now)
-    assert desk.publisher.loans == {}
+    assert desk.publisher.leases.of == {}
 
 
 def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(desk: Desk) -> None:
@@ -274,38 +276,40 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
     desk.ready(1)
-    desk.receive(b"next", wire.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest}))  # type: ignore[union-attr]
-    assert {n: {v for (_, v), _ in loans} for n, loans in desk.publisher.loans.items()} == {
+    desk.receive(
+        b"next", messages.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest})
+    )  # type: ignore[union-attr]
+    assert {n: {v for (_, v), _ in leases} for n, leases in desk.publisher.leases.of.items()} == {
         nonce(0): {1},
         nonce(1): {1},
         nonce(50): {1},
     }
     desk.publisher.ended(0, nonce(0), "its process (100) has ended", desk.now)
-    assert desk.publisher.loans.keys() == {nonce(1), nonce(50)}
+    assert desk.publisher.leases.of.keys() == {nonce(1), nonce(50)}
     assert desk.publisher.peers[0].state == "live"
 
 
-def test_who_was_superseded_keeps_its_loans_until_it_says_released(desk: Desk) -> None:
+def test_who_was_superseded_keeps_its_leases_until_it_says_released(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial, (("policy", 1),))
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
-    desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
-    desk.receive(b"next", wire.Released(EPOCH, nonce(50), wire.MAX_SERIAL, ()))
+    desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
+    desk.receive(b"next", messages.Released(EPOCH, nonce(50), fields.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.applied(0, update.serial, (), policy=1)
     assert out(desk, 0) == {1}
-    desk.receive(0, wire.Released(EPOCH, nonce(0), wire.MAX_SERIAL, ()))
-    assert desk.publisher.loans == {}
+    desk.receive(0, messages.Released(EPOCH, nonce(0), fields.MAX_SERIAL, ()))
+    assert desk.publisher.leases.of == {}
 
 
 def test_released_of_another_epoch_is_refused(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     for route in (0, b"nobody"):
         with pytest.raises(ProtocolError, match="another epoch"):
-            desk.receive(route, wire.Released((1, 1), nonce(0), wire.MAX_SERIAL, ()))
+            desk.receive(route, messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
 
 
@@ -332,7 +336,7 @@ def test_a_connection_to_this_host_that_is_gone_gives_nothing_back_but_one_to_an
 @pytest.mark.parametrize("local", [True, None])
 def test_who_may_be_on_this_host_but_cannot_be_watched_is_lost_and_gives_nothing_back(local: bool | None) -> None:
     desk = Desk(1)
-    desk.publisher.is_watched = lambda nonce: False
+    desk.publisher.membership.is_watched = lambda nonce: False
     desk.hello(0, local=local)
     desk.ready(0)
     desk.publish(1, lent=True)
@@ -341,7 +345,7 @@ def test_who_may_be_on_this_host_but_cannot_be_watched_is_lost_and_gives_nothing
     desk.cut(b"0")
     assert desk.publisher.peers[0].state == "lost"
     assert out(desk, 0) == {1}
-    assert not desk.publisher.loans[nonce(0)].pid or local
+    assert not desk.publisher.leases.of[nonce(0)].pid or local
 
 
 def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target_and_is_still_there(desk: Desk) -> None:
@@ -351,8 +355,8 @@ def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target
     assert slabs_out(desk) == 1
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
-    desk.receive(b"next", wire.Ready(EPOCH, {"policy": update.parts[0].digest}))
-    assert {v for (_, v), _ in desk.publisher.loans[nonce(50)]} == {1}
+    desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
+    assert {v for (_, v), _ in desk.publisher.leases.of[nonce(50)]} == {1}
 
 
 def test_models_of_one_update_come_back_one_by_one() -> None:
@@ -361,17 +365,17 @@ def test_models_of_one_update_come_back_one_by_one() -> None:
     desk.publish(1, models=("policy", "critic"), lent=True)
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial, (("critic", 1),))
-    assert {key for key, _ in desk.publisher.loans[nonce(0)]} == {("critic", 1)}
+    assert {key for key, _ in desk.publisher.leases.of[nonce(0)]} == {("critic", 1)}
 
 
 def test_closing_gives_everything_back(desk: Desk) -> None:
     desk.publish(1, lent=True)
     desk.hello(0, incarnation=50, route=b"next")
     desk.publisher.close()
-    assert (desk.publisher.loans, slabs_out(desk)) == ({}, 0)
-    desk.receive(0, wire.Released(EPOCH, nonce(0), 1, ()))
+    assert (desk.publisher.leases.of, slabs_out(desk)) == ({}, 0)
+    desk.receive(0, messages.Released(EPOCH, nonce(0), 1, ()))
 
 
-def test_what_is_not_lent_leaves_no_loans(desk: Desk) -> None:
+def test_what_is_not_lent_leaves_no_leases(desk: Desk) -> None:
     desk.publish(1)
-    assert desk.publisher.loans == {}
+    assert desk.publisher.leases.of == {}

@@ -1,0 +1,195 @@
+"""Applying: how staged updates go through the gate, and what follows when the models have them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.cascade import Cascade
+from asyncsync.bus.link import Link
+from asyncsync.fastpath.worker import Show
+from asyncsync.model.gate import Gate, Writer
+from asyncsync.protocol.staging import Staging
+from asyncsync.protocol.subscriber import Subscriber
+
+__all__ = ["Applying"]
+
+GATE_POLL = 0.05
+CLEAN_DELAY = 0.002
+
+
+class Applying:
+    """The updates of one receiver, from staged to applied.
+
+    Args:
+        link: the receiver's.
+        subscriber: its state machine.
+        gate: lets updates through when nobody reads the models.
+        transports: by model; they are cleaned afterwards.
+        show: called when models have a version.
+
+    Attributes:
+        manual: models whose updates wait for ``receive`` (``apply="on_receive"``).
+        wanted: those of them that somebody is receiving right now.
+        cascade: passes updates on.
+    """
+
+    def __init__(
+        self, link: Link, subscriber: Subscriber, gate: Gate, transports: Mapping[str, Carrier], show: Show
+    ) -> None:
+        self.manual: set[str] = set()
+        self.wanted: list[str] = []
+        self.cascade = Cascade()
+        self._link = link
+        self._subscriber = subscriber
+        self._gate = gate
+        self._transports = transports
+        self._show = show
+        self._offered: list[Staging] = []  # what the gate has, unless it has done with it
+        self._gate_timer: asyncio.TimerHandle | None = None
+        self._cleaning: asyncio.TimerHandle | None = None
+
+    def goes_straight(self, model_id: str) -> bool:
+        """Whether updates of this model wait for readers only, and are passed on to nobody."""
+        if model_id in self.manual or self.cascade.task is not None:
+            return False
+        return not self.cascade.concerns((model_id,))
+
+    def close(self) -> None:
+        """Nothing more is applied or passed on from here."""
+        self.cascade.close()
+        for timer in (self._gate_timer, self._cleaning):
+            if timer is not None:
+                timer.cancel()
+
+    def offer(self) -> None:
+        """Give the gate what is staged, to be applied in one pass."""
+        if self.cascade.task is not None or self._link.closed or self._subscriber.leaving:
+            return
+        passing = self._ready() if self.manual else self._subscriber.staged.copy()
+        if not passing or passing == self._offered:
+            return
+        self._offered = passing
+        update = Writer(lambda: self._pass(passing), lambda error: self._done(passing))
+        if self._gate.try_apply(update):
+            self._applied(passing)
+        else:
+            self._gate.offer(update.apply, update.done)
+        if self._gate.pending and self._gate_timer is None:
+            self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def _ready(self) -> list[Staging]:
+        """What is staged, without what is to wait for ``receive``.
+
+        An update may go before an older one that waits; what both bring, the older one then brings no more.
+        """
+        ready: list[Staging] = []
+        waiting: list[Staging] = []
+        for staging in self._subscriber.staged:
+            if self._awaits_receive(staging) and staging not in self._offered:
+                waiting.append(staging)
+                continue
+            for older in waiting:
+                older.leave_out(staging.parts)
+            ready.append(staging)
+        return ready
+
+    def _awaits_receive(self, staging: Staging) -> bool:
+        return any(m in self.manual and m not in self.wanted for m in staging.parts)
+
+    def _pass(self, passing: list[Staging]) -> None:
+        """By the gate, in whatever thread: apply one after the other. One that fails keeps none of the others back.
+
+        After an interrupt, once more: then what is over already is left out.
+        """
+        for staging in passing:
+            if not staging.over:
+                if staging.attempt():
+                    self._show(staging.epoch, staging.acting)
+                staging.over = True
+
+    def waits(self, models: Iterable[str]) -> bool:
+        """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to.
+
+        A reader may still come before they are applied: then they wait in their slot.
+        """
+        if self._gate.readers or self._gate.pending or self.cascade.task is not None:
+            return True
+        return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
+
+    def _done(self, passed: list[Staging]) -> None:
+        """Called by the gate, in the thread that applied, if that was not done at once."""
+        try:
+            self._link.loop.call_soon_threadsafe(self._applied_later, passed)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits
+
+    def _applied_later(self, passed: list[Staging]) -> None:
+        with self._link.guard():
+            self._applied(passed)
+            if not self._link.closed:
+                self._link.settle()
+
+    def _applied(self, passed: list[Staging]) -> None:
+        if self._offered is passed:
+            self._offered = []
+        self._conclude(passed.copy())
+
+    def _conclude(self, passed: list[Staging]) -> None:
+        """The gate has done with these: see to each in turn, how it went."""
+        while passed:
+            staging = passed.pop(0)
+            if staging.heard or staging.abandoned:
+                continue
+            staging.heard = True
+            if staging.error is None and self.cascade.concerns(staging.parts):
+                # Nothing newer goes through the gate until those below have this one, and it counts as applied.
+                slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
+                self.cascade.begin(slabs, partial(self._passed_on, staging, passed))
+                return
+            self._finished(staging, staging.error)
+
+    def _passed_on(self, staging: Staging, others: list[Staging], failure: Exception | None) -> None:
+        with self._link.guard():
+            self._finished(staging, failure)
+            self._conclude(others)
+            if not self._link.closed:
+                self._link.settle()
+
+    def _finished(self, staging: Staging, error: BaseException | None) -> None:
+        if error is None:
+            self._subscriber.applied(staging)
+            for part in staging.parts.values():
+                if part.slab.leased:
+                    self._clean_soon()
+                    break
+        else:
+            self._subscriber.failed(staging, error)
+
+    def _clean_soon(self) -> None:
+        # Not at once: it takes a core for some time, which the sender may need to read the acknowledgement.
+        if self._cleaning is None:
+            self._cleaning = self._link.loop.call_later(CLEAN_DELAY, self._clean)
+
+    def _clean(self) -> None:
+        self._cleaning = None
+        if not self._link.closed:
+            for transport in set(self._transports.values()):
+                transport.clean()
+
+    def _poll_gate(self) -> None:
+        # Readers that ended abnormally never leave: find them while an update waits.
+        self._gate_timer = None
+        if self._gate.pending and not self._link.closed:
+            self._gate.poll()
+            if self._gate.pending:
+                self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def withdraw(self) -> None:
+        """Nobody receives any more: a manual update that the gate has not begun with waits again."""
+        if any(map(self._awaits_receive, self._offered)) and self._gate.withdraw():
+            self._offered = []
+            if not self._link.closed:
+                self._link.settle()  # for the others

@@ -1,0 +1,265 @@
+"""Receiving: what a receiver's callers wait for — the sender's welcome, updates, versions — and the copies they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from asyncsync.bus.applying import Applying
+from asyncsync.bus.link import Link
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
+from asyncsync.model.gate import Gate
+from asyncsync.protocol.fields import Epoch
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.weights.slab import Slab
+
+__all__ = ["Mark", "Receiving"]
+
+REQUEST_AGAIN = 1.0
+
+Mark = tuple[Epoch, int]
+"""(epoch, version): where a receiver is in the sequence of updates."""
+
+
+class Receiving:
+    """The waits of one receiver's callers.
+
+    Args:
+        link: the receiver's.
+        subscriber: its state machine.
+        applying: has to know what somebody is receiving right now.
+        gate: of the models.
+        endpoint: where the sender is, for error messages.
+        origin: the version at the root of a tree that these models show.
+
+    Attributes:
+        copying: how many copies are being made of received slabs.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        subscriber: Subscriber,
+        applying: Applying,
+        gate: Gate,
+        endpoint: str,
+        origin: Callable[[Iterable[str]], int],
+    ) -> None:
+        self.copying = 0
+        self._link = link
+        self._subscriber = subscriber
+        self._applying = applying
+        self._gate = gate
+        self._endpoint = endpoint
+        self._origin = origin
+
+    def mark(self, model_id: str) -> Mark | None:
+        """Epoch and version of the newest applied update of a model."""
+        held = self._subscriber.holdings.held.get(model_id)
+        return None if held is None else (held[0], held[1])
+
+    async def connected(self, model_id: str, timeout: float) -> None:
+        """Wait for the sender's welcome, and for the initial weights if it has any.
+
+        Raises:
+            SchemaMismatch: the sender's weights do not fit the model.
+            NotConnected, Fenced, ClosedError: no sender in time, or it turned this worker away.
+        """
+        subscriber = self._subscriber
+
+        def done() -> bool:
+            return (
+                subscriber.settled(model_id)
+                or subscriber.session.ended is not None
+                or model_id in subscriber.session.refused
+                or model_id in subscriber.holdings.error
+            )
+
+        def refused() -> bool:
+            return model_id in subscriber.session.refused and not subscriber.holdings.version(model_id)
+
+        if subscriber.session.ended is not None and not refused():
+            raise self._ending()
+        self._check_again(model_id)
+        self._applying.wanted.append(model_id)
+        try:
+            self._link.settle()
+            if not await self._link.wait(done, timeout):
+                raise NotConnected(
+                    f"worker {subscriber.worker} is not connected after {timeout:g} s: "
+                    f"{self._why(model_id)}. connect() may be called again"
+                )
+        finally:
+            self._applying.wanted.remove(model_id)
+            self._applying.withdraw()
+        if refused():  # since then the sender may have taken its weights back, and left, because they do not fit
+            raise _again(subscriber.session.refused[model_id])
+        if subscriber.settled(model_id):
+            return
+        if subscriber.session.ended is not None:
+            raise self._ending()
+        if model_id in subscriber.session.refused:
+            raise _again(subscriber.session.refused[model_id])
+        raise subscriber.holdings.error[model_id][1]
+
+    def _check_again(self, model_id: str) -> None:
+        """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
+        self._subscriber.check_again(model_id, self._link.loop.time())
+        if model_id in self._subscriber.session.refused:
+            raise _again(self._subscriber.session.refused[model_id])
+
+    def _why(self, model_id: str) -> str:
+        subscriber = self._subscriber
+        if not subscriber.session.online:
+            return f"nobody answers at {self._endpoint}; see whether the sender is connecting, with the same endpoint"
+        if not subscriber.session.welcomed:
+            return "the sender has not answered yet"
+        if model_id not in subscriber.session.served:
+            served = sorted(subscriber.session.served)
+            return f"the sender serves {served}, not {model_id!r}; use one model_id on both sides"
+        if self._gate.pending:
+            return f"an update waits at the gate for {self._gate.readers} reader(s) to leave (a hold() or a forward)"
+        return "its initial weights have not arrived; the sender waits until every worker has connected"
+
+    def _ending(self) -> WeightSyncError:
+        assert self._subscriber.session.ended is not None
+        return _again(self._subscriber.session.ended)
+
+    async def receive(
+        self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
+    ) -> Mark | None:
+        """The mark of an applied update newer than ``after``; None when the timeout expires.
+
+        ``left`` returns whether the caller was shut down, and the bus not.
+
+        Raises:
+            ClosedError, Fenced: nothing newer is there, and nothing will come.
+        """
+        subscriber = self._subscriber
+
+        def newer() -> bool:
+            mark = self.mark(model_id)
+            return mark is not None and (after is None or mark > after)
+
+        self._applying.wanted.append(model_id)
+        try:
+            self._link.settle()
+            found = await self._link.wait(lambda: newer() or subscriber.session.ended is not None or left(), timeout)
+        finally:
+            self._applying.wanted.remove(model_id)
+            self._applying.withdraw()
+        if newer():
+            return self.mark(model_id)
+        if left():
+            raise ClosedError("this scheme was shut down")
+        if found:
+            raise self._ending()
+        return None
+
+    async def current(self, model_id: str, timeout: float) -> Mark:
+        """Ask the sender what this worker should have, and wait until it has that.
+
+        Raises:
+            AckTimeout: no answer, or not applied, within the timeout.
+            SchemaMismatch, RemoteError, …: the update could not be applied here.
+        """
+        subscriber = self._subscriber
+        deadline = self._link.loop.time() + timeout
+        self._check_again(model_id)
+        self._applying.wanted.append(model_id)
+        try:
+            first = subscriber.session.request()
+
+            def done() -> bool:
+                if subscriber.session.ended is not None or model_id in subscriber.session.refused:
+                    return True
+                target = subscriber.targets.get(model_id, 0)
+                if not subscriber.session.answered(first) or not target:
+                    return False
+                return (
+                    subscriber.holdings.version(model_id) >= target
+                    or subscriber.holdings.error.get(model_id, (0,))[0] >= target
+                )
+
+            while True:
+                self._link.settle()
+                remaining = deadline - self._link.loop.time()
+                if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
+                    break
+                if remaining <= 0:
+                    raise AckTimeout(
+                        f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
+                        f"{self._why(model_id)}"
+                    )
+                subscriber.session.request()
+        finally:
+            self._applying.wanted.remove(model_id)
+            self._applying.withdraw()
+        if subscriber.session.ended is not None:
+            raise self._ending()
+        if model_id in subscriber.session.refused:
+            raise _again(subscriber.session.refused[model_id])
+        if subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+            raise subscriber.holdings.error[model_id][1]
+        mark = self.mark(model_id)
+        assert mark is not None
+        return mark
+
+    async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
+        """Wait until this worker has applied this version, or a newer one, of every one of these models that is to have
+        one.
+
+        Raises:
+            AckTimeout: not within the timeout.
+            ClosedError, Fenced: it will not come.
+        """
+        subscriber = self._subscriber
+
+        def done() -> bool:
+            meant = [m for m in models if subscriber.targets.get(m, 0) >= version]
+            return bool(meant) and all(subscriber.holdings.version(m) >= version for m in meant)
+
+        if not await self._link.wait(lambda: done() or subscriber.session.ended is not None, timeout):
+            have = {m: subscriber.holdings.version(m) for m in models}
+            raise AckTimeout(
+                f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
+            )
+        if not done():
+            raise self._ending()
+
+    async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
+        """Wait until what these models show is at least this version of the root of the tree.
+
+        Raises:
+            AckTimeout: not within the timeout.
+            ClosedError, Fenced: it will not come.
+        """
+        models = list(models)
+        if not await self._link.wait(
+            lambda: self._origin(models) >= version or self._subscriber.session.ended is not None, timeout
+        ):
+            raise AckTimeout(
+                f"worker {self._subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
+                f"{self._origin(models)}"
+            )
+        if self._origin(models) < version:
+            raise self._ending()
+
+    async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
+        """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
+        held = self._subscriber.holdings.held.get(model_id)
+        assert held is not None
+        slab = held[2].retain()
+        self.copying += 1
+        try:
+            return then(await self._link.run(slab.copy, slab.nbytes))
+        finally:
+            self.copying -= 1
+            slab.release()
+            if slab.leased and not self._link.closed:
+                self._link.settle()  # the sender may be waiting for it
+
+
+def _again(error: WeightSyncError) -> WeightSyncError:
+    """A fresh exception with the same message: raising one object from several places would pile up tracebacks."""
+    return type(error)(*error.args)

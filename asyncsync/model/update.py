@@ -1,0 +1,374 @@
+"""Update: the weights of one version for one model, checked outside the gate, written under it.
+
+:meth:`ModelUpdate.resolve`, :meth:`ModelUpdate.apply` and :meth:`ModelUpdate.complete` are the gated pass: the first
+checks once more, as the model may have changed, the second only copies or re-points, the last calls the user's code
+where there is some.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torch import nn
+
+from asyncsync.errors import SchemaMismatch
+from asyncsync.model.bound_model import BoundModel, Repointing
+from asyncsync.model.parameters import Plan
+from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
+from asyncsync.weights.slab import Slab, is_foreign
+from asyncsync.weights.source_cache import AddressCache
+from asyncsync.weights.tree import FlatWeights, dotted, have_dtypes, have_shapes
+
+__all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "apply_now", "prepare_tensors"]
+
+_is_meta = attrgetter("is_meta")
+
+
+class Prepared(Protocol):
+    """One update of one model, converted and checked, to be written under the gate."""
+
+    def repeat(self) -> bool:
+        """All of the following, if that takes no more than copying bytes to where the same tensors had theirs the last
+        time. False: it takes more, and nothing was done."""
+
+    def resolve(self) -> None:
+        """Find the destinations and check them once more; nothing is changed yet.
+
+        Raises:
+            SchemaMismatch: the model has changed since the layout was accepted.
+        """
+
+    def apply(self) -> None:
+        """Copy. Nothing that :meth:`resolve` could have seen fails here."""
+
+    def complete(self) -> None:
+        """After :meth:`apply`: what only the user's code can do, and may fail at."""
+
+
+class ModelUpdate:
+    """An update that is copied into a model's tensors, or gives them new memory.
+
+    Args:
+        model: what is updated.
+        plan: the model's tensors that are written, in order.
+        sources: what they get.
+        states: extra state that is a tensor, by name.
+        values: extra state that is a msgpack value, by name.
+        slab: where Parameters may get their memory; None: nowhere.
+        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: it
+            takes more than to copy bytes.
+
+    Attributes:
+        is_simple: the same may be done whenever the slab holds another version.
+
+    Raises:
+        SchemaMismatch: tied parameters of the model would get two different values.
+    """
+
+    def __init__(
+        self,
+        model: BoundModel,
+        plan: Plan,
+        sources: list[torch.Tensor],
+        states: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
+        slab: Slab | None = None,
+        direct: tuple[AddressCache, list[memoryview]] | None = None,
+    ) -> None:
+        if model.cast:
+            plan, sources = plan.cast(sources)
+        for first, other in plan.ties:
+            plan.check_tie(sources, first, other)
+        if slab is not None:
+            for first, other in plan.ties:  # equal, as checked, and one memory then as before
+                sources[other] = sources[first]
+        if not model.inplace:  # one for each name: the sender may have tied what this model has not
+            sources = [clone(source) for source in sources]
+        # What is tied in this model, but not in the sender's, has to be compared at each update.
+        self.is_simple = direct is not None and model.inplace and not (states or values or plan.ties)
+        self._model = model
+        self._plan = plan
+        self._sources = sources
+        self._states = states
+        self._values = values
+        self._slab = slab
+        self._direct = direct
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._repointing: Repointing | None = None
+
+    def is_current(self, digest: bytes) -> bool:
+        """Whether preparing the same slab, of this layout, for another version would bring nothing else."""
+        known = self._model.plans.get(digest)
+        return known is not None and known.plan is self._plan and self._direct is not None
+
+    def resolve(self) -> None:
+        plan, model = self._plan, self._model
+        if plan.model.stale():
+            model.refresh()
+            plan = self._plan = self._plan_again()
+        try:
+            found = [owner[key] for owner, key in plan.locations]
+            fits = have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)
+        except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
+            fits = False
+        if not fits:
+            self._plan_again()
+            raise SchemaMismatch("the model has changed since its layout was accepted")
+        if _lack_memory(found):
+            _check_memory(plan.names, found)
+        if len(set(map(id, found))) != len(found):
+            self._check_ties(found)
+        self._copies, self._repointed, self._replaced, self._repointing = ([], []), [], [], None
+        in_slabs = self._slab is not None or model.is_repointed
+        if model.inplace and not in_slabs and not any(map(_is_meta, found)):
+            self._copies = (found, self._sources)
+        elif self._slab is not None and (last := model.repointing) is not None and last.fits(plan, found):
+            self._repointing, sources = last, self._sources
+            self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
+            self._repointed = [(found[i], sources[i]) for i in last.moved]
+        else:
+            self._direct = None
+            self._resolve_each(found)
+            self._repointed += [(left, clone(left)) for left in model.left_in_slabs(found)]
+        for name, value in self._values.items():
+            if name in plan.model.owners:
+                owner, key = plan.model.owners[name]
+                self._replace(owner, key, NonTensorData(value) if isinstance(owner, TensorDictBase) else value)
+
+    def _plan_again(self) -> Plan:
+        """The same tensors for the model as it is now, if it still takes them."""
+        plan = self._plan
+        specs = {n: (d, s) for n, d, s in zip(plan.names, plan.dtypes, plan.shapes, strict=True)}
+        specs |= {n: (t.dtype, tuple(t.shape)) for n, t in self._states.items()}
+        again = self._model.plan(specs, self._values.keys())
+        if again.names != plan.names:
+            raise SchemaMismatch(
+                "a tensor of the model has become extra state, or the reverse, since it was registered"
+            )
+        return again
+
+    def _check_ties(self, found: list[torch.Tensor]) -> None:
+        seen: dict[int, int] = {}
+        for i, destination in enumerate(found):
+            first = seen.setdefault(id(destination), i)
+            if first != i and (first, i) not in self._plan.ties:  # tied since this was prepared
+                self._plan.check_tie(self._sources, first, i)
+
+    def _resolve_each(self, found: list[torch.Tensor]) -> None:
+        """Find out for each tensor whether it is copied to, gets other memory, or is replaced.
+
+        Meta tensors have no memory yet, ``inplace=False`` demands new memory, and a slab may hold Parameters.
+        """
+        inplace, is_module = self._model.inplace, self._plan.model.is_module
+        made: dict[int, torch.Tensor] = {}
+        moved: list[int] = []
+        copied: list[int] = []
+        with normal_tensors():
+            for i, ((owner, key), destination, source) in enumerate(
+                zip(self._plan.locations, found, self._sources, strict=True)
+            ):
+                known = id(destination) in made  # a tensor with several names is made once
+                if destination.is_meta or (not inplace and not is_module and not _is_locked(owner)):
+                    if not known:
+                        made[id(destination)] = _successor(destination, source)
+                    self._replace(owner, key, made[id(destination)])
+                elif known:
+                    continue
+                elif (new := self._moved(destination, source)) is not None:
+                    made[id(destination)] = new
+                    self._repointed.append((destination, new))
+                    if new is source:
+                        moved.append(i)
+                elif inplace:
+                    self._copies[0].append(destination)
+                    self._copies[1].append(source)
+                    copied.append(i)
+                else:
+                    # A module's tensors stay the objects that optimisers and others refer to.
+                    new = source.to(destination.device)
+                    if destination.is_inference():  # it stays one
+                        with torch.inference_mode():
+                            new = new.clone()
+                    made[id(destination)] = new
+                    self._repointed.append((destination, new))
+        if len(moved) + len(copied) == len(found):
+            self._repointing = Repointing(self._plan, [weakref.ref(tensor) for tensor in found], moved, copied)
+
+    def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+        """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
+        foreign = self._model.is_repointed and is_foreign(destination)
+        if self._slab is not None and _can_move(destination, source) and (foreign or _is_alone(destination)):
+            return source
+        return clone(source) if foreign else None
+
+    def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
+        if _is_locked(owner):
+            raise SchemaMismatch(f"{key!r} cannot be set: the model is a locked TensorDict; call `unlock_()` on it")
+        self._replaced.append((owner, key, value))
+
+    def apply(self) -> None:
+        destinations, sources = self._copies
+        if destinations and not self._copy_directly(destinations):
+            copy_tensors(destinations, sources)
+        if self._repointed:
+            self._repoint()
+        for owner, key, value in self._replaced:
+            owner[key] = value
+
+    def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
+        if self._direct is None:
+            return False
+        known, pieces = self._direct
+        memory = known.of(destinations)
+        if memory is None:
+            return False
+        copy_bytes(memory, pieces)
+        torch.autograd.graph.increment_version(destinations)
+        return True
+
+    def _repoint(self) -> None:
+        model, slab, repointing = self._model, self._slab, self._repointing
+        is_new = slab is not None and (repointing is None or repointing is not model.repointing)
+        if slab is not None:
+            slab.holds_parameters = model.is_repointed = True
+        if is_new:
+            model.repointing = None
+            model.repointed += [weakref.ref(destination) for destination, _ in self._repointed]
+        for destination, source in self._repointed:
+            destination.data = source
+        # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
+        torch.autograd.graph.increment_version([destination for destination, _ in self._repointed])
+        if slab is not None:
+            slab.holds_all_parameters = True
+        if is_new:
+            model.repointed = model.repointed[-len(self._repointed) :]
+            model.repointing = repointing
+        if repointing is not None:
+            repointing.note_addresses()
+
+    def complete(self) -> None:
+        for name, module in self._plan.model.extra_state.items():
+            if name in self._values:
+                module.set_extra_state(self._values[name])
+            elif name in self._states:
+                module.set_extra_state(clone(self._states[name]))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`repeat` is worth a try."""
+        return self.is_simple and self._direct is not None and self._direct[0].is_known
+
+    def repeat(self) -> bool:
+        plan = self._plan
+        if not self.is_known or self._model.is_repointed or plan.model.stale():
+            return False
+        assert self._direct is not None
+        known, pieces = self._direct
+        try:
+            found = [owner[key] for owner, key in plan.locations]
+        except KeyError:
+            return False
+        memory = known.again(found)
+        if memory is None or not (have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)):
+            return False
+        copy_bytes(memory, pieces)
+        torch.autograd.graph.increment_version(found)
+        return True
+
+
+class CustomUpdate:
+    """An update for a user's ``apply_weights``: called with the weights, without the guarantee of all or nothing."""
+
+    def __init__(self, apply: Callable[[Any], None], weights: Any) -> None:
+        self._apply = apply
+        self._weights = weights
+
+    def repeat(self) -> bool:
+        return False
+
+    def resolve(self) -> None:
+        pass
+
+    def apply(self) -> None:
+        pass
+
+    def complete(self) -> None:
+        self._apply(self._weights)
+
+
+def prepare_tensors(model: BoundModel, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> ModelUpdate:
+    """An update with tensors that are at hand, by their dotted names, and may not fit at all.
+
+    Raises:
+        SchemaMismatch: they do not fit.
+    """
+    plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
+    states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
+    return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
+
+
+def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) -> None:
+    """Check, then apply weights that are at hand, whole or not at all.
+
+    Raises:
+        TypeError: no model to apply them to.
+        SchemaMismatch: nothing was changed.
+    """
+    if model is None:
+        raise TypeError("there is no model to apply the weights to")
+    tensors = {dotted(p): t for p, t in flat.tensors.items()}
+    values = {dotted(p): v for p, v in flat.values.items()}
+    update = prepare_tensors(BoundModel(model, extract_as, inplace=inplace), tensors, values)
+    update.resolve()
+    update.apply()
+    update.complete()
+
+
+def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether this Parameter's memory may be the slab's, which ``source`` is a view of unless it was converted."""
+    return (
+        type(destination) is nn.Parameter
+        and destination.is_cpu
+        and source.dtype is destination.dtype
+        and destination.is_contiguous()
+        and not destination.is_inference()
+        and is_foreign(source)
+    )
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
+    processes were given, would lose touch."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.is_shared()  # type: ignore[no-untyped-call]
+
+
+def _lack_memory(tensors: list[torch.Tensor]) -> bool:
+    """Whether some of them may have none."""
+    try:
+        return 0 in map(torch.Tensor.data_ptr, tensors)
+    except RuntimeError:  # torch knows no memory of such a tensor
+        return True
+
+
+def _check_memory(names: list[str], tensors: list[torch.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+        if plain and tensor.numel() and not tensor.data_ptr():  # torch itself would crash
+            raise SchemaMismatch(f"{name!r} has no memory any more: its storage was resized")
+
+
+def _is_locked(owner: Any) -> bool:
+    return isinstance(owner, TensorDictBase) and owner.is_locked
+
+
+def _successor(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What takes the place of a tensor: on its device, and a Parameter if it was one."""
+    new = clone(source) if old.is_meta else source.to(old.device)
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

@@ -1,0 +1,159 @@
+"""Memory files: memory of one process that others of its host map. A file has no name, so nothing stays behind,
+whatever crashes: the memory is free when the last process that has it open or mapped has ended.
+
+Usage::
+
+    number = create(size)                   # a descriptor, of this process
+    mapping = mmap.mmap(number, size)
+    seal(number, against_writing=True)      # from now on, only this mapping writes
+    place = MemoryPlace.of(number)          # travels to the other process, which opens /proc/<pid>/fd/<n>
+
+    number = open_place(place, "the trainer's", "workers run on its host")
+    mapping = map_private(number, place.size)
+
+To open it takes the same user, host and pid namespace.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import sys
+from typing import NamedTuple
+
+from asyncsync.errors import WeightSyncError
+from asyncsync.net.descriptors import shortage
+
+__all__ = ["MemoryPlace", "create", "map_private", "no_memory", "open_place", "seal"]
+
+# linux/fcntl.h; the fcntl module has no names for all of them.
+F_ADD_SEALS = 1033
+F_GET_SEALS = 1034
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+
+
+class MemoryPlace(NamedTuple):
+    """Where other processes find a memory file.
+
+    Attributes:
+        pid: of its owner.
+        number: the owner's file descriptor.
+        device, inode: of the file, which tell whether the descriptor is still that of this file.
+        size: in bytes.
+    """
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+    size: int
+
+    @classmethod
+    def of(cls, number: int) -> MemoryPlace:
+        """The place of a file of this process, by its descriptor."""
+        found = os.fstat(number)
+        return cls(os.getpid(), number, found.st_dev, found.st_ino, found.st_size)
+
+
+def create(size: int) -> int:
+    """The descriptor of a new memory file, all of whose pages are there.
+
+    Raises:
+        WeightSyncError: this system has none, or there are too few file descriptors.
+        MemoryError: there is not so much memory.
+    """
+    if sys.platform != "linux":
+        raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
+    if why := shortage(2):  # the file's, and its mapping's
+        raise WeightSyncError(f"no shared memory can be had: {why}")
+    try:
+        if hasattr(os, "memfd_create"):
+            number = os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:  # a Python that was built for an old libc: no name either, but no seals
+            number = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise WeightSyncError(f"no shared memory can be had: {error}; use ZMQWeightSyncScheme") from error
+    try:
+        # All pages at once: afterwards, memory cannot run out in the middle of a copy (SIGBUS).
+        os.posix_fallocate(number, 0, size)
+    except OSError as error:
+        os.close(number)
+        raise no_memory(size, error) from error
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def no_memory(size: int, error: Exception) -> MemoryError:
+    """What is raised when the system refuses memory."""
+    return MemoryError(
+        f"no shared memory for a slot of {size} bytes: {error}. One is needed for each version that is in use at once, "
+        "usually two: look at the memory limit of this process or container"
+    )
+
+
+def seal(number: int, *, against_writing: bool = False) -> None:
+    """Make sure that nobody resizes the file: reading a mapping of a file that was cut kills the process.
+
+    Args:
+        number: its descriptor.
+        against_writing: nobody writes it either, except by mappings that are there already.
+    """
+    if not hasattr(os, "memfd_create"):
+        return
+    seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+    if against_writing:
+        try:
+            fcntl.fcntl(number, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
+            return
+        except OSError:
+            pass  # Linux before 5.1 has no FUTURE_WRITE
+    fcntl.fcntl(number, F_ADD_SEALS, seals)
+
+
+def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = False) -> int:
+    """A descriptor of another process's memory file.
+
+    Args:
+        place: where it is.
+        whose: "the sender's", for messages.
+        remedy: what to do if it cannot be opened, for messages.
+        writable: to write it, too.
+
+    Raises:
+        WeightSyncError: it is not there any more, this process may not open it, or it could be cut.
+    """
+    path = f"/proc/{place.pid}/fd/{place.number}"
+    access = os.O_RDWR if writable else os.O_RDONLY
+    try:
+        number = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightSyncError(f"{whose} shared memory cannot be opened ({error}): {remedy}") from error
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
+            raise WeightSyncError(f"{path} is not {whose} shared memory any more: {remedy}")
+        if found.st_size < place.size or not _cannot_shrink(number):
+            raise WeightSyncError(f"{path} is not a slot of {place.size} bytes, which cannot shrink")
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _cannot_shrink(number: int) -> bool:
+    if not hasattr(os, "memfd_create"):
+        return True  # nor has the owner had memory files, which can be sealed
+    try:
+        return bool(fcntl.fcntl(number, F_GET_SEALS) & SEAL_SHRINK)
+    except OSError:
+        return False
+
+
+def map_private(number: int, size: int) -> mmap.mmap:
+    """A mapping for reading. What is written there is a copy of the page, of this process's own, and hides what the
+    file holds."""
+    return mmap.mmap(number, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

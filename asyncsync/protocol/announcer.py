@@ -1,0 +1,200 @@
+"""The announcements of updates: UPDATE, and AGAIN in the steady state of a training loop. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from asyncsync.protocol.leases import Leases
+from asyncsync.protocol.membership import Membership
+from asyncsync.protocol.messages import Update
+from asyncsync.protocol.peer import Peer
+from asyncsync.protocol.targets import Publication, Target, Targets
+from asyncsync.protocol.transfer import Announcement, Parts, Transfer
+from asyncsync.weights.slab import Slab
+
+__all__ = ["Announcer"]
+
+
+class Announcer:
+    """Announces updates to workers.
+
+    Args:
+        membership: who is there.
+        targets: what was published.
+        leases: what workers may be reading.
+
+    Attributes:
+        last: the newest announcement; None: there is none, or it must not be used any more.
+        serial: of the last UPDATE or AGAIN.
+    """
+
+    def __init__(self, membership: Membership, targets: Targets, leases: Leases) -> None:
+        self.last: Announcement | None = None
+        self.serial = 0
+        self._membership = membership
+        self._settings = membership.settings
+        self._targets = targets
+        self._leases = leases
+
+    def update(self, peer: Peer, granted: Collection[str] = ()) -> None:
+        """Announce what is due to a worker that has nothing outstanding, by UPDATE.
+
+        Args:
+            peer: the worker.
+            granted: the models that it has fetched; what is read in place is leased at once.
+        """
+        parts = self._due(peer, granted)
+        if not parts:
+            return
+        last = self.last
+        # An AGAIN is only for those who had had the update before it when it was made: they have been sent it.
+        whole = last is not None and type(last.instruction) is Update
+        if last is None or not whole or last.serial <= peer.serial or not last.matches(parts, granted=bool(granted)):
+            self.serial += 1
+            last = self.last = Announcement(
+                self.serial,
+                parts,
+                self._membership.epoch,
+                eager_bytes=self._settings.eager_bytes,
+                checksum=self._settings.checksum,
+                granted=bool(granted),
+            )
+        peer.transfer = Transfer(last, parts, peer.ping_seq)
+        if last.leases:
+            self._leases.lease(peer, last.serial, peer.transfer.retained)
+        peer.serial = last.serial
+        peer.bytes_sent += last.nbytes
+        self._membership.send(peer.route, last.instruction, last.payload)
+
+    def _due(self, peer: Peer, first: Collection[str]) -> Parts:
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one of these models.
+
+        The parts of one publication come together or not at all, and without those of any other: one that fails keeps
+        nothing else from coming. What has failed is not sent again until there is something newer in its publication's
+        place. Where a newer one has replaced a part, that goes first: so nobody sees what is left without it.
+        """
+        behind: dict[str, Target] = {}
+        blocked: set[int] = set()
+        fresh: set[int] = set()
+        for model_id in peer.hello.have:
+            target = self._targets.target(peer.worker, model_id)
+            if target is None or target.version <= peer.ahead(model_id):
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                blocked.add(target.version)
+                continue
+            behind[model_id] = target
+            if model_id not in peer.failed or target.version > peer.failed[model_id][0]:
+                fresh.add(target.version)
+        if not (fresh := fresh - blocked):
+            return {}
+        preferred = {behind[m].version for m in first if m in behind} & fresh
+        version = min(preferred or fresh)
+        while newer := [v for v in self._replacing(peer, behind, version) if v in fresh]:
+            version = max(newer)
+        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+
+    def _replacing(self, peer: Peer, behind: Mapping[str, Target], version: int) -> list[int]:
+        """The versions that have replaced parts of this one, which the worker has never had."""
+        publication = next(t.publication for t in behind.values() if t.version == version)
+        parts = [(m, behind[m].version) for m in publication.models if m in behind]
+        return [newer for m, newer in parts if newer > version > peer.ahead(m)]
+
+    # -- AGAIN ------------------------------------------------------------------------------------------------------
+
+    def steady(self, model_id: str, slab: Slab) -> list[Peer] | None:
+        """Those who can have this slab announced by AGAIN, and nobody else is there; None where it takes more.
+
+        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
+        is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
+        nothing but version and bytes. Then the rest of what an UPDATE takes into account cannot have changed.
+        """
+        last = self.last
+        if last is None or not last.repeatable or self._targets.pending or not self._settings.fast:
+            return None
+        model = self._targets.models[model_id]
+        current = model.common.current
+        if current is None or model.own or current.version != self._targets.version:
+            return None  # a version that was skipped, or refused, is nobody's
+        layout = model_id, slab.layout.digest
+        if last.key[0][:2] != (model_id, current.version) or layout not in last.layouts or not last.can_repeat(slab):
+            return None
+        if self._membership.num_workers is not None and not model.assembled:
+            return None
+        peers = [peer for peer in self._membership.peers.values() if not peer.lost]
+        for peer in peers:
+            if peer.serial != last.serial or peer.transfer is not None or not peer.ready:
+                return None
+            if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
+                return None
+            if layout not in peer.accepted or peer.announced.get(model_id) != layout[1]:
+                return None
+        return peers
+
+    def again(self, model_id: str, slab: Slab, peers: list[Peer], now: float) -> int:
+        """Make this slab the target, and announce it to :meth:`steady` workers by AGAIN; returns the version."""
+        version = self._targets.version + 1
+        self._advance(model_id, version, self.serial + 1, slab.retain(), peers, now)
+        for peer in peers:
+            self._start(peer, model_id)
+        return version
+
+    def catch_up(
+        self,
+        model_id: str,
+        slab: Slab,
+        updates: int,
+        peers: list[Peer],
+        waiting: Collection[Peer],
+        unsent: Collection[Peer],
+        now: float,
+    ) -> None:
+        """Take over from the fast path, which has gone on from :meth:`steady` without this.
+
+        Args:
+            model_id: the model.
+            slab: the newest version, with the caller's reference.
+            updates: how many there were, each of the next version and serial number.
+            peers: the workers; everybody has applied all of them, but for the newest:
+            waiting: who has not acknowledged that.
+            unsent: to whom it has yet to be announced.
+            now: when it was published.
+        """
+        version, serial = self._targets.version + updates, self.serial + updates
+        assert self.last is not None
+        self.last.serial = serial - 1  # what AGAIN refers to; nobody else uses that one any more
+        self._advance(model_id, version, serial, slab, peers, now)
+        for peer in peers:
+            peer.applied[model_id] = version - 1 if peer in waiting else version
+            if peer in waiting:
+                self._start(peer, model_id, send=peer in unsent)
+
+    def _advance(self, model_id: str, version: int, serial: int, slab: Slab, peers: list[Peer], now: float) -> None:
+        """Make this slab the target, and an AGAIN the last announcement. Takes over the caller's reference."""
+        last = self.last
+        assert last is not None
+        common = self._targets.models[model_id].common
+        current = common.current
+        assert current is not None
+        self._targets.version = self._targets.published = version
+        publication = Publication(version, frozenset(last.layouts), None, now + self._settings.layout_patience)
+        common.current = Target(version, slab, publication)
+        current.slab.release()
+        self.serial = serial
+        self.last = last.again(serial, model_id, version, slab, self._membership.epoch)
+        for peer in peers:
+            peer.serial = serial
+
+    def _start(self, peer: Peer, model_id: str, *, send: bool = True) -> None:
+        """The last announcement, an AGAIN, is on its way to this worker, or, with ``send``, is to be sent."""
+        last = self.last
+        assert last is not None
+        current = self._targets.models[model_id].common.current
+        assert current is not None
+        parts = {model_id: (current.version, current.slab)}
+        peer.transfer = Transfer(last, parts, peer.ping_seq)
+        if last.leases:
+            self._leases.lease(peer, last.serial, parts)
+        peer.bytes_sent += last.nbytes
+        if send:
+            self._membership.send(peer.route, last.instruction, last.payload)

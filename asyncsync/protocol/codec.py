@@ -1,0 +1,157 @@
+"""Instructions as bytes: msgpack headers, validated field by field.
+
+A message is a header frame, ``[protocol, kind, field, …]``, and payload frames. The decoder accepts what the encoder
+produces and raises :class:`ProtocolError` (or its subclass :class:`LimitExceeded`) for everything else; nothing is
+allocated on the word of a peer, there is no pickle and no msgpack ext type. AGAIN and DONE have a form of their own,
+:mod:`asyncsync.protocol.short_form`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.msgpack_limits import check_structure
+from asyncsync.protocol import short_form
+from asyncsync.protocol.fields import (
+    MAX_CHUNK,
+    MAX_FRAME,
+    MAX_FRAMES,
+    MAX_HEADER,
+    MAX_VALUES,
+    Buffer,
+    build,
+    show,
+)
+from asyncsync.protocol.messages import INSTRUCTIONS, Again, Chunk, Done, Instruction, Part, Update, Welcome
+
+__all__ = ["decode", "encode"]
+
+PROTOCOL = 1
+_SMALL_HEADER = 512
+_SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
+_SMALL_MAP = 256
+
+
+def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(f.name for f in fields(cls)))
+
+
+_WITH_PAYLOAD = {Welcome, Update, Chunk}
+_BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS if cls not in (Again, Done)}
+# Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
+_VALUES = {cls: _values(cls) for cls in _BY_KIND.values()}
+_PART = _values(Part)
+
+
+def encode(instruction: Instruction) -> bytes:
+    """The header frame of an instruction. Text that is no Unicode (a file's name in a message, say) is mended."""
+    if isinstance(instruction, Done):
+        return short_form.encode_done(instruction.epoch, instruction.serial)
+    if isinstance(instruction, Again):
+        again = instruction
+        return short_form.encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
+    values = _VALUES[type(instruction)](instruction)
+    if isinstance(instruction, Update):
+        values = (*values[:-1], [_PART(part) for part in instruction.parts])
+    header: bytes = msgpack.packb([PROTOCOL, instruction.kind, *values], unicode_errors="replace")
+    return header
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    """An instruction and its payload frames, from an untrusted peer.
+
+    Raises:
+        LimitExceeded: too large, too deep, too many frames or entries.
+        ProtocolError: anything else that no correct peer sends.
+    """
+    if not frames:
+        raise ProtocolError("an empty message")
+    if len(frames) > MAX_FRAMES:
+        raise LimitExceeded(f"a message of {len(frames)} frames; the limit is {MAX_FRAMES}")
+    header = frames[0]
+    if len(header) > MAX_HEADER:
+        raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
+    if len(header) > 1 and header[0] == short_form.FIXED:
+        return short_form.decode(header, frames[1:])
+    try:
+        # In a small header even nested, lying counts cannot make the decoder allocate much.
+        if len(header) <= _SMALL_HEADER:
+            raw = _unpack_small(header)
+        else:
+            check_structure(header, max_depth=8, max_items=MAX_VALUES)
+            raw = _unpack_large(header)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {show(str(error))}") from error
+    if not isinstance(raw, list) or len(raw) < 2:
+        raise ProtocolError(f"not an instruction: {show(raw)}")
+    if type(raw[0]) is not int or raw[0] != PROTOCOL:
+        other = f"a message of protocol {show(raw[0])}; this side speaks {PROTOCOL}"
+        raise ProtocolError(f"{other}: use one version of asyncsync on all sides")
+    cls = _BY_KIND.get(raw[1]) if type(raw[1]) is int else None
+    if cls is None:
+        raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
+    del raw[:2]
+    instruction: Instruction = build(cls, raw)
+    payload = frames[1:]
+    if len(payload) > cls.max_payload:
+        raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
+    if payload or cls in _WITH_PAYLOAD:
+        for frame in payload:
+            if len(frame) > MAX_FRAME:
+                raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+        _check_payload(instruction, payload)
+    return instruction, payload
+
+
+def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ProtocolError("a map with a key that comes twice")
+    return table
+
+
+def _unpacker(limit: int, max_array: int, max_map: int) -> Callable[[Buffer], Any]:
+    return partial(
+        msgpack.unpackb,
+        raw=False,
+        strict_map_key=True,
+        object_pairs_hook=_without_duplicates,
+        max_ext_len=0,
+        max_array_len=max_array,
+        max_map_len=max_map,
+        max_str_len=limit,
+        max_bin_len=limit,
+    )
+
+
+_unpack_small = _unpacker(_SMALL_HEADER, _SMALL_ARRAY, _SMALL_MAP)
+_unpack_large = _unpacker(MAX_HEADER, MAX_HEADER, MAX_HEADER)
+
+
+def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
+    if isinstance(instruction, Chunk):
+        if len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
+            raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
+    elif isinstance(instruction, Update):
+        parts = instruction.parts
+        if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
+            raise ProtocolError("an update with two parts for one model")
+        if len(payload) != len(parts) * (2 if instruction.eager else 1):
+            raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")
+        if instruction.eager:
+            for part, frame in zip(parts, payload[len(parts) :], strict=True):
+                if len(frame) != part.streamed:
+                    raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
+    elif isinstance(instruction, Welcome):
+        known = sum(1 for digest in instruction.models.values() if digest)
+        if len(payload) != known:
+            raise ProtocolError(f"a welcome with {known} digests and {len(payload)} layouts")

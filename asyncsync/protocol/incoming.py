@@ -1,0 +1,398 @@
+"""Bytes that come in: what an UPDATE brings, chunks, fetched and leased parts. No I/O, no clock."""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from asyncsync.errors import ProtocolError
+from asyncsync.protocol.fields import Buffer
+from asyncsync.protocol.messages import Chunk, Fetch, Granted, Instruction, Part, Update
+from asyncsync.protocol.settings import Settings
+from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
+
+__all__ = ["Coverage", "Incoming", "IncomingUpdate", "fill_eagerly"]
+
+FRUITLESS_RESTARTS = 3
+
+
+class Coverage:
+    """Which bytes of a range have arrived; pieces may come twice, overlap, and come in any order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.covered = 0
+
+    def add(self, start: int, stop: int) -> bool:
+        """Note a piece; False if all of it had arrived already."""
+        first = bisect_left(self._stops, start)
+        last = first
+        low, high, known = start, stop, 0
+        while last < len(self._starts) and self._starts[last] <= stop:
+            low, high = min(low, self._starts[last]), max(high, self._stops[last])
+            known += self._stops[last] - self._starts[last]
+            last += 1
+        if high - low == known:
+            return False
+        self._starts[first:last] = [low]
+        self._stops[first:last] = [high]
+        self.covered += (high - low) - known
+        return True
+
+    def gap(self) -> int:
+        """The first byte that has not arrived."""
+        return self._stops[0] if self._starts and self._starts[0] == 0 else 0
+
+
+def fill_eagerly(
+    parts: Sequence[Part],
+    layouts: Sequence[Layout],
+    payload: Sequence[Buffer],
+    pool: SlabPool,
+    attached: Sequence[Slab | None],
+) -> list[Slab]:
+    """The slabs of an update that has brought all its bytes: a frame of values per part, then a frame of bytes each.
+
+    Args:
+        attached: the slabs that are here already.
+
+    Raises:
+        ProtocolError: too many values, or a wrong checksum. No slab is kept.
+    """
+    slabs: list[Slab] = []
+    count = len(parts)
+    try:
+        for i, part in enumerate(parts):
+            values, data = payload[i], payload[count + i]
+            if len(values) > MAX_VALUE_BYTES:
+                raise _too_many_values(len(values))
+            if part.crc is not None and zlib.crc32(data) != part.crc:
+                raise ProtocolError(f"the bytes of part {i} have a wrong checksum")
+            if (known := attached[i]) is not None:
+                slabs.append(slab := known.retain())
+            else:
+                slabs.append(slab := pool.acquire(layouts[i]))
+                slab.memory[:] = data
+            slab.values = bytes(values)
+    except BaseException:
+        for slab in slabs:
+            slab.release()
+        raise
+    return slabs
+
+
+def _too_many_values(nbytes: int) -> ProtocolError:
+    return ProtocolError(f"{nbytes} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+
+
+class IncomingUpdate:
+    """An announced update whose bytes are arriving.
+
+    Attributes:
+        slabs: one per part, owned until :meth:`take`.
+        awaited: the indices of parts that are read in place, fetched and not granted yet.
+        granted: bytes for which the trainer has credit.
+        restarts, fruitless: how often the rest was fetched again, in all and since something came.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        layouts: Sequence[Layout],
+        values: Sequence[Buffer],
+        pool: SlabPool,
+        now: float,
+        attached: Sequence[Slab | None],
+    ) -> None:
+        self.awaited = [i for i, p in enumerate(update.parts) if p.in_place]
+        self.layouts = layouts
+        self.epoch, self.serial = update.epoch, update.serial
+        self.parts: tuple[Part, ...] = update.parts
+        for frame in values:
+            if len(frame) > MAX_VALUE_BYTES:
+                raise _too_many_values(len(frame))
+        self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
+        self.slabs: list[Slab | None] = []
+        try:
+            for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
+                if part.in_place:
+                    self.slabs.append(None)
+                    continue
+                self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
+                mine.values = bytes(frame)
+        except BaseException:
+            self.release()
+            raise
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        # Parts that a transport fetches by their descriptor.
+        self.fetching = {
+            i
+            for i, (p, slab) in enumerate(zip(self.parts, attached, strict=True))
+            if p.descriptor is not None and slab is None and not p.in_place
+        }
+        self.total = self._ends[-1]
+        self.coverage = Coverage()
+        self.granted = 0
+        self.restarts = 0
+        self.fruitless = 0
+        self.last_progress = now
+
+    @property
+    def complete(self) -> bool:
+        return self.coverage.covered == self.total and not self.fetching and not self.awaited
+
+    @property
+    def streaming(self) -> bool:
+        """True while chunks are missing, or what was fetched is not granted."""
+        return self.coverage.covered < self.total or bool(self.awaited)
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that the trainer may send beyond the first missing one."""
+        return self.granted - self.coverage.gap()
+
+    def stalled(self, now: float, patience: float) -> bool:
+        """True if something is missing and nothing has come for so long."""
+        return self.streaming and now >= self.last_progress + patience
+
+    def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
+        """Put a piece where it belongs; False if it was there already.
+
+        Raises:
+            ProtocolError: it does not fit into the part, or its checksum is wrong. Nothing was written.
+        """
+        if part >= len(self.parts) or offset + len(data) > self.parts[part].streamed:
+            raise ProtocolError(f"a chunk of {len(data)} bytes at {offset} of part {part} does not fit")
+        if crc is not None and zlib.crc32(data) != crc:
+            raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
+        begin = self._ends[part] - self.parts[part].streamed + offset
+        if not len(data) or not self.coverage.add(begin, begin + len(data)):
+            return False
+        slab = self.slabs[part]
+        assert slab is not None  # what is read in place has no streamed bytes
+        slab.memory[offset : offset + len(data)] = data
+        return True
+
+    def fill(self, payload: Sequence[Buffer]) -> None:
+        """Write what an update has brought with it; where a piece is wrong, let go of all."""
+        try:
+            for i, (part, frame) in enumerate(zip(self.parts, payload, strict=True)):
+                self.write(i, 0, frame, part.crc)
+        except BaseException:
+            self.release()
+            raise
+
+    def grant(self, index: int, slab: Slab) -> None:
+        """One of the awaited parts, with a reference for this object."""
+        self.awaited.remove(index)
+        slab.values = self.values[index]
+        self.slabs[index] = slab
+
+    def take(self) -> list[Slab]:
+        """Hand over the filled slabs."""
+        slabs, self.slabs = self.slabs, []
+        return [slab for slab in slabs if slab is not None]
+
+    def release(self) -> None:
+        for slab in self.take():
+            slab.release()
+
+
+class Incoming:
+    """The bytes that come in, of one update at a time.
+
+    Args:
+        settings: sizes and times.
+        pool: for the slabs.
+        attach: brings the slab of a part with a descriptor at once, or None: then it is one of :attr:`fetches`.
+        copy: copies a slab.
+        send: sends an instruction.
+        complete: called with serial, parts and slabs of an update that is complete.
+        failed: called with serial and parts of an update that cannot be completed, and why.
+
+    Attributes:
+        update: the one whose bytes are missing.
+        fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
+        bytes_received: of all updates.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: SlabPool,
+        attach: Callable[[Part, Layout], Slab | None],
+        copy: Callable[[Slab], Slab],
+        send: Callable[[Instruction], None],
+        complete: Callable[[int, Sequence[Part], Sequence[Slab]], None],
+        failed: Callable[[int, Sequence[Part], Exception], None],
+    ) -> None:
+        self.update: IncomingUpdate | None = None
+        self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
+        self.bytes_received = 0
+        self._settings = settings
+        self._pool = pool
+        self._attach = attach
+        self._copy = copy
+        self._send = send
+        self._complete = complete
+        self._failed = failed
+
+    @property
+    def awaited(self) -> list[Part]:
+        """The parts that are read in place, and were fetched."""
+        if self.update is None or not self.update.awaited:
+            return []
+        return [part for part in self.update.parts if part.in_place]
+
+    def load(
+        self,
+        update: Update,
+        layouts: Sequence[Layout],
+        payload: Sequence[Buffer],
+        now: float,
+        *,
+        copies_first: bool,
+    ) -> list[Slab] | IncomingUpdate:
+        """What an UPDATE has brought: all its slabs, or an update that is to :meth:`begin`. Changes nothing else.
+
+        Args:
+            update, layouts, payload: the UPDATE, its parts' layouts, its payload frames.
+            now: the time.
+            copies_first: whether to copy at once what could be applied where it is, and copied out then.
+
+        Raises:
+            ProtocolError: malformed.
+            Exception: there is no memory, or no access to the sender's.
+        """
+        parts, count = update.parts, len(update.parts)
+        attached: list[Slab | None] = []
+        try:
+            for part, layout in zip(parts, layouts, strict=True):
+                at_hand = part.descriptor is not None and not part.in_place
+                attached.append(self._attach(part, layout) if at_hand else None)
+            pairs = zip(parts, attached, strict=True)
+            whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
+            if copies_first or not whole:
+                for i, slab in enumerate(attached):
+                    if slab is not None and slab.short_lease:
+                        attached[i] = self._copy(slab)
+                        slab.release()
+            if whole:
+                return fill_eagerly(parts, layouts, payload, self._pool, attached)
+            incoming = IncomingUpdate(update, layouts, payload[:count], self._pool, now, attached)
+        finally:
+            for slab in attached:
+                if slab is not None:
+                    slab.release()
+        if update.eager:  # beside parts that a transport fetches
+            incoming.fill(payload[count:])
+            self.bytes_received += incoming.total
+        return incoming
+
+    def begin(self, update: IncomingUpdate) -> None:
+        """Wait for the bytes of this update; there is no other one."""
+        self.update = update
+        for index in sorted(update.fetching):
+            slab = update.slabs[index]
+            assert slab is not None
+            self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
+        if update.streaming:
+            self._grant_credit(update)
+        self._check_complete(update)
+
+    def drop(self) -> None:
+        """The update whose bytes are missing is not wanted any more."""
+        if self.update is not None:
+            self.update.release()
+            self.update = None
+
+    def chunk(self, chunk: Chunk, data: Buffer, now: float) -> None:
+        """A piece of one part has come."""
+        update = self.update
+        if update is None or chunk.serial != update.serial:
+            return
+        if update.write(chunk.part, chunk.offset, data, chunk.crc):
+            update.last_progress = now
+            update.fruitless = 0
+            self.bytes_received += len(data)
+        if self._check_complete(update) or update.granted == update.total:
+            return
+        if update.ahead <= self._settings.window_bytes // 2:
+            self._grant_credit(update)
+
+    def granted(self, granted: Granted, now: float) -> None:
+        """The parts that are read in place are leased to this worker."""
+        update = self.update
+        if update is None or update.serial != granted.serial:
+            return
+        update.last_progress = now
+        try:
+            for index in list(update.awaited):
+                part = update.parts[index]
+                slab = self._attach(part, update.layouts[index])
+                if slab is None:
+                    text = "this update was offered by another transport: use the same scheme class on both sides"
+                    raise ValueError(text)
+                update.grant(index, slab)
+                self.bytes_received += part.nbytes
+        except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
+            self._give_up(update, error)
+            return
+        self._check_complete(update)
+
+    def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
+        """A transport has brought one part of :attr:`fetches` (or failed to), and lets go of its slab."""
+        update = self.update
+        # Serial numbers begin again with every trainer; a slab is one part of one update.
+        wanted = update is not None and any(slab is one for one in update.slabs)
+        slab.release()
+        if update is None or not wanted:
+            return
+        if error is not None:
+            self._give_up(update, error)
+            return
+        update.fetching.discard(index)
+        update.last_progress = now
+        self._check_complete(update)
+
+    def tick(self, now: float) -> None:
+        """Fetch the rest of an update that has stalled once more, or give it up."""
+        update = self.update
+        if update is not None and update.stalled(now, self._settings.retry_interval):
+            update.restarts += 1
+            update.fruitless += 1
+            update.last_progress = now
+            if update.fruitless > FRUITLESS_RESTARTS:
+                # The trainer does not know this update any more; PONG will show it that nothing is under way.
+                self.drop()
+            else:
+                self._grant_credit(update)
+
+    @property
+    def next_tick(self) -> float | None:
+        """When :meth:`tick` has something to do."""
+        if self.update is None or not self.update.streaming:
+            return None
+        return self.update.last_progress + self._settings.retry_interval
+
+    def _grant_credit(self, update: IncomingUpdate) -> None:
+        """Credit from the first missing byte: what came after a gap is sent again with it, and must not add up."""
+        gap = update.coverage.gap()
+        update.granted = min(gap + self._settings.window_bytes, update.total)
+        self._send(Fetch(update.epoch, update.serial, update.restarts, gap, update.granted))
+
+    def _check_complete(self, update: IncomingUpdate) -> bool:
+        if update.complete:
+            self.update = None
+            self._complete(update.serial, update.parts, update.take())
+        return update.complete
+
+    def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
+        self.drop()
+        self._failed(update.serial, update.parts, error)

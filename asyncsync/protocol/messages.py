@@ -1,0 +1,399 @@
+"""The instructions that trainer and workers exchange, each with the checks of its fields.
+
+HELLO     worker → trainer   who I am, what I have; on every (re)connection
+WELCOME   trainer → worker   epoch, and the layouts of the models (payload: the encoded layouts)
+READY     worker → trainer   these layouts fit my models
+REFUSED   worker → trainer   this one does not, and why
+UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
+FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
+CHUNK     trainer → worker   a piece of one part
+AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
+STAGED    worker → trainer   all parts are here and checked
+APPLIED   worker → trainer   the versions my models hold now
+DONE      worker → trainer   what that AGAIN has brought is applied
+FAILED    worker → trainer   applying raised, with the traceback
+PING/PONG both ways          liveness, and the state that repairs whatever message was lost
+BYE       both ways          I am leaving, or: you are not welcome
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from asyncsync.errors import ProtocolError
+from asyncsync.protocol import fields
+from asyncsync.protocol.fields import (
+    MAX_MODELS,
+    MAX_NAME,
+    MAX_TEXT,
+    Check,
+    Epoch,
+    InUse,
+    binary,
+    boolean,
+    build,
+    integer,
+    mapping,
+    optional,
+    show,
+    text,
+)
+
+__all__ = [
+    "INSTRUCTIONS",
+    "Again",
+    "Applied",
+    "Bye",
+    "Chunk",
+    "Done",
+    "Failed",
+    "Fetch",
+    "Granted",
+    "Hello",
+    "Instruction",
+    "Part",
+    "Ping",
+    "Pong",
+    "Ready",
+    "Refused",
+    "Released",
+    "Staged",
+    "Update",
+    "Welcome",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
+
+    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there; if
+    they are to be read ``in_place``, when FETCH has been answered with GRANTED. ``origin``: in a tree, the version at
+    its root that this one stands for; None: the sender is the root.
+    """
+
+    model_id: str
+    version: int
+    digest: bytes
+    nbytes: int
+    crc: int | None = None
+    descriptor: bytes | None = None
+    in_place: bool = False
+    origin: int | None = None
+
+    checks: ClassVar[tuple[Check, ...]] = (
+        fields.name,
+        integer(1),
+        fields.digest,
+        integer(0, 1 << 42),
+        fields.crc,
+        fields.descriptor,
+        boolean,
+        optional(fields.u64),
+    )
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of this part that come as payload or chunks."""
+        return self.nbytes if self.descriptor is None else 0
+
+
+def _parts(raw: Any) -> tuple[Part, ...]:
+    if not isinstance(raw, list) or not 0 < len(raw) <= MAX_MODELS:
+        raise ProtocolError(f"a list of 1 to {MAX_MODELS} parts was expected, not {show(raw)}")
+    return tuple(build(Part, part) for part in raw)
+
+
+class Instruction:
+    """Base of all instructions."""
+
+    __slots__ = ()
+    kind: ClassVar[int]
+    checks: ClassVar[tuple[Check, ...]]
+    max_payload: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Instruction):
+    worker: int
+    nonce: bytes
+    attempt: int
+    pid: int
+    boot: str
+    namespace: int
+    epoch: Epoch | None
+    have: dict[str, int]
+
+    kind: ClassVar[int] = 1
+    checks: ClassVar[tuple[Check, ...]] = (
+        integer(0, (1 << 31) - 1),
+        fields.digest,
+        fields.u64,
+        integer(0, (1 << 31) - 1),
+        text(64),
+        fields.u64,
+        optional(fields.epoch),
+        fields.versions,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Instruction):
+    """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet.
+    ``number``: counts those that this worker is sent; a refusal names the one that it answers."""
+
+    epoch: Epoch
+    nonce: bytes
+    attempt: int
+    pid: int
+    boot: str
+    namespace: int
+    models: dict[str, bytes]
+    number: int = 0
+
+    kind: ClassVar[int] = 2
+    checks: ClassVar[tuple[Check, ...]] = (
+        fields.epoch,
+        fields.digest,
+        fields.u64,
+        integer(0, (1 << 31) - 1),
+        text(64),
+        fields.u64,
+        mapping(binary(16, or_empty=True), MAX_MODELS, MAX_NAME),
+        fields.u64,
+    )
+    max_payload: ClassVar[int] = MAX_MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Instruction):
+    epoch: Epoch
+    digests: dict[str, bytes]
+
+    kind: ClassVar[int] = 3
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, mapping(fields.digest, MAX_MODELS, MAX_NAME))
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Instruction):
+    epoch: Epoch
+    model_id: str
+    digest: bytes
+    message: str
+    number: int = 0
+
+    kind: ClassVar[int] = 4
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.name, fields.digest, text(MAX_TEXT), fields.u64)
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Instruction):
+    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them."""
+
+    epoch: Epoch
+    serial: int
+    eager: bool
+    parts: tuple[Part, ...]
+
+    kind: ClassVar[int] = 5
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), boolean, _parts)
+    max_payload: ClassVar[int] = 2 * MAX_MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Instruction):
+    """Credit for the bytes below ``upto`` of the parts laid end to end; a higher ``restart`` rewinds to ``start``."""
+
+    epoch: Epoch
+    serial: int
+    restart: int
+    start: int
+    upto: int
+
+    kind: ClassVar[int] = 6
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), fields.u64, fields.u64, fields.u64)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Instruction):
+    epoch: Epoch
+    serial: int
+    part: int
+    offset: int
+    crc: int | None = None
+
+    kind: ClassVar[int] = 7
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), integer(0, MAX_MODELS), fields.u64, fields.crc)
+    max_payload: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Instruction):
+    """``last`` and ``in_use``, here as elsewhere: of the UPDATEs up to that serial, these slabs are still in use."""
+
+    epoch: Epoch
+    serial: int
+    last: int = 0
+    in_use: InUse = ()
+
+    kind: ClassVar[int] = 8
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), fields.u64, fields.in_use)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied(Instruction):
+    epoch: Epoch
+    versions: dict[str, int]
+    last: int = 0
+    in_use: InUse = ()
+
+    kind: ClassVar[int] = 9
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.versions, fields.u64, fields.in_use)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Instruction):
+    epoch: Epoch
+    serial: int
+    versions: dict[str, int]
+    mismatch: bool
+    type_name: str
+    message: str
+    traceback: str
+    last: int = 0
+    in_use: InUse = ()
+
+    kind: ClassVar[int] = 10
+    checks: ClassVar[tuple[Check, ...]] = (
+        fields.epoch,
+        fields.u64,
+        fields.versions,
+        boolean,
+        fields.name,
+        text(MAX_TEXT),
+        text(MAX_TEXT),
+        fields.u64,
+        fields.in_use,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Instruction):
+    """``serial``: from a trainer, of the last UPDATE that this worker was sent; if it has not come, it is lost."""
+
+    epoch: Epoch
+    seq: int
+    serial: int = 0
+
+    kind: ClassVar[int] = 11
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.u64, fields.u64)
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Instruction):
+    """From a worker: what is applied, what is staged, the serial being received (0: none). From a trainer: targets."""
+
+    epoch: Epoch
+    seq: int
+    versions: dict[str, int]
+    staged: dict[str, int]
+    serial: int
+    last: int = 0
+    in_use: InUse = ()
+
+    kind: ClassVar[int] = 12
+    checks: ClassVar[tuple[Check, ...]] = (
+        fields.epoch,
+        fields.u64,
+        fields.versions,
+        fields.versions,
+        fields.u64,
+        fields.u64,
+        fields.in_use,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Instruction):
+    """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker is there) or ``"refused"``; from a
+    worker, ``"reading"``: closed, but its model goes on to use leased slabs."""
+
+    epoch: Epoch
+    nonce: bytes
+    reason: str
+    message: str
+
+    kind: ClassVar[int] = 13
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.digest, text(32), text(MAX_TEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Instruction):
+    """From a worker that has let go of leased slabs and has nothing else to report; also after it was superseded."""
+
+    epoch: Epoch
+    nonce: bytes
+    last: int
+    in_use: InUse
+
+    kind: ClassVar[int] = 14
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.digest, fields.u64, fields.in_use)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted(Instruction):
+    """The parts of this UPDATE that are read in place are leased to the worker."""
+
+    epoch: Epoch
+    serial: int
+
+    kind: ClassVar[int] = 15
+    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Again(Instruction):
+    """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
+    descriptor names, or (None) with the slab's bytes as payload. A worker that has not seen that UPDATE, or has seen
+    another one since, drops it."""
+
+    epoch: Epoch
+    serial: int
+    since: int
+    version: int
+    descriptor: bytes | None
+
+    kind: ClassVar[int] = 16
+    max_payload: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Instruction):
+    """What the AGAIN of this serial has brought is applied, and nothing that was leased for it is still in use."""
+
+    epoch: Epoch
+    serial: int
+
+    kind: ClassVar[int] = 17
+
+
+INSTRUCTIONS: tuple[type[Instruction], ...] = (
+    Hello,
+    Welcome,
+    Ready,
+    Refused,
+    Update,
+    Fetch,
+    Chunk,
+    Staged,
+    Applied,
+    Failed,
+    Ping,
+    Pong,
+    Bye,
+    Released,
+    Granted,
+    Again,
+    Done,
+)

@@ -1,0 +1,183 @@
+"""Progress: which worker has which version, who has still to answer, and why not. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from asyncsync.errors import AckTimeout, PeerLost, SchemaMismatch
+from asyncsync.protocol.agreement import Agreement
+from asyncsync.protocol.membership import Membership
+from asyncsync.protocol.peer import Peer
+from asyncsync.protocol.targets import Target, Targets
+
+__all__ = ["Outcome", "Progress"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How far a version has come: ``acked``, ``failed`` (why), ``waiting``."""
+
+    acked: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+
+
+class Progress:
+    """How far the versions have come; changes nothing.
+
+    Args:
+        membership: who is there.
+        targets: what was published.
+        agreement: what is waited for.
+    """
+
+    def __init__(self, membership: Membership, targets: Targets, agreement: Agreement) -> None:
+        self._membership = membership
+        self._peers = membership.peers
+        self._targets = targets
+        self._agreement = agreement
+        self._num_workers = membership.num_workers
+
+    def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
+        """The workers whose target is this version or newer (or was, before it was rejected)."""
+        if self._num_workers is not None and models and self._targets.are_everybodys(version, models):
+            concerned = []
+            for worker in range(self._num_workers):
+                peer = self._peers.get(worker)
+                if peer is None or not peer.hello.have.keys().isdisjoint(models):
+                    concerned.append(worker)
+            return concerned
+        chosen = []
+        for worker in sorted({*self._membership.expected(), *self._peers}):
+            if not (mine := self._models_of(worker, models)):
+                continue
+            newest = [self._targets.newest(worker, m) for m in mine]
+            if any(t is not None and t.version >= version for t in newest):
+                peer = self._peers.get(worker)
+                # Of the elastic ones, those that were lost before this version was published are simply gone.
+                if self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version)):
+                    chosen.append(worker)
+            elif self._targets.rejection(worker, version) is not None:
+                chosen.append(worker)
+        return chosen
+
+    def of(self, version: int, workers: Iterable[int], models: Iterable[str] | None = None) -> Outcome:
+        """Who has applied this version or a newer one, who cannot, who has still to answer."""
+        result = Outcome()
+        models = None if models is None else list(models)
+        for worker in workers:
+            self._judge(worker, version, self._models_of(worker, models), result)
+        return result
+
+    def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
+        """True while somebody may still come to hold this version; the short form of :meth:`of`."""
+        for worker in workers:
+            peer = self._peers.get(worker)
+            if peer is not None and models is not None:
+                if peer.has(version, models):
+                    continue
+                if peer.is_getting(version, models):
+                    return True
+            if self.of(version, (worker,), models).waiting:
+                return True
+        return False
+
+    def applied(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
+        """True if each of them is known to have applied this version of each model, or a newer one."""
+        if models is None:
+            return False
+        peers = [self._peers.get(w) for w in workers]
+        return all(peer is not None and peer.has(version, models) for peer in peers)
+
+    def _judge(self, worker: int, version: int, models: list[str], result: Outcome) -> None:
+        peer = self._peers.get(worker)
+        newest = {m: self._targets.newest(worker, m) for m in models}
+        targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
+        if not targets:
+            rejection = self._targets.rejection(worker, version)
+            if rejection is not None:
+                result.failed[worker] = rejection
+            elif peer is not None and (done := [v for m in models if (v := peer.applied.get(m, 0)) >= version]):
+                result.acked[worker] = min(done)
+            else:
+                result.failed[worker] = PeerLost(f"worker {worker} has no target of version {version} or newer")
+            return
+        if peer is None and (gone := self._membership.gone.get(worker)) is not None:
+            result.failed[worker] = PeerLost(f"worker {worker} is lost: {gone}")
+            return
+        if peer is None:
+            result.waiting.add(worker)
+            return
+        applied = {m: peer.applied.get(m, 0) for m in targets}
+        if all(v >= version for v in applied.values()):
+            result.acked[worker] = min(applied.values())
+            return
+        for m, target in targets.items():
+            if applied[m] >= version:
+                continue
+            if (refusal := self._refusal(peer, target)) is not None:
+                result.failed[worker] = refusal
+                return
+            if m in peer.failed and peer.failed[m][0] >= target.version:
+                result.failed[worker] = peer.failed[m][1]
+                return
+        if peer.lost:
+            result.failed[worker] = PeerLost(f"worker {worker} is lost: {peer.lost}")
+        else:
+            result.waiting.add(worker)
+
+    def _refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
+        """Why this target will not come: its models come together, and one of them was refused."""
+        for model_id in target.publication.models:
+            sibling = self._targets.newest(peer.worker, model_id)
+            if sibling is None or sibling.publication is not target.publication:
+                continue
+            if (refusal := peer.refused.get((model_id, sibling.slab.layout.digest))) is not None:
+                return refusal
+        return None
+
+    def connected(self, worker: int, models: Iterable[str]) -> bool:
+        """True if the worker is there, has answered for these models, and has applied its targets of them."""
+        peer = self._peers.get(worker)
+        if peer is None or peer.lost or not peer.ready:
+            return False
+        for model_id in models:
+            if model_id not in peer.hello.have:
+                return False
+            target = self._targets.newest(worker, model_id)
+            if target is not None and peer.applied.get(model_id, 0) < target.version:
+                return False
+        return True
+
+    def why_absent(self, worker: int, models: Iterable[str]) -> str:
+        """For people: what keeps this worker from being connected."""
+        peer = self._peers.get(worker)
+        if peer is None:
+            return f"worker {worker} has not said hello (did it start? see its stderr)"
+        if peer.lost:
+            return f"worker {worker} is lost ({peer.lost})"
+        for model_id in models:
+            if model_id not in peer.hello.have:
+                names = sorted(m for m in peer.hello.have if m)
+                return f"worker {worker} has {names}, not {model_id!r}: use one model_id on both sides"
+            target = self._targets.newest(worker, model_id)
+            if target is not None and (refusal := self._refusal(peer, target)) is not None:
+                return f"worker {worker} cannot take {model_id!r}: {refusal}"
+            if model_id in peer.failed:
+                return f"worker {worker} failed to apply {model_id!r}: {peer.failed[model_id][1]}"
+        if self._agreement.gathers:
+            return f"worker {worker} is there, and waits for the others"
+        return f"worker {worker} has not applied its weights yet"
+
+    def timeout_of(self, worker: int, version: int, seconds: float) -> AckTimeout:
+        peer = self._peers.get(worker)
+        state = "not there yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
+        late = f"worker {worker} had not applied version {version} after {seconds:g} s ({state})"
+        return AckTimeout(f"{late}; it converges once it answers")
+
+    def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
+        """The models that concern a worker: those it has, or all while it is not there."""
+        peer = self._peers.get(worker)
+        chosen = self._targets.models if models is None else models
+        return [m for m in chosen if peer is None or m in peer.hello.have]

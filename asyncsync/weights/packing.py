@@ -1,0 +1,117 @@
+"""Packing: from tensors, on any device, into a slab. Packing is the snapshot.
+
+Once :func:`pack` has returned, the trainer may change its tensors, and whatever travels is what they held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.layout import pack_values
+from asyncsync.weights.slab import Slab, run_of
+from asyncsync.weights.tree import FlatWeights
+
+__all__ = ["cuda_events", "pack", "pack_slab_values"]
+
+PROGRESS_BYTES = 4 << 20
+_is_cpu = attrgetter("is_cpu")
+
+
+def pack(
+    slab: Slab,
+    flat: FlatWeights,
+    ready: Mapping[torch.device, Any] | None = None,
+    progress: Callable[[], None] | None = None,
+    tensors: list[torch.Tensor] | None = None,
+) -> None:
+    """Copy the weights into the slab. When this returns, the sources may change.
+
+    Args:
+        slab: a slab of ``Layout.of(flat)``.
+        flat: the sources, on any device.
+        ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
+        progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
+            slab's ``values`` must be there already, as they go out first.
+        tensors: what ``Layout.arrange(flat)`` returned, if that is known.
+    """
+    layout = slab.layout
+    if progress is None:
+        pack_slab_values(slab, flat)
+    if tensors is None:
+        tensors = [flat.tensors[e.path] for e in layout.entries]
+    if not tensors:
+        return
+    if ready is not None:
+        _pack_cuda(slab, tensors, ready)
+        return
+    views = slab.views
+    if progress is None and len(layout.runs) == len(tensors):
+        copy_tensors(views, tensors)
+        return
+    on_cpu = all(map(_is_cpu, tensors))
+    destinations: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    begun = 0
+    with torch.inference_mode():
+        for start, stop in layout.runs:
+            if stop - start > 1 and on_cpu:
+                torch.cat(tensors[start:stop], out=run_of(slab.buffer, layout, start, stop))
+            else:
+                destinations += views[start:stop]
+                sources += tensors[start:stop]
+            if progress is not None and (end := layout.entries[stop - 1].end) - begun >= PROGRESS_BYTES:
+                copy_tensors(destinations, sources)
+                destinations, sources, begun = [], [], end
+                slab.packed = end
+                progress()
+    if destinations:
+        copy_tensors(destinations, sources)
+    slab.packed = layout.nbytes
+
+
+def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
+    """Encode extra state that is no tensor.
+
+    Raises:
+        TypeError, LimitExceeded: msgpack cannot carry a value.
+    """
+    paths = slab.layout.value_paths
+    slab.values = pack_values([flat.values[p] for p in paths], "the values") if paths else b""
+
+
+def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
+    """Device to host on streams of their own, so that the trainer's kernels go on while the copies run."""
+    pinned = slab.buffer.is_pinned()
+    streams = {device: torch.cuda.Stream(device) for device in ready}  # type: ignore[no-untyped-call]
+    try:
+        with torch.inference_mode():
+            for device, stream in streams.items():
+                stream.wait_event(ready[device])
+                with torch.cuda.stream(stream):
+                    for view, tensor in zip(slab.views, tensors, strict=True):
+                        if tensor.device == device:
+                            view.copy_(tensor, non_blocking=pinned)
+            others = [(v, t) for v, t in zip(slab.views, tensors, strict=True) if t.device not in streams]
+            if others:
+                copy_tensors([v for v, _ in others], [t for _, t in others])
+    finally:
+        # Also after an error: the slab goes back to its pool, and nothing may write into it there.
+        for stream in streams.values():
+            stream.synchronize()
+
+
+def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
+    """An event per CUDA device of the sources, recorded on the caller's current stream; None without CUDA sources."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    devices = {t.device for t in flat.tensors.values() if t.is_cuda}
+    events = {}
+    for device in devices:
+        events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        events[device].record(torch.cuda.current_stream(device))
+    return events or None

@@ -1,0 +1,104 @@
+"""The private names of torch and asyncio that weights and models touch: each stands in a module called ``…_private``,
+and in here with what breaks where it is not there any more."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import torch
+from torch import nn
+
+from asyncsync.model import torch_private as model_private
+from asyncsync.runtime import asyncio_private
+from asyncsync.weights import torch_private as weights_private
+
+
+class Own(nn.Module):
+    """A module of a class that is not torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_many_tensors_are_copied_by_one_call() -> None:
+    """``torch._foreach_copy_``. Without it every update copies tensor by tensor, which takes twice as long."""
+    destinations, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.int64)]
+    weights_private.foreach_copy(destinations, sources)
+    assert all(bool((tensor == 1).all()) for tensor in destinations)
+
+
+def test_inference_mode_can_be_entered_without_its_decorators() -> None:
+    """``torch._C._InferenceMode``. Without it, models that were made in inference mode cannot be written;
+    ``torch.inference_mode()`` does the same in three times the time."""
+    with torch.inference_mode():
+        model = torch.zeros(1)
+    with weights_private.InferenceMode(True):
+        model.fill_(1)
+    assert model.item() == 1
+
+
+def test_a_compiled_module_has_the_original_under_the_name_that_is_left_out_of_paths() -> None:
+    """``OptimizedModule._orig_mod``. Without it a compiled trainer's names do not fit an eager worker's model."""
+    module = nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert getattr(compiled, weights_private.COMPILED) is module
+    assert f"{weights_private.COMPILED}.weight" in compiled.state_dict()
+
+
+def test_a_module_has_its_tensors_and_children_in_dictionaries() -> None:
+    """``Module._parameters``, ``_buffers``, ``_modules``. Without them neither half of a strategy finds the tensors;
+    ``named_parameters()`` and the like take three times as long, and do not tell where a tensor is to be replaced."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    parameters, buffers, children = model_private.tensors_and_children(model[0])
+    assert (parameters["weight"], children) == (model[0].weight, {})
+    assert buffers["running_mean"] is model[0].running_mean
+    assert model_private.tensors_and_children(model)[2] == {"0": model[0]}
+
+
+def test_hooks_are_in_dictionaries_by_the_key_of_their_handle() -> None:
+    """``Module._forward_pre_hooks``, ``_forward_hooks``, ``_forward_hooks_always_called``. Without them a gate counts a
+    module twice that is attached twice, and a copy of a gated module has hooks that do nothing."""
+    module = nn.Linear(1, 1)
+    before = module.register_forward_pre_hook(print)
+    after = module.register_forward_hook(print, always_call=True)
+    pre_hooks, hooks, always_called = model_private.call_hooks(module)
+    assert (list(pre_hooks), list(hooks), list(always_called)) == ([before.id], [after.id], [after.id])
+    assert model_private.forward_hooks(module) is hooks
+
+
+def test_hooks_run_below_the_frame_of_call_impl() -> None:
+    """``Module._call_impl``. Without it the gate cannot tell when the forward ends that a hook belongs to."""
+    module, found = nn.Linear(1, 1), []
+    module.register_forward_pre_hook(lambda *_: found.extend(one.frame.f_code for one in inspect.stack(0)))
+    module(torch.zeros(1, 1))
+    assert found.count(model_private.CALL_IMPL) == 1
+
+
+def test_what_was_compiled_can_be_told() -> None:
+    """``torch._dynamo.eval_frame.OptimizedModule``, ``Module._compiled_call_impl``. Without them a gate accepts modules
+    that do not run its hooks, and Parameters whose addresses are in compiled code are given other memory."""
+    eager, itself = nn.Linear(1, 1), nn.Linear(1, 1)
+    around = torch.compile(nn.Linear(1, 1), backend="eager")
+    itself.compile(backend="eager")
+    assert [model_private.is_compiled(each) for each in (eager, itself, around)] == [False, True, True]
+    assert [model_private.is_optimized(each) for each in (eager, itself, around)] == [False, False, True]
+
+
+def test_compiled_code_that_runs_no_hooks_can_be_found() -> None:
+    """``torch._dynamo.utils.counters``, ``OptimizedModule.forward``, ``_torchdynamo_orig_callable``. Without them
+    there is no warning of a module that was compiled before it was registered."""
+    of_torch, own = nn.Linear(1, 1), Own()
+    for module, has_hooks in ((of_torch, False), (own, True)):
+        compiled = torch.compile(module, backend="eager")
+        compiled(torch.zeros(1, 1))
+        assert any(one is compiled and original is module for one, original in model_private.optimized_modules())
+        assert model_private.wraps_as_it_is(compiled, module) is has_hooks
+    assert model_private.has_compiled_anything()
+
+
+async def test_the_running_loop_can_be_told_where_none_runs() -> None:
+    """``asyncio._get_running_loop``. Without it a hold() takes a microsecond longer where no loop runs: the remedy is
+    to catch the RuntimeError of ``asyncio.get_running_loop``."""
+    assert asyncio_private.running_loop() is asyncio.get_running_loop()
+    assert await asyncio.to_thread(asyncio_private.running_loop) is None
