@@ -39,6 +39,9 @@ class Sources:
         model_id: the model's name.
         context, params_map, weights, model, device_map_fn: as for ``init_on_sender``.
 
+    Attributes:
+        context: resolves models by name.
+
     Raises:
         ValueError: several sources, or weights that look like one dict for each worker.
     """
@@ -65,7 +68,7 @@ class Sources:
         self.device_map_fn = device_map_fn
         self._is_mapped = params_map is not None
         self._model_id = model_id
-        self._context = context
+        self.context = context
 
     @property
     def registered(self) -> Any:
@@ -74,9 +77,9 @@ class Sources:
 
     def exist(self) -> bool:
         """Whether there is anything to be sent without an argument."""
-        if self.registered is not None or hasattr(self._context, "get_model"):
+        if self.registered is not None or hasattr(self.context, "get_model"):
             return True
-        return find_model(self._context, self._model_id) is not None
+        return find_model(self.context, self._model_id) is not None
 
     def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
         """What an argument stands for: None for the registered source, a string for a path in the context.
@@ -115,8 +118,8 @@ class Sources:
 
     async def _prepare_one(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
         if hook is None:
-            return self.resolve(weights, self._model_id, self._context)
-        prepared = hook(weights, self._model_id, strategy, self._context)
+            return self.resolve(weights, self._model_id, self.context)
+        prepared = hook(weights, self._model_id, strategy, self.context)
         if inspect.isawaitable(prepared):
             prepared = await prepared
         return flatten(prepared)

@@ -289,7 +289,7 @@ class MultiCollector(Driver, metaclass=Chooses):
         self._set_up_senders(sent, updater, num_workers=count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
-                scheme._context = _RegisteredModels(self)
+                scheme._context = scheme._sources.context = _RegisteredModels(self)
         self._group = group = ProcessGroup(start_method, type(self).__name__)
         self._begin()
         self.closed = False
