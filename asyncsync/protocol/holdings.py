@@ -126,7 +126,7 @@ class Holdings:
 
     def copy_out(self) -> bool:
         """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
-        again. True if that is to be reported: :meth:`asyncsync.protocol.subscriber.Subscriber.flush` again."""
+        again. True if that is to be reported: :meth:`asyncsync.protocol.reports.Reports.flush` again."""
         self.copies_later = False
         found = [(model_id, held) for model_id, held in self.held.items() if held[2].short_lease]
         try:
