@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncsync.bus.conditions import Conditions
 from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
-from asyncsync.net.descriptors import PER_LINK, check_descriptors
+from asyncsync.net.processes import PER_LINK, check_descriptors
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, finish
 

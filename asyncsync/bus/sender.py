@@ -17,10 +17,9 @@ from asyncsync.bus.publishing import Publishing
 from asyncsync.bus.workers import Workers
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
-from asyncsync.net.descriptors import shortage
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.packets import BY_SIDE_CHANNEL, read
-from asyncsync.net.processes import ProcessWatch, this_process
+from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.side_channel import Receive, SideChannels
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.codec import decode, encode

@@ -24,10 +24,10 @@ from typing import Protocol
 
 from asyncsync.net.packets import alone
 from asyncsync.net.side_channel import SideChannel, SideChannels
+from asyncsync.protocol.codec import encode_again, encode_done
 from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.short_form import encode_again, encode_done
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import pack
 from asyncsync.weights.pool import SlabPool

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Sequence
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.protocol import short_form
-from asyncsync.protocol.codec import decode
+from asyncsync.protocol.codec import FIXED, decode, decode_fixed
 from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.messages import (
     Again,
@@ -25,7 +24,6 @@ from asyncsync.protocol.messages import (
     Staged,
     Update,
 )
-from asyncsync.protocol.short_form import FIXED
 
 __all__ = ["ALONE", "BY_SIDE_CHANNEL", "MAX_FRAMES", "MAX_PACKET", "alone", "join", "read", "split"]
 
@@ -82,7 +80,7 @@ def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
         LimitExceeded, ProtocolError: malformed, or no instruction that goes by the side channel.
     """
     if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return short_form.decode(packet[1:], ())  # one of those that come by the side channel
+        return decode_fixed(packet[1:], ())  # one of those that come by the side channel
     instruction, payload = decode(split(packet))
     if type(instruction) not in BY_SIDE_CHANNEL:
         raise ProtocolError(f"{type(instruction).__name__} by lane")
