@@ -185,7 +185,7 @@ def test_never_more_than_the_window_is_in_flight(station: Station) -> None:
     station.chunk(1, 40, 40, 10)  # the first chunk is lost
     assert not station.take()
     station.chunk(1, 0, 40, 10)
-    assert station.take() == [messages.Fetch(EPOCH, 1, 0, 80, 128)]
+    assert station.take() == [messages.Fetch(EPOCH, 1, 0, 40, 120)]
 
 
 def test_a_gap_is_asked_for_again_from_where_it_begins(station: Station) -> None:
@@ -197,7 +197,7 @@ def test_a_gap_is_asked_for_again_from_where_it_begins(station: Station) -> None
     station.pass_time(0.01)
     assert station.take() == [messages.Fetch(EPOCH, 1, 1, 0, 80)]
     station.chunk(1, 0, 40, 10)
-    assert station.take() == [messages.Fetch(EPOCH, 1, 1, 80, 128)]
+    assert station.take() == [messages.Fetch(EPOCH, 1, 1, 40, 120)]  # what came behind the gap comes once more
 
 
 def test_a_transfer_that_gets_on_is_never_given_up(station: Station) -> None:

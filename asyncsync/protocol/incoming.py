@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -16,79 +15,9 @@ from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Coverage", "Incoming", "IncomingUpdate", "fill_eagerly"]
+__all__ = ["Incoming", "IncomingUpdate"]
 
 FRUITLESS_RESTARTS = 3
-
-
-class Coverage:
-    """Which bytes of a range have arrived; pieces may come twice, overlap, and come in any order."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self.covered = 0
-
-    def add(self, start: int, stop: int) -> bool:
-        """Note a piece; False if all of it had arrived already."""
-        first = bisect_left(self._stops, start)
-        last = first
-        low, high, known = start, stop, 0
-        while last < len(self._starts) and self._starts[last] <= stop:
-            low, high = min(low, self._starts[last]), max(high, self._stops[last])
-            known += self._stops[last] - self._starts[last]
-            last += 1
-        if high - low == known:
-            return False
-        self._starts[first:last] = [low]
-        self._stops[first:last] = [high]
-        self.covered += (high - low) - known
-        return True
-
-    def gap(self) -> int:
-        """The first byte that has not arrived."""
-        return self._stops[0] if self._starts and self._starts[0] == 0 else 0
-
-
-def fill_eagerly(
-    parts: Sequence[Part],
-    layouts: Sequence[Layout],
-    payload: Sequence[Buffer],
-    pool: SlabPool,
-    attached: Sequence[Slab | None],
-) -> list[Slab]:
-    """The slabs of an update that has brought all its bytes: a frame of values per part, then a frame of bytes each.
-
-    Args:
-        attached: the slabs that are here already.
-
-    Raises:
-        ProtocolError: too many values, or a wrong checksum. No slab is kept.
-    """
-    slabs: list[Slab] = []
-    count = len(parts)
-    try:
-        for i, part in enumerate(parts):
-            values, data = payload[i], payload[count + i]
-            if len(values) > MAX_VALUE_BYTES:
-                raise _too_many_values(len(values))
-            if part.crc is not None and zlib.crc32(data) != part.crc:
-                raise ProtocolError(f"the bytes of part {i} have a wrong checksum")
-            if (known := attached[i]) is not None:
-                slabs.append(slab := known.retain())
-            else:
-                slabs.append(slab := pool.acquire(layouts[i]))
-                slab.memory[:] = data
-            slab.values = bytes(values)
-    except BaseException:
-        for slab in slabs:
-            slab.release()
-        raise
-    return slabs
-
-
-def _too_many_values(nbytes: int) -> ProtocolError:
-    return ProtocolError(f"{nbytes} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
 
 
 class IncomingUpdate:
@@ -97,6 +26,7 @@ class IncomingUpdate:
     Attributes:
         slabs: one per part, owned until :meth:`take`.
         awaited: the indices of parts that are read in place, fetched and not granted yet.
+        received: how many bytes have come, of the parts laid end to end. What comes behind a gap is sent again with it.
         granted: bytes for which the trainer has credit.
         restarts, fruitless: how often the rest was fetched again, in all and since something came.
     """
@@ -116,7 +46,7 @@ class IncomingUpdate:
         self.parts: tuple[Part, ...] = update.parts
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
-                raise _too_many_values(len(frame))
+                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
         self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
         self.slabs: list[Slab | None] = []
         try:
@@ -137,7 +67,7 @@ class IncomingUpdate:
             if p.descriptor is not None and slab is None and not p.in_place
         }
         self.total = self._ends[-1]
-        self.coverage = Coverage()
+        self.received = 0
         self.granted = 0
         self.restarts = 0
         self.fruitless = 0
@@ -145,24 +75,19 @@ class IncomingUpdate:
 
     @property
     def complete(self) -> bool:
-        return self.coverage.covered == self.total and not self.fetching and not self.awaited
+        return self.received == self.total and not self.fetching and not self.awaited
 
     @property
     def streaming(self) -> bool:
         """True while chunks are missing, or what was fetched is not granted."""
-        return self.coverage.covered < self.total or bool(self.awaited)
-
-    @property
-    def ahead(self) -> int:
-        """Bytes that the trainer may send beyond the first missing one."""
-        return self.granted - self.coverage.gap()
+        return self.received < self.total or bool(self.awaited)
 
     def stalled(self, now: float, patience: float) -> bool:
         """True if something is missing and nothing has come for so long."""
         return self.streaming and now >= self.last_progress + patience
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Put a piece where it belongs; False if it was there already.
+        """Put a piece where it belongs; False if it was there already, or something before it is missing.
 
         Raises:
             ProtocolError: it does not fit into the part, or its checksum is wrong. Nothing was written.
@@ -171,12 +96,12 @@ class IncomingUpdate:
             raise ProtocolError(f"a chunk of {len(data)} bytes at {offset} of part {part} does not fit")
         if crc is not None and zlib.crc32(data) != crc:
             raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
-        begin = self._ends[part] - self.parts[part].streamed + offset
-        if not len(data) or not self.coverage.add(begin, begin + len(data)):
+        if self._ends[part] - self.parts[part].streamed + offset != self.received or not len(data):
             return False
         slab = self.slabs[part]
         assert slab is not None  # what is read in place has no streamed bytes
         slab.memory[offset : offset + len(data)] = data
+        self.received += len(data)
         return True
 
     def fill(self, payload: Sequence[Buffer]) -> None:
@@ -258,8 +183,8 @@ class Incoming:
         now: float,
         *,
         copies_first: bool,
-    ) -> list[Slab] | IncomingUpdate:
-        """What an UPDATE has brought: all its slabs, or an update that is to :meth:`begin`. Changes nothing else.
+    ) -> IncomingUpdate:
+        """What an UPDATE has brought, which is to :meth:`begin`. Changes nothing else.
 
         Args:
             update, layouts, payload: the UPDATE, its parts' layouts, its payload frames.
@@ -283,20 +208,18 @@ class Incoming:
                     if slab is not None and slab.short_lease:
                         attached[i] = self._copy(slab)
                         slab.release()
-            if whole:
-                return fill_eagerly(parts, layouts, payload, self._pool, attached)
             incoming = IncomingUpdate(update, layouts, payload[:count], self._pool, now, attached)
         finally:
             for slab in attached:
                 if slab is not None:
                     slab.release()
-        if update.eager:  # beside parts that a transport fetches
+        if update.eager:
             incoming.fill(payload[count:])
-            self.bytes_received += incoming.total
+            self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
         return incoming
 
     def begin(self, update: IncomingUpdate) -> None:
-        """Wait for the bytes of this update; there is no other one."""
+        """Wait for what is missing of this update; there is no other one."""
         self.update = update
         for index in sorted(update.fetching):
             slab = update.slabs[index]
@@ -323,7 +246,7 @@ class Incoming:
             self.bytes_received += len(data)
         if self._check_complete(update) or update.granted == update.total:
             return
-        if update.ahead <= self._settings.window_bytes // 2:
+        if update.granted - update.received <= self._settings.window_bytes // 2:
             self._grant_credit(update)
 
     def granted(self, granted: Granted, now: float) -> None:
@@ -382,10 +305,8 @@ class Incoming:
         return self.update.last_progress + self._settings.retry_interval
 
     def _grant_credit(self, update: IncomingUpdate) -> None:
-        """Credit from the first missing byte: what came after a gap is sent again with it, and must not add up."""
-        gap = update.coverage.gap()
-        update.granted = min(gap + self._settings.window_bytes, update.total)
-        self._send(Fetch(update.epoch, update.serial, update.restarts, gap, update.granted))
+        update.granted = min(update.received + self._settings.window_bytes, update.total)
+        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.granted))
 
     def _check_complete(self, update: IncomingUpdate) -> bool:
         if update.complete:

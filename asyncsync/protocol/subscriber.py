@@ -240,11 +240,7 @@ class Subscriber:
         for part in update.parts:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
-        if isinstance(loaded, list):
-            self.incoming.bytes_received += sum([p.nbytes for p in update.parts])
-            self._stage(update.serial, update.parts, loaded)
-        else:
-            self.incoming.begin(loaded)
+        self.incoming.begin(loaded)
 
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.reports.serial:
