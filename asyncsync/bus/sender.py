@@ -14,7 +14,6 @@ import zmq
 
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.workers import Workers
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
@@ -54,7 +53,7 @@ class SenderLink(Link):
         side channels: the side channels.
         fast: the fast path.
         publishing: how weights are published.
-        workers: how callers wait for them.
+        min_workers: how many workers an elastic sender needs.
         pool: where slabs are taken from that no transport has a pool for.
 
     Raises:
@@ -74,7 +73,7 @@ class SenderLink(Link):
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
-        self.workers = Workers(self, self.publisher, self.fast, min_workers, self.depart)
+        self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self._latest: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # the last packet, and what it means
