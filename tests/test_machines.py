@@ -99,7 +99,7 @@ MUTATIONS = {
         (Subscriber, "_stage", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "slot.reject(publication)", "slot.pending = []")
+        (Targets, "_withdraw", "slot.take_back(version)", "slot.pending = []")
     ],
     "old updates are taken": [
         (Subscriber, "_on_update", "update.serial <= self.reports.serial", "False"),

@@ -310,12 +310,11 @@ class Publishing:
     def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
         if pool.is_quick(nbytes):
             return True
-        targets = [t.slab for slot in self._publisher.targets.slots() for t in slot.targets]
-        return pool.has_room(nbytes, {*targets, *(job.slab for job in jobs)}, count)
+        return pool.has_room(nbytes, {*self._publisher.targets.slabs(), *(job.slab for job in jobs)}, count)
 
     def _why_full(self, pool: SlabPool) -> str:
         publisher = self._publisher
-        targets = {t.slab for slot in publisher.targets.slots() for t in slot.targets}  # those are nobody's fault
+        targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in publisher.leases.of.items():
             versions = sorted({version for (_, version), slab in leases if slab in pool and slab not in targets})

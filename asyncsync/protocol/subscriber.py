@@ -88,8 +88,8 @@ class Subscriber:
         self.targets: dict[str, int] = {}
         self.fast_path: FastPath | None = None
         self.last_seen: float | None = None
-        self.attach: Callable[[Part, Layout], Slab | None] = _nothing_at_hand
-        self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
+        self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
+        self.waits: Callable[[Iterable[str]], bool] = lambda models: False
         self.leaving = False
         self.base: tuple[int, Part] | None = None
 
@@ -221,7 +221,7 @@ class Subscriber:
             return
         layouts = []
         for part in update.parts:
-            layout = self.session.layouts.find(self.session.local(part.model_id), part.digest)
+            layout = self.session.layout(self.session.local(part.model_id), part.digest)
             if layout is None or layout.nbytes != part.nbytes:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
@@ -252,7 +252,7 @@ class Subscriber:
         before = self.base[1]
         part = Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
         model_id = self.session.local(part.model_id)
-        layout = self.session.layouts.find(model_id, part.digest)
+        layout = self.session.layout(model_id, part.digest)
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
         slab: Slab | None = None
@@ -380,13 +380,5 @@ class Subscriber:
         self.session.hello(self.holdings.versions, now)
 
 
-def _nothing_at_hand(part: Part, layout: Layout) -> Slab | None:
-    return None
-
-
 def _expanded(again: messages.Again, part: Part) -> messages.Update:
     return messages.Update(again.epoch, again.serial, True, (part,))
-
-
-def _nothing_waits(models: Iterable[str]) -> bool:
-    return False
