@@ -56,8 +56,6 @@ class Publishing:
     """The publications of one link.
 
     Args:
-        link: the sender's.
-        publisher: its state machine.
         fast: its fast path, which every publication ends.
         known: by model, the weights that have been sent.
         pool: where slabs are taken from that no transport has a pool for.

@@ -42,15 +42,8 @@ BLOCKED_SECONDS = 1.0
 class SenderLink(Link):
     """Binds, serves the workers, publishes.
 
-    Args:
-        endpoint: where to bind.
-        num_workers: fixed number of workers; None: elastic.
-        min_workers: how many an elastic sender needs.
-        settings: sizes and times.
-
     Attributes:
         publisher: the state machine. It stands still while the fast path is on: :meth:`caught_up` ends that.
-        side channels: the side channels.
         fast: the fast path.
         publishing: how weights are published.
         min_workers: how many workers an elastic sender needs.

@@ -133,8 +133,6 @@ class Incoming:
     """The bytes that come in, of one update at a time.
 
     Args:
-        settings: sizes and times.
-        pool: for the slabs.
         attach: brings the slab of a part with a descriptor at once, or None: then it is one of :attr:`fetches`.
         copy: copies a slab.
         send: sends an instruction.
@@ -186,10 +184,7 @@ class Incoming:
     ) -> IncomingUpdate:
         """What an UPDATE has brought, which is to :meth:`begin`. Changes nothing else.
 
-        Args:
-            update, layouts, payload: the UPDATE, its parts' layouts, its payload frames.
-            now: the time.
-            copies_first: whether to copy at once what could be applied where it is, and copied out then.
+        ``copies_first``: copy at once what could be applied where it is, and copied out then.
 
         Raises:
             ProtocolError: malformed.

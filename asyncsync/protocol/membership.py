@@ -66,8 +66,6 @@ class Membership:
     """The workers of one trainer.
 
     Args:
-        epoch, identity, num_workers, settings: the :class:`asyncsync.protocol.publisher.Publisher`'s.
-        targets: those of a worker that will not come back are forgotten.
         welcome: sends a worker its WELCOME.
         entered: called when a worker has taken a place.
 

@@ -23,8 +23,6 @@ class Session:
     """One worker incarnation's sessions, one after the other.
 
     Args:
-        worker, nonce, identity, settings: the :class:`asyncsync.protocol.subscriber.Subscriber`'s.
-        models: its models.
         adopted: called when a new trainer's epoch has begun.
 
     Attributes:
