@@ -17,7 +17,7 @@ from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.pool import SlabPool
-from helpers.machines import EPOCH, SMALL, Fickle, Station, layout, nonce, slab_of
+from helpers.machines import EPOCH, SMALL, TICK, Fickle, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
 NEWER = (EPOCH[0] + 1, 2)
@@ -61,8 +61,7 @@ def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:
     station = Station()
     times = []
     while len(times) < 10:
-        station.now = station.subscriber.next_tick(station.now)
-        station.subscriber.tick(station.now)
+        station.pass_time(TICK)
         times += [station.now] * len(station.take(messages.Hello))
     pauses = [b - a for a, b in pairwise(times)]
     assert pauses == sorted(pauses)

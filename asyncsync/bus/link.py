@@ -35,7 +35,7 @@ INLINE_BYTES = 4 << 20
 LINGER_MS = 500
 FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
 EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
-MAX_TICK = 0.25
+TICK = 0.25  # whatever is due at a time is due within seconds: so much later does no harm
 
 
 class Link(ABC):
@@ -110,9 +110,6 @@ class Link(ABC):
     def _tick(self, now: float) -> None: ...
 
     @abstractmethod
-    def _next_tick(self, now: float) -> float: ...
-
-    @abstractmethod
     def _flush(self, now: float) -> None: ...
 
     @abstractmethod
@@ -134,9 +131,7 @@ class Link(ABC):
 
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:
-            # Not computed anew for every message: what becomes due earlier than this waits a moment.
-            # The handle itself does not always know when: uvloop's has no time if that is less than 0.5 ms away.
-            self._timer_due = min(self._next_tick(now), now + MAX_TICK)
+            self._timer_due = now + TICK
             self._timer = self.loop.call_at(self._timer_due, self._due)
 
     def _due(self) -> None:

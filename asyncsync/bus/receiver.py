@@ -211,9 +211,6 @@ class ReceiverLink(Link):
     def _tick(self, now: float) -> None:
         self.subscriber.tick(now)
 
-    def _next_tick(self, now: float) -> float:
-        return self.subscriber.next_tick(now)
-
     def _flush(self, now: float) -> None:
         subscriber = self.subscriber
         if subscriber.staged:

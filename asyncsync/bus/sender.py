@@ -235,9 +235,6 @@ class SenderLink(Link):
         self.publisher.tick(now)
         self._watch()
 
-    def _next_tick(self, now: float) -> float:
-        return self.publisher.next_tick(now)
-
     def settle(self) -> None:
         self.conditions.notify()
         self.depart()

@@ -108,10 +108,6 @@ class Agreement:
                 publication.awaiting.clear()
                 self._settle(publication)
 
-    def ticks(self) -> Iterator[float]:
-        """When :meth:`tick` has something to do again."""
-        return (p.deadline for p in self._targets.pending.values() if not self._is_gathering(p))
-
     @property
     def gathers(self) -> bool:
         """Whether something is pending until every expected worker has been there once."""

@@ -292,13 +292,6 @@ class Incoming:
             else:
                 self._grant_credit(update)
 
-    @property
-    def next_tick(self) -> float | None:
-        """When :meth:`tick` has something to do."""
-        if self.update is None or not self.update.streaming:
-            return None
-        return self.update.last_progress + self._settings.retry_interval
-
     def _grant_credit(self, update: IncomingUpdate) -> None:
         update.granted = min(update.received + self._settings.window_bytes, update.total)
         self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.granted))

@@ -10,7 +10,7 @@ cannot fill memory; one that gets no answer repeats its HELLO.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.protocol import messages
@@ -50,10 +50,6 @@ class Newcomer:
         self.welcomed_at: float | None = None
         self._patience = PATIENCE
         self._checked = now
-
-    @property
-    def next_check(self) -> float:
-        return self._checked + CHECK_SECONDS
 
     def outwaits(self, now: float) -> bool:
         """Whether the holder has been silent for too long by now."""
@@ -364,17 +360,6 @@ class Membership:
                 peer.slow = True
             if now >= peer.next_ping(self.settings):
                 self.ping(peer, now)
-
-    def ticks(self) -> Iterator[float]:
-        """When :meth:`tick` has something to do again."""
-        for peer in self.peers.values():
-            if not peer.lost:
-                yield peer.next_ping(self.settings)
-                newcomer = self._newcomers.get(peer.worker)
-                if newcomer is not None and newcomer.welcomed_at is None:
-                    yield newcomer.next_check
-                if not peer.slow:
-                    yield peer.last_seen + self.settings.slow_after
 
     def close(self, *, fenced: bool) -> None:
         """Send BYE to everybody; not to the workers if they belong to a newer trainer."""

@@ -128,11 +128,6 @@ class Session:
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
 
-    @property
-    def next_hello(self) -> float | None:
-        """When HELLO is to be repeated; None: it has been answered."""
-        return None if self.welcomed else self._next_hello
-
     def welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
         """Take in the trainer's answer to HELLO, or that it has other layouts, and accept or refuse them.
 

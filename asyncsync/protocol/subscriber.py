@@ -6,7 +6,7 @@ Usage by a shell that owns the socket, the gate and time::
     subscriber.receive(instruction, payload, now)
     for staging in subscriber.staged: gate.offer(staging.run, …)
     subscriber.applied(staging, now)  /  subscriber.failed(staging, error, now)
-    subscriber.tick(now)                                     # at least at next_tick()
+    subscriber.tick(now)                                     # every quarter of a second or so
     while subscriber.outbox: send(*subscriber.outbox.popleft())
 
 An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
@@ -357,20 +357,13 @@ class Subscriber:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Repeat what has got no answer; call it again at :meth:`next_tick`."""
+        """Repeat what has got no answer."""
         if self.session.ended is not None or not self.session.online:
             return
         if self.session.is_hello_due(now):
             self._hello(now)
         self.holdings.check_forked()
         self.incoming.tick(now)
-
-    def next_tick(self, now: float) -> float:
-        """When :meth:`tick` has something to do again."""
-        times = [now + 60.0]
-        if self.session.ended is None and self.session.online:
-            times += [time for time in (self.session.next_hello, self.incoming.next_tick) if time is not None]
-        return min(times)
 
     # -- the machinery ----------------------------------------------------------------------------------------------
 
