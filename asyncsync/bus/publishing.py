@@ -118,7 +118,12 @@ class Publishing:
                 clock).
         """
         link, publisher = self._link, self._publisher
-        await self._in_order(deadline)
+        try:
+            await self.order.acquire_until(deadline)
+        except TimeoutError:  # the publication before this one may be waiting for a slot
+            why = "its weights are still being copied: give a larger timeout, or publish less often"
+            why = why if self._full is None else self._why_full(self._full)
+            raise AckTimeout(f"another publication has not ended: {why}") from None
         try:
             begun = link.loop.time()
             link.check()
@@ -159,7 +164,7 @@ class Publishing:
                         await self._offer(transports[model_id], slab, whom)
                 link.check()
                 version = self._announce(parts, workers, serve)
-                self._fast.pause.worked(link.loop.time() - begun)
+                self._fast.worked(link.loop.time() - begun)
             finally:
                 for job in jobs:
                     job.slab.release()
@@ -169,17 +174,6 @@ class Publishing:
             return version
         finally:
             self.order.release()
-
-    async def _in_order(self, deadline: float) -> None:
-        """Acquire :attr:`order`: the publication before this one may be waiting for a slot."""
-        try:
-            await self.order.acquire_until(deadline)
-        except TimeoutError:
-            if self._full is not None:
-                why = self._why_full(self._full)
-            else:
-                why = "its weights are still being copied: give a larger timeout, or publish less often"
-            raise AckTimeout(f"another publication has not ended: {why}") from None
 
     def _announce(
         self,

@@ -249,7 +249,8 @@ class SenderLink(Link):
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
         served = self.publishing.served
-        self.fast.pause.take(self.side_channels.of)
+        if self.side_channels.of:
+            self.fast.pause()
         last, header = None, b""
         by_zmq = failed = False
         try:
