@@ -155,15 +155,15 @@ def test_a_part_that_is_at_hand_is_not_waited_for_and_keeps_a_reference_of_its_o
     assert (slab.references, bytes(slab.memory)) == (1, b"a" * 64)
 
 
-def eager(slab: Slab, pool: SlabPool, *parts: Part) -> IncomingUpdate:
-    layouts = [layout_of(part.nbytes) for part in parts]
-    return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, [b"v", b"w"], pool, 0.0, [slab, None])
+def eager(slab: Slab, pool: SlabPool, second: Part, data: bytes) -> IncomingUpdate:
+    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), second)
+    layouts, payload = [layout_of(part.nbytes) for part in parts], [b"v", b"w", b"", data]
+    return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, pool, 0.0, [slab, None])
 
 
 def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> None:
     slab, pool = at_hand(64, b"a"), SlabPool()
-    update = eager(slab, pool, Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 64))
-    update.fill([b"", b"b" * 64])
+    update = eager(slab, pool, Part("m1", 1, DIGEST, 64), b"b" * 64)
     assert update.complete
     slabs = update.take()
     assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
@@ -173,9 +173,8 @@ def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> Non
 
 def test_an_eager_update_with_a_wrong_piece_lets_go_of_what_was_at_hand() -> None:
     slab, pool = at_hand(64, b"a"), SlabPool()
-    update = eager(slab, pool, Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 4, crc=1))
     with pytest.raises(ProtocolError, match="checksum"):
-        update.fill([b"", b"oops"])
+        eager(slab, pool, Part("m1", 1, DIGEST, 4, crc=1), b"oops")
     assert (slab.references, pool._in_use) == (1, 0)
 
 

@@ -278,8 +278,9 @@ class SenderLink(Link):
             self.conditions.notify()
 
     def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        nonce = self.publisher.membership.settled_at(route) if self.side_channels.of else None
-        channel = None if nonce is None else self.side_channels.of.get(nonce)
+        # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
+        peer = self.publisher.membership.routes.get(route) if self.side_channels.of else None
+        channel = None if peer is None or peer.unsettled else self.side_channels.of.get(peer.nonce)
         return channel is not None and channel.send(frames)
 
     def _drained(self) -> None:

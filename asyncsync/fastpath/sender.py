@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from asyncsync.net.packets import alone
+from asyncsync.net.packets import ALONE
 from asyncsync.net.side_channel import SideChannel, SideChannels
 from asyncsync.protocol.codec import encode_again, encode_done
 from asyncsync.protocol.fields import Buffer
@@ -263,8 +263,8 @@ class SteadySender:
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
         epoch, version, serial = self._epoch, self.version + 1, self._serial + 1
-        again: list[Buffer] = [alone(encode_again(epoch, serial, self._serial, version, slab.descriptor))]
-        done = alone(encode_done(epoch, serial))
+        again: list[Buffer] = [ALONE, encode_again(epoch, serial, self._serial, version, slab.descriptor)]
+        done = ALONE + encode_done(epoch, serial)
         waiting, unsent = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now

@@ -25,14 +25,14 @@ from asyncsync.protocol.messages import (
     Update,
 )
 
-__all__ = ["ALONE", "BY_SIDE_CHANNEL", "MAX_FRAMES", "MAX_PACKET", "alone", "join", "read", "split"]
+__all__ = ["ALONE", "BY_SIDE_CHANNEL", "MAX_FRAMES", "MAX_PACKET", "join", "read", "split"]
 
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
     {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_FRAMES = 255
-ALONE = b"\0"  # no payload frames
+ALONE = b"\0"  # no payload frames; followed by the header, it is a packet
 
 
 def join(frames: Sequence[Buffer]) -> list[Buffer]:
@@ -41,11 +41,6 @@ def join(frames: Sequence[Buffer]) -> list[Buffer]:
         return [ALONE, frames[0]]
     header, *payload = frames
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
-
-
-def alone(header: bytes) -> bytes:
-    """The packet with this message, which has no payload frames."""
-    return ALONE + header
 
 
 def split(packet: memoryview) -> list[memoryview]:

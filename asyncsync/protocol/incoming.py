@@ -21,7 +21,7 @@ FRUITLESS_RESTARTS = 3
 
 
 class IncomingUpdate:
-    """An announced update whose bytes are arriving.
+    """An announced update whose bytes are arriving, if they have not come with it.
 
     Attributes:
         slabs: one per part, owned until :meth:`take`.
@@ -35,11 +35,12 @@ class IncomingUpdate:
         self,
         update: Update,
         layouts: Sequence[Layout],
-        values: Sequence[Buffer],
+        payload: Sequence[Buffer],
         pool: SlabPool,
         now: float,
         attached: Sequence[Slab | None],
     ) -> None:
+        values = payload[: len(update.parts)]
         self.awaited = [i for i, p in enumerate(update.parts) if p.in_place]
         self.layouts = layouts
         self.epoch, self.serial = update.epoch, update.serial
@@ -48,6 +49,9 @@ class IncomingUpdate:
             if len(frame) > MAX_VALUE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
         self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        self.total = self._ends[-1]
+        self.received = 0
         self.slabs: list[Slab | None] = []
         try:
             for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
@@ -56,18 +60,17 @@ class IncomingUpdate:
                     continue
                 self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
+            for i, frame in enumerate(payload[len(values) :]):
+                self.write(i, 0, frame, self.parts[i].crc)
         except BaseException:
             self.release()
             raise
-        self._ends = list(accumulate(p.streamed for p in self.parts))
         # Parts that a transport fetches by their descriptor.
         self.fetching = {
             i
             for i, (p, slab) in enumerate(zip(self.parts, attached, strict=True))
             if p.descriptor is not None and slab is None and not p.in_place
         }
-        self.total = self._ends[-1]
-        self.received = 0
         self.granted = 0
         self.restarts = 0
         self.fruitless = 0
@@ -103,15 +106,6 @@ class IncomingUpdate:
         slab.memory[offset : offset + len(data)] = data
         self.received += len(data)
         return True
-
-    def fill(self, payload: Sequence[Buffer]) -> None:
-        """Write what an update has brought with it; where a piece is wrong, let go of all."""
-        try:
-            for i, (part, frame) in enumerate(zip(self.parts, payload, strict=True)):
-                self.write(i, 0, frame, part.crc)
-        except BaseException:
-            self.release()
-            raise
 
     def grant(self, index: int, slab: Slab) -> None:
         """One of the awaited parts, with a reference for this object."""
@@ -190,7 +184,7 @@ class Incoming:
             ProtocolError: malformed.
             Exception: there is no memory, or no access to the sender's.
         """
-        parts, count = update.parts, len(update.parts)
+        parts = update.parts
         attached: list[Slab | None] = []
         try:
             for part, layout in zip(parts, layouts, strict=True):
@@ -203,13 +197,12 @@ class Incoming:
                     if slab is not None and slab.short_lease:
                         attached[i] = self._copy(slab)
                         slab.release()
-            incoming = IncomingUpdate(update, layouts, payload[:count], self._pool, now, attached)
+            incoming = IncomingUpdate(update, layouts, payload, self._pool, now, attached)
         finally:
             for slab in attached:
                 if slab is not None:
                     slab.release()
         if update.eager:
-            incoming.fill(payload[count:])
             self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
         return incoming
 
@@ -220,9 +213,8 @@ class Incoming:
             slab = update.slabs[index]
             assert slab is not None
             self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
-        if update.streaming:
+        if not self._check_complete(update) and update.streaming:
             self._grant_credit(update)
-        self._check_complete(update)
 
     def drop(self) -> None:
         """The update whose bytes are missing is not wanted any more."""
@@ -297,10 +289,11 @@ class Incoming:
         self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.granted))
 
     def _check_complete(self, update: IncomingUpdate) -> bool:
-        if update.complete:
-            self.update = None
-            self._complete(update.serial, update.parts, update.take())
-        return update.complete
+        if not update.complete:
+            return False
+        self.update = None
+        self._complete(update.serial, update.parts, update.take())
+        return True
 
     def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
         self.drop()

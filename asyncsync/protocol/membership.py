@@ -129,11 +129,6 @@ class Membership:
         there = [peer for peer in self.peers.values() if not peer.lost]
         return there + [one.peer for one in self._newcomers.values() if one.welcomed_at is not None]
 
-    def settled_at(self, route: bytes) -> bytes | None:
-        """The nonce of the worker that is reached there, if it has answered its last WELCOME in full."""
-        peer = self.routes.get(route)
-        return None if peer is None or peer.unsettled else peer.nonce
-
     def send(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
         self.outbox.append((route, instruction, payload))
 
