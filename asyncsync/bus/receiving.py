@@ -100,11 +100,16 @@ class Receiving:
             raise _again(subscriber.session.refused[model_id])
         if subscriber.settled(model_id):
             return
+        raise self._failure(model_id)
+
+    def _failure(self, model_id: str) -> Exception:
+        """Why no update of this model will come, or could be applied."""
+        subscriber = self._subscriber
         if subscriber.session.ended is not None:
-            raise self._ending()
+            return self._ending()
         if model_id in subscriber.session.refused:
-            raise _again(subscriber.session.refused[model_id])
-        raise subscriber.holdings.error[model_id][1]
+            return _again(subscriber.session.refused[model_id])
+        return subscriber.holdings.error[model_id][1]
 
     def _check_again(self, model_id: str) -> None:
         """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
@@ -191,12 +196,9 @@ class Receiving:
                         f"{self._why(model_id)}"
                     )
                 subscriber.session.request()
-        if subscriber.session.ended is not None:
-            raise self._ending()
-        if model_id in subscriber.session.refused:
-            raise _again(subscriber.session.refused[model_id])
-        if subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
-            raise subscriber.holdings.error[model_id][1]
+        is_over = subscriber.session.ended is not None or model_id in subscriber.session.refused
+        if is_over or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+            raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
         return mark

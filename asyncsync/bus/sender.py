@@ -194,23 +194,19 @@ class SenderLink(Link):
             self._watches.pop(nonce).close()
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
-            self._watches[nonce] = ProcessWatch(pid, self._ender(worker, nonce, pid))
+            self._watches[nonce] = ProcessWatch(pid, partial(self._worker_ended, worker, nonce, pid))
 
     def _is_watched(self, nonce: bytes) -> bool:
         watch = self._watches.get(nonce)
         return watch is not None and watch.is_watching
 
-    def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
-        def ended() -> None:
-            with self.guard():
-                if nonce in self.side_channels.of:
-                    self.side_channels.of[nonce].drain()  # its last messages
-                self.fast.end()
-                self.publisher.ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
-                self._watch()
-                self.settle()
-
-        return ended
+    def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
+        with self.guard():
+            if nonce in self.side_channels.of:
+                self.side_channels.of[nonce].drain()  # its last messages
+            self.caught_up().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+            self._watch()
+            self.settle()
 
     def _warn_of_blocking(self, seconds: float) -> None:
         publisher = self.publisher

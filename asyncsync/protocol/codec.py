@@ -55,7 +55,7 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _WITH_PAYLOAD = {Welcome, Update, Chunk}
-_BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS if cls not in (Again, Done)}
+_BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls not in (Again, Done)}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
 _VALUES = {cls: _values(cls) for cls in _BY_KIND.values()}
 _PART = _values(Part)
@@ -184,10 +184,21 @@ def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Don
     kind, expected = header[1], 0
     instruction: Again | Done
     if kind == _AGAIN_KIND and len(header) >= _AGAIN.size:
-        instruction = _decode_again(header)
-        expected = 1 if instruction.descriptor is None else 0
+        _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
+        tail = bytes(header[_AGAIN.size :])
+        if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
+            raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
+        if len(tail) != (length - 1 if length else 0):
+            raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
+        instruction = Again((start, random), serial, since, version, tail if length else None)
+        expected = 0 if length else 1
     elif kind == _DONE_KIND and len(header) >= _DONE.size:
-        instruction = _decode_done(header)
+        if len(header) != _DONE.size:
+            raise ProtocolError(f"a DONE of {len(header)} bytes")
+        _, _, start, random, serial = _DONE.unpack(header)
+        if start > MAX_START or not serial:
+            raise ProtocolError(f"a DONE that no worker sends: {show(bytes(header))}")
+        instruction = Done((start, random), serial)
     else:
         raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
     if len(payload) != expected:
@@ -195,22 +206,3 @@ def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Don
     if payload and len(payload[0]) > MAX_FRAME:
         raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
     return instruction, payload
-
-
-def _decode_again(header: Buffer) -> Again:
-    _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
-    tail = bytes(header[_AGAIN.size :])
-    if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
-        raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
-    if len(tail) != (length - 1 if length else 0):
-        raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
-    return Again((start, random), serial, since, version, tail if length else None)
-
-
-def _decode_done(header: Buffer) -> Done:
-    if len(header) != _DONE.size:
-        raise ProtocolError(f"a DONE of {len(header)} bytes")
-    _, _, start, random, serial = _DONE.unpack(header)
-    if start > MAX_START or not serial:
-        raise ProtocolError(f"a DONE that no worker sends: {show(bytes(header))}")
-    return Done((start, random), serial)

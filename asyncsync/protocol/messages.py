@@ -46,30 +46,6 @@ from asyncsync.protocol.fields import (
     text,
 )
 
-__all__ = [
-    "INSTRUCTIONS",
-    "Again",
-    "Applied",
-    "Bye",
-    "Chunk",
-    "Done",
-    "Failed",
-    "Fetch",
-    "Granted",
-    "Hello",
-    "Instruction",
-    "Part",
-    "Ping",
-    "Pong",
-    "Ready",
-    "Refused",
-    "Released",
-    "Staged",
-    "Update",
-    "Welcome",
-]
-
-
 Index = Annotated[int, integer(0, (1 << 31) - 1)]
 
 
@@ -103,12 +79,18 @@ def _parts(raw: Any) -> tuple[Part, ...]:
     return tuple(build(Part, part) for part in raw)
 
 
+INSTRUCTIONS: dict[int, type[Instruction]] = {}
+
+
 class Instruction:
-    """Base of all instructions."""
+    """Base of all instructions, which :data:`INSTRUCTIONS` has by their kinds."""
 
     __slots__ = ()
     kind: ClassVar[int]
     max_payload: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        INSTRUCTIONS[cls.kind] = cls  # twice: for its slots, a dataclass is made anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,24 +304,3 @@ class Done(Instruction):
     serial: int
 
     kind: ClassVar[int] = 17
-
-
-INSTRUCTIONS: tuple[type[Instruction], ...] = (
-    Hello,
-    Welcome,
-    Ready,
-    Refused,
-    Update,
-    Fetch,
-    Chunk,
-    Staged,
-    Applied,
-    Failed,
-    Ping,
-    Pong,
-    Bye,
-    Released,
-    Granted,
-    Again,
-    Done,
-)
