@@ -128,7 +128,8 @@ class SteadyWorker:
         self._plans = self._bound.plans
         self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
-        self._update = Writer(self._apply, _ignore)
+        # Where another thread has applied an interrupted update, the general way acknowledges it.
+        self._update = Writer(self._apply, lambda error: None)
         self._version = subscriber.holdings.version(model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
@@ -227,7 +228,3 @@ class SteadyWorker:
         self._windows = {}
         self._newest.release()
         self._next.release()
-
-
-def _ignore(error: BaseException | None) -> None:
-    """An interrupted update was applied by another thread; the general way acknowledges it."""

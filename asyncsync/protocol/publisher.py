@@ -39,9 +39,7 @@ class Publisher:
 
     Args:
         epoch: (start time in ns, random): this incarnation's fencing token.
-        identity: this process.
         num_workers: fixed number of workers, or None (elastic).
-        settings: sizes and times.
 
     Attributes:
         targets: what each worker should have.

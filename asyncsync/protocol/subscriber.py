@@ -50,10 +50,7 @@ class Subscriber:
     """The receiver's half of a bus: one worker incarnation.
 
     Args:
-        worker: its worker_idx.
         nonce: 16 random bytes that name this incarnation.
-        identity: this process.
-        settings: sizes and times.
 
     Attributes:
         session: with the trainer.
