@@ -21,8 +21,8 @@ from types import AsyncGeneratorType
 from typing import Any
 
 from asyncsync.bus.conditions import Conditions
-from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
-from asyncsync.net.processes import PER_LINK, check_descriptors
+from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, finish
 
@@ -55,7 +55,8 @@ class Link(ABC):
     _at_exit: Finalize | None = None  # while it is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
-        check_descriptors(PER_LINK + descriptors, "cannot connect")
+        if why := shortage(PER_LINK + descriptors):
+            raise NotConnected(f"cannot connect: {why}")
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
         self.conditions = Conditions(self.loop)

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncsync.errors import NotConnected
 from asyncsync.protocol.settings import Identity
 
-__all__ = ["PER_LINK", "ProcessWatch", "check_descriptors", "free_descriptors", "shortage", "this_process"]
+__all__ = ["PER_LINK", "ProcessWatch", "free_descriptors", "shortage", "this_process"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -103,13 +102,3 @@ def shortage(needed: int) -> str:
         f"{needed} file descriptors and {RESERVE} in reserve are needed, but this process has {free} of {limit} left: "
         "raise the limit (ulimit -n, or resource.setrlimit), and have models that go to the same workers share a Bus"
     )
-
-
-def check_descriptors(needed: int, what: str) -> None:
-    """Refuse to go on with too few.
-
-    Raises:
-        NotConnected: names the remedy.
-    """
-    if why := shortage(needed):
-        raise NotConnected(f"{what}: {why}")

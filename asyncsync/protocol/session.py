@@ -122,9 +122,6 @@ class Session:
         me = self.identity
         self.send(Hello(self.worker, self.nonce, self._attempt, me.pid, me.boot, me.namespace, self.epoch, have))
 
-    def disconnected(self) -> None:
-        self.online = self.welcomed = False
-
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
 

@@ -113,7 +113,7 @@ class Subscriber:
 
     def disconnected(self) -> None:
         self.end_fast_path()
-        self.session.disconnected()
+        self.session.online = self.session.welcomed = False
 
     def applied(self, staging: Staging) -> None:
         """The gate has let it through: the models hold these versions."""
