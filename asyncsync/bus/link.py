@@ -198,6 +198,11 @@ class Link(ABC):
             self.check()
         return result
 
+    def call_from_thread(self, function: Callable[[], object]) -> None:
+        """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function)
+
     async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
         if nbytes <= INLINE_BYTES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +41,6 @@ class _Job(NamedTuple):
 
     slab: Slab
     flat: FlatWeights
-    ready: Mapping[torch.device, Any] | None
     tensors: list[torch.Tensor] | None
     memory: list[memoryview] | None  # the bytes of each, if it was found out just now where they are
 
@@ -49,7 +48,7 @@ class _Job(NamedTuple):
         if self.memory is not None:
             copy_bytes(self.slab.pieces, self.memory)
             return
-        pack(self.slab, self.flat, self.ready, progress, self.tensors)
+        pack(self.slab, self.flat, self.flat.ready, progress, self.tensors)
 
 
 class Publishing:
@@ -188,7 +187,7 @@ class Publishing:
 
     def _can_overlap(self, job: _Job, transports: Mapping[str, Carrier]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
-        if job.slab.nbytes <= INLINE_BYTES or job.ready is not None:
+        if job.slab.nbytes <= INLINE_BYTES or job.flat.ready is not None:
             return False
         return all(type(t).offer is Carrier.offer for t in transports.values())
 
@@ -214,8 +213,9 @@ class Publishing:
             self._link.settle()
 
             def pack_all() -> None:
-                job.pack(self._progress)
-                self._progress()
+                progress = partial(self._link.call_from_thread, self._packed)
+                job.pack(progress)
+                progress()
 
             await finish(self._link.thread.submit(pack_all))
         finally:
@@ -227,13 +227,6 @@ class Publishing:
                 self._link.settle()
         self._link.check()
         return version
-
-    def _progress(self) -> None:
-        """Called by the thread that packs."""
-        try:
-            self._link.loop.call_soon_threadsafe(self._packed)
-        except RuntimeError:
-            pass  # the loop is closed: nobody sends
 
     def _packed(self) -> None:
         if not self._link.closed:
@@ -289,7 +282,7 @@ class Publishing:
 
         def acquire(memory: list[memoryview] | None = None) -> Slab:
             slab = pool.acquire(layout, pinned=ready is not None)
-            jobs.append(_Job(slab, flat, ready, tensors, memory))
+            jobs.append(_Job(slab, flat, tensors, memory))
             return slab
 
         if quick and ready is None:

@@ -62,7 +62,7 @@ class SenderLink(Link):
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.publisher.membership.is_watched = self._is_watched
         self.publisher.membership.shortage = lambda: shortage(self._per_worker)
-        self.pool = SlabPool(self._drained)
+        self.pool = SlabPool(partial(self.call_from_thread, self.conditions.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
@@ -278,13 +278,6 @@ class SenderLink(Link):
         peer = self.publisher.membership.routes.get(route) if self.side_channels.of else None
         channel = None if peer is None or peer.unsettled else self.side_channels.of.get(peer.nonce)
         return channel is not None and channel.send(frames)
-
-    def _drained(self) -> None:
-        # Called by pyzmq's collector thread.
-        try:
-            self.loop.call_soon_threadsafe(self.conditions.notify)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
