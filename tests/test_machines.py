@@ -21,7 +21,7 @@ from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
 from asyncsync.protocol.holdings import Holdings
-from asyncsync.protocol.incoming import Coverage, Incoming, IncomingUpdate
+from asyncsync.protocol.incoming import Incoming, IncomingUpdate
 from asyncsync.protocol.leases import WorkerLeases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
@@ -86,9 +86,11 @@ def test_nothing_is_ever_torn_older_or_another_workers_and_everybody_converges(
 # Each takes away one thing that a guarantee rests on (or two, where either would do), and must be noticed.
 MUTATIONS = {
     "an update counts as complete before it is": [
-        (IncomingUpdate, "complete", "self.coverage.covered == self.total", "self.coverage.covered > 0")
+        (IncomingUpdate, "complete", "self.received == self.total", "self.received > 0")
     ],
-    "bytes that come twice count twice": [(Coverage, "add", "(high - low) - known", "stop - start")],
+    "bytes that come twice count twice, and those behind a gap": [
+        (IncomingUpdate, "write", "+ offset != self.received or", "< 0 or")
+    ],
     "chunks of another update are taken": [(Incoming, "chunk", "chunk.serial != update.serial", "False")],
     "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
     "a transfer does not hold its slab": [(Transfer, "__init__", "slab.retain()", "slab")],
@@ -97,7 +99,7 @@ MUTATIONS = {
         (Subscriber, "_stage", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "slot.reject(publication)", "slot.pending = []")
+        (Targets, "_withdraw", "slot.take_back(version)", "slot.pending = []")
     ],
     "old updates are taken": [
         (Subscriber, "_on_update", "update.serial <= self.reports.serial", "False"),

@@ -17,7 +17,7 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import Announcement
 from asyncsync.weights.pool import SlabPool
-from helpers.machines import EPOCH, SMALL, Desk, layout, nonce, slab_of
+from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32
 PATIENCE = Settings().layout_patience
@@ -179,11 +179,8 @@ def test_a_worker_that_takes_its_own_place_over_a_new_connection_is_sent_its_pin
     desk.hello(0, route=b"elsewhere", attempt=7)
     while desk.publisher.peers[0].route != b"elsewhere":
         desk.take()
-        assert desk.publisher.next_tick(desk.now) > desk.now
-        desk.now = desk.publisher.next_tick(desk.now)
-        desk.publisher.tick(desk.now)
+        desk.pass_time(TICK)
     assert [type(i) for i in desk.take(None, b"elsewhere")] == [messages.Welcome, messages.Ping]
-    assert desk.publisher.next_tick(desk.now) > desk.now
 
 
 def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
@@ -336,14 +333,15 @@ def test_after_its_first_update_a_trainer_that_meets_a_higher_epoch_is_fenced(de
 
 
 @pytest.mark.parametrize("end", ["fenced", "closed"])
-def test_a_trainer_at_its_end_has_no_timers(desk: Desk, end: str) -> None:
+def test_a_trainer_at_its_end_does_nothing_in_time(desk: Desk, end: str) -> None:
     desk.publish()
     if end == "fenced":
         desk.hello(1, 11, route=b"new", epoch=(5000, 9))
     else:
         desk.publisher.close()
+    desk.take()
     desk.publisher.tick(100.0)
-    assert desk.publisher.next_tick(100.0) > 100.0
+    assert not desk.take()
 
 
 def test_a_lower_epoch_does_not_matter(desk: Desk) -> None:
@@ -610,16 +608,19 @@ def test_silence_makes_a_worker_slow_and_a_word_live_again(desk: Desk) -> None:
     assert desk.publisher.peers[0].state == "live"
 
 
-def test_the_timer_is_set_for_what_is_due_next(desk: Desk) -> None:
-    due = desk.publisher.next_tick(0.0)
-    assert due == Settings().ping_interval
-    desk.publisher.tick(due)
-    assert desk.publisher.next_tick(due) == SLOW  # nobody answers
-    desk.publisher.tick(SLOW)
-    assert desk.publisher.next_tick(SLOW) == due + RETRY
-    desk.now = SLOW
+def test_a_silent_worker_is_sent_fewer_pings_until_it_comes_back(desk: Desk) -> None:
+    def pings_at(*times: float) -> list[bool]:
+        found = []
+        for desk.now in times:
+            desk.publisher.tick(desk.now)
+            found.append(bool(desk.take(messages.Ping, b"0")))
+        return found
+
+    due = Settings().ping_interval
+    assert pings_at(due - 0.01, due) == [False, True]
+    assert pings_at(2 * due, due + RETRY - 0.01, due + RETRY) == [False, False, True]  # it does not answer
     desk.hello(0, epoch=EPOCH)
-    assert desk.publisher.next_tick(SLOW) == due + Settings().ping_interval
+    assert pings_at(2 * due + RETRY - 0.01, 2 * due + RETRY) == [False, True]
 
 
 def test_silence_alone_never_loses_a_worker(desk: Desk) -> None:
@@ -879,7 +880,6 @@ def test_a_silent_worker_holds_up_a_new_layout_for_the_patience_only(desk: Desk)
     desk.now = PATIENCE - 0.01
     desk.publisher.tick(desk.now)
     assert not desk.take(messages.Update)
-    assert desk.publisher.next_tick(desk.now) <= PATIENCE
     desk.pass_time(0.02)
     (update,) = desk.take(messages.Update)
     assert versions_of(update) == {"policy": version}

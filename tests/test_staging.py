@@ -1,4 +1,4 @@
-"""The receiver's side of one update: pieces in any order, then all parts or none."""
+"""The receiver's side of one update: pieces that come twice, late or not at all, then all parts or none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol.incoming import Coverage, IncomingUpdate, fill_eagerly
+from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.messages import Part, Update
 from asyncsync.protocol.staging import StagedPart, Staging
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
@@ -21,22 +19,6 @@ from asyncsync.weights.slab import Slab
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)
-
-
-# -- coverage ----------------------------------------------------------------------------------------------------------
-
-pieces = st.tuples(st.integers(0, 40), st.integers(1, 15)).map(lambda p: (p[0], p[0] + p[1]))
-
-
-@given(st.lists(pieces, max_size=30))
-def test_coverage_counts_bytes_as_a_set_would(added: list[tuple[int, int]]) -> None:
-    coverage, model = Coverage(), set[int]()
-    for start, stop in added:
-        fresh = not model.issuperset(range(start, stop))
-        assert coverage.add(start, stop) is fresh
-        model.update(range(start, stop))
-        assert coverage.covered == len(model)
-        assert coverage.gap() == next(i for i in range(100) if i not in model)
 
 
 # -- bytes that arrive -------------------------------------------------------------------------------------------------
@@ -61,15 +43,17 @@ def incoming(
     return IncomingUpdate(update, layouts, values or [b""] * count, SlabPool(), 0.0, attached or [None] * count)
 
 
-def test_pieces_in_any_order_and_number_fill_the_slabs() -> None:
+def test_pieces_of_any_size_fill_the_slabs_one_after_the_other() -> None:
     update = incoming(128, 64)
     assert update.total == 192
     assert not update.write(0, 0, b"", None)
-    assert update.write(1, 0, b"c" * 64, None)
-    assert update.write(0, 64, b"b" * 64, None)
-    assert not update.write(0, 70, b"b" * 10, None)
-    assert not update.complete
     assert update.write(0, 0, b"a" * 64, None)
+    assert not update.write(0, 0, b"x" * 64, None)  # it has come
+    assert not update.write(0, 32, b"x" * 64, None)
+    assert not update.write(1, 0, b"x" * 64, None)  # behind a gap: it will come again
+    assert (update.received, update.complete) == (64, False)
+    assert update.write(0, 64, b"b" * 64, None)
+    assert update.write(1, 0, b"c" * 64, None)
     assert update.complete
     first, second = update.take()
     assert bytes(first.memory) == b"a" * 64 + b"b" * 64
@@ -85,7 +69,7 @@ def test_a_piece_that_does_not_fit_is_refused_and_writes_nothing(part: int, offs
     before = [bytes(slab.memory) for slab in update.slabs]
     with pytest.raises(ProtocolError, match="does not fit"):
         update.write(part, offset, b"\xaa" * size, None)
-    assert update.coverage.covered == 0
+    assert update.received == 0
     assert [bytes(slab.memory) for slab in update.slabs] == before
 
 
@@ -171,11 +155,17 @@ def test_a_part_that_is_at_hand_is_not_waited_for_and_keeps_a_reference_of_its_o
     assert (slab.references, bytes(slab.memory)) == (1, b"a" * 64)
 
 
+def eager(slab: Slab, pool: SlabPool, second: Part, data: bytes) -> IncomingUpdate:
+    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), second)
+    layouts, payload = [layout_of(part.nbytes) for part in parts], [b"v", b"w", b"", data]
+    return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, pool, 0.0, [slab, None])
+
+
 def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> None:
     slab, pool = at_hand(64, b"a"), SlabPool()
-    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 64))
-    layouts = [layout_of(64), layout_of(64)]
-    slabs = fill_eagerly(parts, layouts, [b"v", b"w", b"", b"b" * 64], pool, [slab, None])
+    update = eager(slab, pool, Part("m1", 1, DIGEST, 64), b"b" * 64)
+    assert update.complete
+    slabs = update.take()
     assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
     assert [one.values for one in slabs] == [b"v", b"w"]
     assert (slab.references, pool.slabs) == (2, 1)
@@ -183,9 +173,8 @@ def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> Non
 
 def test_an_eager_update_with_a_wrong_piece_lets_go_of_what_was_at_hand() -> None:
     slab, pool = at_hand(64, b"a"), SlabPool()
-    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 4, crc=1))
     with pytest.raises(ProtocolError, match="checksum"):
-        fill_eagerly(parts, [layout_of(64), layout_of(4)], [b"", b"", b"", b"oops"], pool, [slab, None])
+        eager(slab, pool, Part("m1", 1, DIGEST, 4, crc=1), b"oops")
     assert (slab.references, pool._in_use) == (1, 0)
 
 

@@ -142,8 +142,8 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
 
 
 def test_every_instruction_is_tried_here() -> None:
-    assert set(ANY) == set(EXAMPLES) == set(INSTRUCTIONS)
-    assert sorted(cls.kind for cls in INSTRUCTIONS) == list(range(1, 18))
+    assert set(ANY) == set(EXAMPLES) == set(INSTRUCTIONS.values())
+    assert sorted(cls.kind for cls in ANY) == sorted(INSTRUCTIONS) == list(range(1, 18))
 
 
 @pytest.mark.parametrize("kind", ANY, ids=lambda cls: cls.__name__)
@@ -208,7 +208,7 @@ def test_arbitrary_fields_are_a_protocol_error(kind: int, values: list[Any], pay
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(INSTRUCTIONS).flatmap(lambda cls: ANY[cls]), st.data())
+@given(st.sampled_from(list(ANY)).flatmap(lambda cls: ANY[cls]), st.data())
 def test_a_mutated_message_is_a_protocol_error_or_another_message(
     message: tuple[Instruction, list[bytes]], data: st.DataObject
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_mutated_message_is_a_protocol_error_or_another_message(
     assert decode([encode(instruction), *message[1]])[0] == instruction
 
 
-@pytest.mark.parametrize("kind", INSTRUCTIONS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("kind", ANY, ids=lambda cls: cls.__name__)
 def test_a_truncated_or_prolonged_message_is_refused(kind: type[Instruction]) -> None:
     instruction, payload = EXAMPLES[kind]
     header = encode(instruction)
@@ -235,7 +235,7 @@ def test_a_truncated_or_prolonged_message_is_refused(kind: type[Instruction]) ->
         refused(header, *payload[:-1])
 
 
-@pytest.mark.parametrize("kind", sorted(set(INSTRUCTIONS) - {Again, Done}, key=str), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("kind", sorted(set(ANY) - {Again, Done}, key=str), ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize(
     "wrong", [True, -1, 1 << 64, 1.5, "text" * 200_000, b"xx", {"a": {}}, {1: 1}, [[]], [1, 2, 3], [1, True]], ids=type
 )

@@ -17,14 +17,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
-from asyncsync.bus import sending, starting
 from asyncsync.bus.conditions import Order
 from asyncsync.bus.link import EXIT_SECONDS
 from asyncsync.bus.member import Member
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
-from asyncsync.bus.sending import DEFAULT_TIMEOUT
-from asyncsync.bus.sharing import share
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import ClosedError, Fenced, NotConnected
 from asyncsync.model.gate import Gate
@@ -34,6 +31,7 @@ from asyncsync.protocol.settings import Settings
 
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
+DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = (
     "this bus was shut down at the end of the event loop that it was connected on: use it within the same asyncio.run()"
 )
@@ -45,6 +43,9 @@ CONFIGURATION = (
 FAST = "ASYNCSYNC_FAST"
 
 T = TypeVar("T")
+
+# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
+_receiving: weakref.WeakValueDictionary[tuple[str, int, int], BusCore] = weakref.WeakValueDictionary()
 
 
 class BusCore:
@@ -176,7 +177,24 @@ class BusCore:
         if worker is None or self._role == "sender":
             self._late = True
             return self
-        return share(self, worker)
+        return self._shared(worker)
+
+    def _shared(self, worker: int) -> BusCore:
+        """The one bus that all copies of this one share where they are this worker, in this process.
+
+        Raises:
+            ValueError: some of them are asynchronous, others blocking.
+        """
+        key = (self._uid, worker, os.getpid())
+        shared = _receiving.get(key)
+        if shared is None or shared._closed:
+            _receiving[key] = shared = self
+        if type(shared) is not type(self):
+            raise ValueError(
+                f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
+                "them (scheme.blocking, scheme.aio), or none"
+            )
+        return shared
 
     def _twin(self, kind: type[BusCore]) -> BusCore:
         """A copy with the other API; the schemes of one bus that are converted share it."""
@@ -236,7 +254,7 @@ class BusCore:
         self._check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
-        if self._late and share(self, worker) is not self:
+        if self._late and self._shared(worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
                 "pass worker_idx to init_on_receiver(), so that schemes pickled apart find each other"
@@ -259,19 +277,6 @@ class BusCore:
                 await bus._shutdown(EXIT_SECONDS)
 
         link.until_the_loop_ends(end)
-
-    # -- coroutines on the link's loop --------------------------------------------------------------------------------
-
-    # How schemes connect and a sender publishes, as their APIs call it:
-    _check_connect = starting.check_connect
-    _connect = starting.connect
-    _initial = starting.initial
-    _extract = sending.extract
-    _publish = sending.publish
-    _publish_sources = sending.publish_sources
-    _send = sending.send
-    _send_sources = sending.send_sources
-    _wait_version = sending.wait_version
 
     async def _shutdown(self, timeout: float) -> None:
         if self._pid not in (0, os.getpid()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.protocol.messages import Part
@@ -16,7 +16,7 @@ __all__ = ["Fetches"]
 FETCH_DEADLINE = 60.0
 
 
-class Fetches(Iterable[asyncio.Task[None]]):
+class Fetches:
     """One task per part that is being fetched.
 
     Args:
@@ -25,6 +25,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
 
     Attributes:
         transports: by model.
+        tasks: those that have not ended.
     """
 
     def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:
@@ -33,13 +34,7 @@ class Fetches(Iterable[asyncio.Task[None]]):
         subscriber.attach = self.attach
         self._changed = changed
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def __iter__(self) -> Iterator[asyncio.Task[None]]:
-        return iter(set(self._tasks))
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        self.tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin with what the subscriber wants."""
@@ -49,8 +44,8 @@ class Fetches(Iterable[asyncio.Task[None]]):
             transport = self._transport(part)
             assert part.descriptor is not None
             task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
     def _transport(self, part: Part) -> Carrier:
         # A sender without a model_id calls its only model "".
@@ -79,7 +74,3 @@ class Fetches(Iterable[asyncio.Task[None]]):
         self._subscriber.incoming.fetched(serial, index, slab, failure, self._loop.time())
         del failure  # its traceback refers to this frame, and to the slab's memory
         self._changed()
-
-    def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()

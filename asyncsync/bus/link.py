@@ -21,8 +21,8 @@ from types import AsyncGeneratorType
 from typing import Any
 
 from asyncsync.bus.conditions import Conditions
-from asyncsync.errors import ClosedError, LimitExceeded, ProtocolError, WeightSyncError
-from asyncsync.net.descriptors import PER_LINK, check_descriptors
+from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, finish
 
@@ -35,7 +35,7 @@ INLINE_BYTES = 4 << 20
 LINGER_MS = 500
 FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
 EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
-MAX_TICK = 0.25
+TICK = 0.25  # whatever is due at a time is due within seconds: so much later does no harm
 
 
 class Link(ABC):
@@ -55,7 +55,8 @@ class Link(ABC):
     _at_exit: Finalize | None = None  # while it is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
-        check_descriptors(PER_LINK + descriptors, "cannot connect")
+        if why := shortage(PER_LINK + descriptors):
+            raise NotConnected(f"cannot connect: {why}")
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
         self.conditions = Conditions(self.loop)
@@ -110,9 +111,6 @@ class Link(ABC):
     def _tick(self, now: float) -> None: ...
 
     @abstractmethod
-    def _next_tick(self, now: float) -> float: ...
-
-    @abstractmethod
     def _flush(self, now: float) -> None: ...
 
     @abstractmethod
@@ -134,9 +132,7 @@ class Link(ABC):
 
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:
-            # Not computed anew for every message: what becomes due earlier than this waits a moment.
-            # The handle itself does not always know when: uvloop's has no time if that is less than 0.5 ms away.
-            self._timer_due = min(self._next_tick(now), now + MAX_TICK)
+            self._timer_due = now + TICK
             self._timer = self.loop.call_at(self._timer_due, self._due)
 
     def _due(self) -> None:
@@ -201,6 +197,11 @@ class Link(ABC):
         if result and (self.closed or self.failure is not None) and not predicate():
             self.check()
         return result
+
+    def call_from_thread(self, function: Callable[[], object]) -> None:
+        """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function)
 
     async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""

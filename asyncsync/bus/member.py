@@ -21,6 +21,7 @@ ExtractAll = Callable[[], Mapping[str, Source]]
 class Member(Protocol):
     """A scheme, as its bus sees it. Everything is called on the bus's event loop, unless it says otherwise."""
 
+    _bus: Any
     _own_bus: bool  # whether nobody else may join its bus
     _reconnect: bool  # a receiver's: whether it outlives its sender
     _role: str | None

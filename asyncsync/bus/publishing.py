@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +41,6 @@ class _Job(NamedTuple):
 
     slab: Slab
     flat: FlatWeights
-    ready: Mapping[torch.device, Any] | None
     tensors: list[torch.Tensor] | None
     memory: list[memoryview] | None  # the bytes of each, if it was found out just now where they are
 
@@ -49,15 +48,13 @@ class _Job(NamedTuple):
         if self.memory is not None:
             copy_bytes(self.slab.pieces, self.memory)
             return
-        pack(self.slab, self.flat, self.ready, progress, self.tensors)
+        pack(self.slab, self.flat, self.flat.ready, progress, self.tensors)
 
 
 class Publishing:
     """The publications of one link.
 
     Args:
-        link: the sender's.
-        publisher: its state machine.
         fast: its fast path, which every publication ends.
         known: by model, the weights that have been sent.
         pool: where slabs are taken from that no transport has a pool for.
@@ -120,7 +117,12 @@ class Publishing:
                 clock).
         """
         link, publisher = self._link, self._publisher
-        await self._in_order(deadline)
+        try:
+            await self.order.acquire_until(deadline)
+        except TimeoutError:  # the publication before this one may be waiting for a slot
+            why = "its weights are still being copied: give a larger timeout, or publish less often"
+            why = why if self._full is None else self._why_full(self._full)
+            raise AckTimeout(f"another publication has not ended: {why}") from None
         try:
             begun = link.loop.time()
             link.check()
@@ -161,7 +163,7 @@ class Publishing:
                         await self._offer(transports[model_id], slab, whom)
                 link.check()
                 version = self._announce(parts, workers, serve)
-                self._fast.pause.worked(link.loop.time() - begun)
+                self._fast.worked(link.loop.time() - begun)
             finally:
                 for job in jobs:
                     job.slab.release()
@@ -171,17 +173,6 @@ class Publishing:
             return version
         finally:
             self.order.release()
-
-    async def _in_order(self, deadline: float) -> None:
-        """Acquire :attr:`order`: the publication before this one may be waiting for a slot."""
-        try:
-            await self.order.acquire_until(deadline)
-        except TimeoutError:
-            if self._full is not None:
-                why = self._why_full(self._full)
-            else:
-                why = "its weights are still being copied: give a larger timeout, or publish less often"
-            raise AckTimeout(f"another publication has not ended: {why}") from None
 
     def _announce(
         self,
@@ -196,7 +187,7 @@ class Publishing:
 
     def _can_overlap(self, job: _Job, transports: Mapping[str, Carrier]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
-        if job.slab.nbytes <= INLINE_BYTES or job.ready is not None:
+        if job.slab.nbytes <= INLINE_BYTES or job.flat.ready is not None:
             return False
         return all(type(t).offer is Carrier.offer for t in transports.values())
 
@@ -222,8 +213,9 @@ class Publishing:
             self._link.settle()
 
             def pack_all() -> None:
-                job.pack(self._progress)
-                self._progress()
+                progress = partial(self._link.call_from_thread, self._packed)
+                job.pack(progress)
+                progress()
 
             await finish(self._link.thread.submit(pack_all))
         finally:
@@ -235,13 +227,6 @@ class Publishing:
                 self._link.settle()
         self._link.check()
         return version
-
-    def _progress(self) -> None:
-        """Called by the thread that packs."""
-        try:
-            self._link.loop.call_soon_threadsafe(self._packed)
-        except RuntimeError:
-            pass  # the loop is closed: nobody sends
 
     def _packed(self) -> None:
         if not self._link.closed:
@@ -297,7 +282,7 @@ class Publishing:
 
         def acquire(memory: list[memoryview] | None = None) -> Slab:
             slab = pool.acquire(layout, pinned=ready is not None)
-            jobs.append(_Job(slab, flat, ready, tensors, memory))
+            jobs.append(_Job(slab, flat, tensors, memory))
             return slab
 
         if quick and ready is None:
@@ -310,12 +295,11 @@ class Publishing:
     def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
         if pool.is_quick(nbytes):
             return True
-        targets = [t.slab for slot in self._publisher.targets.slots() for t in slot.targets]
-        return pool.has_room(nbytes, {*targets, *(job.slab for job in jobs)}, count)
+        return pool.has_room(nbytes, {*self._publisher.targets.slabs(), *(job.slab for job in jobs)}, count)
 
     def _why_full(self, pool: SlabPool) -> str:
         publisher = self._publisher
-        targets = {t.slab for slot in publisher.targets.slots() for t in slot.targets}  # those are nobody's fault
+        targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in publisher.leases.of.items():
             versions = sorted({version for (_, version), slab in leases if slab in pool and slab not in targets})

@@ -23,13 +23,13 @@ from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
-from asyncsync.net.packets import BY_SIDE_CHANNEL, read
+from asyncsync.net.packets import ALONE, BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import SideChannel, connect
 from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
 from asyncsync.protocol.codec import decode, encode
 from asyncsync.protocol.fields import Buffer, Epoch
-from asyncsync.protocol.messages import Again, Bye, Done, Instruction, Welcome
+from asyncsync.protocol.messages import Again, Bye, Instruction, Welcome
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
@@ -46,16 +46,10 @@ ENDING_SECONDS = 2.0
 class ReceiverLink(Link):
     """Connects, feeds the subscriber, sends its answers.
 
-    Args:
-        endpoint: where the sender binds.
-        worker: this worker's index.
-        settings: sizes and times.
-        gate: lets updates through when nobody reads the models.
-
     Attributes:
         applying: how staged updates go through the gate.
         receiving: how callers wait for them.
-        side channel: the side channel; None: there has been none yet.
+        side_channel: None: there has been none yet.
         shown: of each model, epoch and version of what it shows to its readers, and in a tree the version at its root
             that this one stands for, else the same. Switched where the model is: under the gate.
     """
@@ -165,7 +159,7 @@ class ReceiverLink(Link):
 
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send DONE, and do what :meth:`settle` does."""
-        if self.side_channel is None or not self.side_channel.send_alone(done):
+        if self.side_channel is None or not self.side_channel.write((ALONE, done)):
             self.subscriber.outbox.append((decode([done])[0], ()))
             self.settle()
         elif self.conditions.waiters:
@@ -217,9 +211,6 @@ class ReceiverLink(Link):
     def _tick(self, now: float) -> None:
         self.subscriber.tick(now)
 
-    def _next_tick(self, now: float) -> float:
-        return self.subscriber.next_tick(now)
-
     def _flush(self, now: float) -> None:
         subscriber = self.subscriber
         if subscriber.staged:
@@ -244,23 +235,12 @@ class ReceiverLink(Link):
         by_zmq = False
         while outbox:
             instruction, payload = outbox.popleft()
-            if type(instruction) is Done and self._send_done(instruction):
-                continue
             frames = (encode(instruction), *payload)
             if not (type(instruction) in BY_SIDE_CHANNEL and self._send_by_side_channel(frames)):
                 self._socket.send(frames)
                 by_zmq = True
         if by_zmq:
             self._socket.flushed()
-
-    def _send_done(self, done: Done) -> bool:
-        channel = self.side_channel
-        return (
-            channel is not None
-            and channel.open
-            and self.subscriber.session.welcomed
-            and channel.send_alone(encode(done))
-        )
 
     def _send_by_side_channel(self, frames: Sequence[Buffer]) -> bool:
         # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
@@ -305,8 +285,9 @@ class ReceiverLink(Link):
         self._flush(self.loop.time())
         self.closed = True
         passing_on = self.applying.cascade.task
-        ending = {*self._fetches, *([] if passing_on is None else [passing_on])}
-        self._fetches.cancel()
+        ending = {*self._fetches.tasks, *([] if passing_on is None else [passing_on])}
+        for task in self._fetches.tasks:
+            task.cancel()
         self.applying.close()
         self._close_all(LINGER_MS)
         self.conditions.notify()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from asyncsync.bus.applying import Applying
@@ -25,10 +26,7 @@ class Receiving:
     """The waits of one receiver's callers.
 
     Args:
-        link: the receiver's.
-        subscriber: its state machine.
         applying: has to know what somebody is receiving right now.
-        gate: of the models.
         endpoint: where the sender is, for error messages.
         origin: the version at the root of a tree that these models show.
 
@@ -58,6 +56,16 @@ class Receiving:
         held = self._subscriber.holdings.held.get(model_id)
         return None if held is None else (held[0], held[1])
 
+    @contextmanager
+    def _wanted(self, model_id: str) -> Iterator[None]:
+        """Somebody receives this model's updates: those that wait for that go through the gate."""
+        self._applying.wanted.append(model_id)
+        try:
+            yield
+        finally:
+            self._applying.wanted.remove(model_id)
+            self._applying.withdraw()
+
     async def connected(self, model_id: str, timeout: float) -> None:
         """Wait for the sender's welcome, and for the initial weights if it has any.
 
@@ -81,26 +89,27 @@ class Receiving:
         if subscriber.session.ended is not None and not refused():
             raise self._ending()
         self._check_again(model_id)
-        self._applying.wanted.append(model_id)
-        try:
+        with self._wanted(model_id):
             self._link.settle()
             if not await self._link.wait(done, timeout):
                 raise NotConnected(
                     f"worker {subscriber.worker} is not connected after {timeout:g} s: "
                     f"{self._why(model_id)}. connect() may be called again"
                 )
-        finally:
-            self._applying.wanted.remove(model_id)
-            self._applying.withdraw()
         if refused():  # since then the sender may have taken its weights back, and left, because they do not fit
             raise _again(subscriber.session.refused[model_id])
         if subscriber.settled(model_id):
             return
+        raise self._failure(model_id)
+
+    def _failure(self, model_id: str) -> Exception:
+        """Why no update of this model will come, or could be applied."""
+        subscriber = self._subscriber
         if subscriber.session.ended is not None:
-            raise self._ending()
+            return self._ending()
         if model_id in subscriber.session.refused:
-            raise _again(subscriber.session.refused[model_id])
-        raise subscriber.holdings.error[model_id][1]
+            return _again(subscriber.session.refused[model_id])
+        return subscriber.holdings.error[model_id][1]
 
     def _check_again(self, model_id: str) -> None:
         """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
@@ -141,13 +150,9 @@ class Receiving:
             mark = self.mark(model_id)
             return mark is not None and (after is None or mark > after)
 
-        self._applying.wanted.append(model_id)
-        try:
+        with self._wanted(model_id):
             self._link.settle()
             found = await self._link.wait(lambda: newer() or subscriber.session.ended is not None or left(), timeout)
-        finally:
-            self._applying.wanted.remove(model_id)
-            self._applying.withdraw()
         if newer():
             return self.mark(model_id)
         if left():
@@ -166,8 +171,7 @@ class Receiving:
         subscriber = self._subscriber
         deadline = self._link.loop.time() + timeout
         self._check_again(model_id)
-        self._applying.wanted.append(model_id)
-        try:
+        with self._wanted(model_id):
             first = subscriber.session.request()
 
             def done() -> bool:
@@ -192,15 +196,9 @@ class Receiving:
                         f"{self._why(model_id)}"
                     )
                 subscriber.session.request()
-        finally:
-            self._applying.wanted.remove(model_id)
-            self._applying.withdraw()
-        if subscriber.session.ended is not None:
-            raise self._ending()
-        if model_id in subscriber.session.refused:
-            raise _again(subscriber.session.refused[model_id])
-        if subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
-            raise subscriber.holdings.error[model_id][1]
+        is_over = subscriber.session.ended is not None or model_id in subscriber.session.refused
+        if is_over or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+            raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
         return mark

@@ -14,13 +14,11 @@ import zmq
 
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.workers import Workers
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
-from asyncsync.net.descriptors import shortage
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.packets import BY_SIDE_CHANNEL, read
-from asyncsync.net.processes import ProcessWatch, this_process
+from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.side_channel import Receive, SideChannels
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.codec import decode, encode
@@ -44,18 +42,11 @@ BLOCKED_SECONDS = 1.0
 class SenderLink(Link):
     """Binds, serves the workers, publishes.
 
-    Args:
-        endpoint: where to bind.
-        num_workers: fixed number of workers; None: elastic.
-        min_workers: how many an elastic sender needs.
-        settings: sizes and times.
-
     Attributes:
         publisher: the state machine. It stands still while the fast path is on: :meth:`caught_up` ends that.
-        side channels: the side channels.
         fast: the fast path.
         publishing: how weights are published.
-        workers: how callers wait for them.
+        min_workers: how many workers an elastic sender needs.
         pool: where slabs are taken from that no transport has a pool for.
 
     Raises:
@@ -71,11 +62,11 @@ class SenderLink(Link):
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.publisher.membership.is_watched = self._is_watched
         self.publisher.membership.shortage = lambda: shortage(self._per_worker)
-        self.pool = SlabPool(self._drained)
+        self.pool = SlabPool(partial(self.call_from_thread, self.conditions.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
-        self.workers = Workers(self, self.publisher, self.fast, min_workers, self.depart)
+        self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self._latest: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # the last packet, and what it means
@@ -203,23 +194,19 @@ class SenderLink(Link):
             self._watches.pop(nonce).close()
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
-            self._watches[nonce] = ProcessWatch(pid, self._ender(worker, nonce, pid))
+            self._watches[nonce] = ProcessWatch(pid, partial(self._worker_ended, worker, nonce, pid))
 
     def _is_watched(self, nonce: bytes) -> bool:
         watch = self._watches.get(nonce)
         return watch is not None and watch.is_watching
 
-    def _ender(self, worker: int, nonce: bytes, pid: int) -> Callable[[], None]:
-        def ended() -> None:
-            with self.guard():
-                if nonce in self.side_channels.of:
-                    self.side_channels.of[nonce].drain()  # its last messages
-                self.fast.end()
-                self.publisher.ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
-                self._watch()
-                self.settle()
-
-        return ended
+    def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
+        with self.guard():
+            if nonce in self.side_channels.of:
+                self.side_channels.of[nonce].drain()  # its last messages
+            self.caught_up().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+            self._watch()
+            self.settle()
 
     def _warn_of_blocking(self, seconds: float) -> None:
         publisher = self.publisher
@@ -244,9 +231,6 @@ class SenderLink(Link):
         self.publisher.tick(now)
         self._watch()
 
-    def _next_tick(self, now: float) -> float:
-        return self.publisher.next_tick(now)
-
     def settle(self) -> None:
         self.conditions.notify()
         self.depart()
@@ -261,7 +245,8 @@ class SenderLink(Link):
     def _flush(self, now: float) -> None:
         outbox = self.publisher.outbox
         served = self.publishing.served
-        self.fast.pause.take(self.side_channels.of)
+        if self.side_channels.of:
+            self.fast.pause()
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -289,16 +274,10 @@ class SenderLink(Link):
             self.conditions.notify()
 
     def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        nonce = self.publisher.membership.settled_at(route) if self.side_channels.of else None
-        channel = None if nonce is None else self.side_channels.of.get(nonce)
+        # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
+        peer = self.publisher.membership.routes.get(route) if self.side_channels.of else None
+        channel = None if peer is None or peer.unsettled else self.side_channels.of.get(peer.nonce)
         return channel is not None and channel.send(frames)
-
-    def _drained(self) -> None:
-        # Called by pyzmq's collector thread.
-        try:
-            self.loop.call_soon_threadsafe(self.conditions.notify)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)

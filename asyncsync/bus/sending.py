@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.conditions import Order
-from asyncsync.bus.link import Link
-from asyncsync.bus.member import ExtractAll, Member
-from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.member import ExtractAll
 from asyncsync.bus.sender import SenderLink
-from asyncsync.errors import AckTimeout, PartialSendError
+from asyncsync.errors import AckTimeout, NotConnected, PartialSendError
 
-__all__ = ["DEFAULT_TIMEOUT", "extract", "publish", "publish_sources", "send", "send_sources", "wait_version"]
+__all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wait_version"]
 
-DEFAULT_TIMEOUT = 60.0
 Workers = int | Iterable[int] | None
 
 
-class Sender(Protocol):
-    """The bus, as a sender's; only :func:`wait_version` is for receivers as well."""
-
-    _role: str | None
-    _closed: bool
-    _schemes: dict[str, Member]
-    _preparing: Order  # held by a publication until it is ready to be packed
-    _on_published: Callable[[int, list[int] | None], None] | None
-
-    @property
-    def _link(self) -> Link | None: ...
-
-    def _sender(self) -> SenderLink:
-        """The link. Raises what keeps it from publishing."""
-
-    def _receiver(self) -> ReceiverLink:
-        """The same of a receiver."""
-
-
-async def extract(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
+async def extract(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
     """Check and prepare; what is returned takes the sources' values when it is called.
 
     Raises:
@@ -50,14 +28,13 @@ async def extract(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers) 
         raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(bus._schemes)}")
     if not weights:
         raise ValueError("nothing to publish: name at least one model_id")
-    link = bus._sender()
-    workers = None if worker_ids is None else link.workers.check(as_workers(worker_ids))
+    workers = _check_workers(bus._sender(), as_workers(worker_ids))
     prepared = {topic: await bus._schemes[topic]._prepare(given) for topic, given in weights.items()}
     return lambda: {topic: bus._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()}
 
 
 async def _extract_in_order(
-    bus: Sender, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
+    bus: BusCore, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
 ) -> ExtractAll:
     """:func:`extract`, when those who called before have been prepared: whoever takes longer over that must not publish
     what is older as the newer version. The next step keeps this order, if nothing is awaited in between.
@@ -78,7 +55,7 @@ async def _extract_in_order(
         bus._preparing.release()
 
 
-async def publish(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers) -> int:
+async def publish(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> int:
     """Snapshot and announce; returns the version."""
     workers = as_workers(worker_ids)
     values = await _extract_in_order(bus, weights, workers, DEFAULT_TIMEOUT)
@@ -86,7 +63,7 @@ async def publish(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers) 
 
 
 async def publish_sources(
-    bus: Sender,
+    bus: BusCore,
     values: ExtractAll,
     topics: Iterable[str],
     workers: list[int] | None,
@@ -104,7 +81,7 @@ async def publish_sources(
     return version
 
 
-async def send(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers, timeout: float) -> int:
+async def send(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers, timeout: float) -> int:
     """:func:`publish`, and wait until the workers have applied it.
 
     Raises:
@@ -117,12 +94,12 @@ async def send(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers, tim
         ((topic, given),) = weights.items()
         if link.fast.may_go_on(topic, timeout):
             begun = link.loop.time()
-            if (version := _go_on(bus, link, topic, given)) is not None:
-                if not await link.fast.complete(version):
-                    await _wait(link, version, None, [topic], timeout, begun)
-                return version
+            scheme = bus._schemes.get(topic)
+            flat = None if scheme is None else scheme._at_hand(given)
+            if flat is not None and (version := link.fast.go_on(topic, flat)) is not None:
+                return await _complete(bus, link, version, topic, timeout, begun)
     check_timeout(timeout)
-    bus._sender().workers.check_quorum(weights)
+    _check_quorum(bus._sender(), weights)
     workers = as_workers(worker_ids)
     try:
         values = await _extract_in_order(bus, weights, workers, timeout)
@@ -131,32 +108,18 @@ async def send(bus: Sender, weights: Mapping[str, Any], worker_ids: Workers, tim
     return await send_sources(bus, values, weights, workers, timeout)
 
 
-def _go_on(bus: Sender, link: SenderLink, topic: str, given: Any) -> int | None:
-    """Publish by the fast path; None: that is not possible, and nothing was done."""
-    scheme = bus._schemes.get(topic)
-    flat = None if scheme is None else scheme._at_hand(given)
-    version = None if flat is None else link.fast.go_on(topic, flat)
-    if version is not None and bus._on_published is not None:
-        bus._on_published(version, None)
-    return version
-
-
 async def send_sources(
-    bus: Sender, values: ExtractAll, topics: Iterable[str], workers: list[int] | None, timeout: float
+    bus: BusCore, values: ExtractAll, topics: Iterable[str], workers: list[int] | None, timeout: float
 ) -> int:
     """:func:`send` of what has been prepared."""
     link = bus._sender()
-    link.workers.check_quorum(topics)
+    _check_quorum(link, topics)
     begun = link.loop.time()
     if workers is None and link.fast.may_publish(timeout):
         sources = values()
         transports = {topic: bus._schemes[topic]._transport() for topic in topics}
         if (version := link.fast.publish(sources, transports)) is not None:
-            if bus._on_published is not None:
-                bus._on_published(version, workers)
-            if not await link.fast.complete(version):
-                await _wait(link, version, workers, topics, timeout, begun)
-            return version
+            return await _complete(bus, link, version, next(iter(topics)), timeout, begun)
         values = lambda: sources  # noqa: E731 (they are published here and now)
     try:
         version = await publish_sources(bus, values, topics, workers, timeout, at_once=False)
@@ -166,25 +129,34 @@ async def send_sources(
     return version
 
 
+async def _complete(bus: BusCore, link: SenderLink, version: int, topic: str, timeout: float, begun: float) -> int:
+    """Announce what the fast path has published, and wait for it."""
+    if bus._on_published is not None:
+        bus._on_published(version, None)
+    if not await link.fast.complete(version):
+        await _wait(link, version, None, [topic], timeout, begun)
+    return version
+
+
 async def _wait(
     link: SenderLink, version: int, workers: list[int] | None, topics: Iterable[str], timeout: float, begun: float
 ) -> None:
     """Wait for a version that has still to depart. The timeout is from ``begun`` on, a time of the loop's clock."""
     try:
-        await link.workers.wait_version(version, workers, list(topics), timeout, spent=link.loop.time() - begun)
+        await _wait_applied(link, version, workers, list(topics), timeout, spent=link.loop.time() - begun)
     finally:
         if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
             link.settle()
 
 
-def _unsent(bus: Sender, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
+def _unsent(bus: BusCore, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
     """Nothing was published in time, for any worker."""
     waiting = workers or bus._sender().publisher.membership.expected()
     return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
 
 async def wait_version(
-    bus: Sender, version: int, worker_ids: Workers, timeout: float, models: list[str] | None
+    bus: BusCore, version: int, worker_ids: Workers, timeout: float, models: list[str] | None
 ) -> None:
     """Wait until workers have applied a version; on a receiver, until this one has."""
     check_timeout(timeout)
@@ -194,5 +166,74 @@ async def wait_version(
     link = bus._sender()
     if not 0 < version <= link.issued:
         raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
-    workers = link.workers.check(as_workers(worker_ids))
-    await link.workers.wait_version(version, workers, models, timeout)
+    await _wait_applied(link, version, _check_workers(link, as_workers(worker_ids)), models, timeout)
+
+
+async def _wait_applied(
+    link: SenderLink,
+    version: int,
+    workers: list[int] | None,
+    models: list[str] | None,
+    timeout: float,
+    *,
+    spent: float = 0.0,
+) -> None:
+    """Wait until these workers have applied at least this version. ``spent``: of the timeout, already.
+
+    If there is anything to wait for, and time, what is to be sent departs when all is ready to wait.
+
+    Raises:
+        PartialSendError: names each worker that has not, and why.
+        NotConnected: there is none that could.
+    """
+    publisher = link.caught_up()
+    chosen = publisher.progress.targeted(version, models) if workers is None else workers
+    if not chosen and (link.min_workers or publisher.num_workers is not None):
+        _check_quorum(link, publisher.targets.models if models is None else models)
+        raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
+
+    def done() -> bool:
+        publisher.check_open()
+        return not publisher.progress.outstanding(version, chosen, models)
+
+    await link.wait(done, max(0.0, timeout - spent), link.depart)
+    if publisher.progress.applied(version, chosen, models):
+        return
+    progress = publisher.progress.of(version, chosen, models)
+    failed = dict(progress.failed)
+    failed.update({w: publisher.progress.timeout_of(w, version, timeout) for w in progress.waiting})
+    if failed:
+        raise PartialSendError(progress.acked, failed)
+
+
+def _check_workers(link: SenderLink, workers: list[int] | None) -> list[int] | None:
+    """Raise ValueError where a worker_idx cannot exist."""
+    count = link.publisher.num_workers
+    for worker in workers or ():
+        if worker < 0 or (count is not None and worker >= count):
+            raise ValueError(
+                f"worker_idx {worker} does not exist: num_workers={count}, so choose from 0 to {(count or 1) - 1}"
+            )
+    return workers
+
+
+def _check_quorum(link: SenderLink, models: Iterable[str]) -> None:
+    """Refuse to send to nobody.
+
+    Raises:
+        NotConnected: no worker has one of these models; of an elastic sender, fewer than ``min_workers`` have it.
+    """
+    publisher = link.publisher  # who is there, and with which models, does not change on the fast path
+    for model_id in models:
+        there = publisher.membership.eligible(model_id)
+        if publisher.num_workers is None and there < link.min_workers:
+            text = f"{there} workers are connected, min_workers={link.min_workers} are needed"
+        elif publisher.num_workers is not None and not there:
+            text = "no worker can apply this"
+        else:
+            continue
+        others = "; ".join(publisher.progress.why_absent(w, [model_id]) for w in publisher.membership.without(model_id))
+        raise NotConnected(
+            f"{text}{f' ({others})' if others else ''}: "
+            "wait for them with connect(), or use publish(), which late workers catch up with"
+        )

@@ -3,57 +3,15 @@ models."""
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from asyncsync.bus.member import Member
 
-__all__ = ["join_buses", "share"]
+__all__ = ["join_buses"]
 
 
-class Shareable(Protocol):
-    """A bus."""
-
-    endpoint: str
-    drawn: bool
-    _uid: str
-    _closed: bool
-    _link: Any
-
-
-B = TypeVar("B", bound=Shareable)
-
-# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
-_receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
-
-
-def share(bus: B, worker: int) -> B:
-    """The one bus that all copies of this one share where they are this worker, in this process.
-
-    Raises:
-        ValueError: some of them are asynchronous, others blocking.
-    """
-    key = (bus._uid, worker, os.getpid())
-    shared: B | None = _receiving.get(key)
-    if shared is None or shared._closed:
-        _receiving[key] = shared = bus
-    if type(shared) is not type(bus):
-        raise ValueError(
-            f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
-            "them (scheme.blocking, scheme.aio), or none"
-        )
-    return shared
-
-
-class Movable(Member, Protocol):
-    """A scheme that can be given another bus."""
-
-    _bus: Any
-
-
-def join_buses(schemes: Iterable[Movable]) -> Any:
+def join_buses(schemes: Iterable[Member]) -> Any:
     """Move schemes that have a bus of their own onto one bus, before they are initialised.
 
     The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled

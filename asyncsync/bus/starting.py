@@ -1,26 +1,22 @@
-"""Starting: how the schemes of a bus connect, and what can be known of the workers' processes meanwhile."""
+"""Starting: how the schemes of a bus connect, how a sender waits for its workers, and what can be known of their
+processes meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from asyncsync.arguments import check_timeout
-from asyncsync.bus.member import Extract, Member
+from asyncsync.bus.core import BusCore
+from asyncsync.bus.member import Extract
+from asyncsync.bus.sender import SenderLink
+from asyncsync.errors import NotConnected, PartialSendError, PeerLost
 
-__all__ = ["check_connect", "check_processes", "connect", "ended_process", "initial"]
-
-
-class Starter(Protocol):
-    """The bus."""
-
-    _role: str | None
-    _schemes: dict[str, Member]
-    _starting: tuple[Any, ...]
+__all__ = ["check_connect", "check_processes", "connect", "initial", "wait_for_workers"]
 
 
-def check_connect(bus: Starter, timeout: float, processes: Iterable[Any] = ()) -> None:
+def check_connect(bus: BusCore, timeout: float, processes: Iterable[Any] = ()) -> None:
     """Refuse what is not ready to connect, before anything is begun."""
     bus._starting = check_processes(processes)
     if not bus._schemes:
@@ -30,14 +26,14 @@ def check_connect(bus: Starter, timeout: float, processes: Iterable[Any] = ()) -
     check_timeout(timeout)
 
 
-async def initial(bus: Starter) -> dict[str, Extract | None]:
+async def initial(bus: BusCore) -> dict[str, Extract | None]:
     """What each scheme of a sender sends when it connects."""
     if bus._role != "sender":
         return {}
     return {topic: await scheme._initial(None) for topic, scheme in bus._schemes.items()}
 
 
-async def connect(bus: Starter, initial: Mapping[str, Extract | None], timeout: float) -> None:
+async def connect(bus: BusCore, initial: Mapping[str, Extract | None], timeout: float) -> None:
     """Connect all schemes, one after the other, within the timeout."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -50,6 +46,64 @@ async def connect(bus: Starter, initial: Mapping[str, Extract | None], timeout: 
             await scheme._connect_sender(initial[topic], remaining)
         else:
             await scheme._connect_receiver(None, remaining)
+
+
+async def wait_for_workers(
+    link: SenderLink,
+    models: list[str],
+    version: int | None,
+    timeout: float,
+    deadline: float,
+    processes: Iterable[Any] = (),
+) -> None:
+    """Wait until the expected workers have these models and have applied what there is.
+
+    Until ``deadline``, by the loop's clock, which the caller gave as ``timeout``, or until one of the workers'
+    ``processes`` has ended.
+
+    Raises:
+        PartialSendError: a worker cannot take the weights; nobody was given any.
+        NotConnected: not everybody was there in time; names who, and why.
+    """
+    publisher = link.caught_up()
+    membership, progress = publisher.membership, publisher.progress
+
+    def gathered() -> bool:
+        there = [w for w in membership.expected() if progress.connected(w, models)]
+        return len(there) >= (link.min_workers if publisher.num_workers is None else publisher.num_workers)
+
+    def hopeless() -> bool:
+        # A lost worker may come back; one that cannot take the weights will not change its mind.
+        if version is None:
+            return False
+        if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
+            return any(publisher.targets.rejection(w, version) is not None for w in membership.expected())
+        failed = progress.of(version, membership.expected(), models).failed
+        return any(not isinstance(error, PeerLost) for error in failed.values())
+
+    def done() -> bool:
+        publisher.check_open()
+        return gathered() or hopeless() or bool(_ended(processes))
+
+    in_time = await link.wait(done, max(0.0, deadline - link.loop.time()))
+    ended = "" if gathered() or hopeless() else _ended(processes)
+    if ended or not in_time:
+        missing = [w for w in membership.expected() if not progress.connected(w, models)]
+        missing.sort(key=lambda w: w in publisher.peers)  # first those that the others may be waiting for
+        reasons = "; ".join(progress.why_absent(w, models) for w in missing)
+        if membership.turned_away:
+            reasons += f"; one that came was turned away: {membership.turned_away}"
+        if publisher.num_workers is None:
+            there = sum(progress.connected(w, models) for w in membership.expected())
+            reasons = f"{there} of at least {link.min_workers} workers are there" + (f"; {reasons}" if reasons else "")
+        if ended:
+            raise NotConnected(f"not connected, because {ended}; {reasons}. connect() may be called again")
+        raise NotConnected(f"not connected within {timeout:g} s: {reasons}. connect() may be called again")
+    if version is not None and hopeless():
+        outcome = progress.of(version, membership.expected(), models)
+        raise PartialSendError(outcome.acked, outcome.failed)
+    for model_id in models:
+        publisher.assemble(model_id)
 
 
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
@@ -70,23 +124,16 @@ def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
     return found
 
 
-def ended_process(processes: Iterable[Any]) -> str:
+def _ended(processes: Iterable[Any]) -> str:
     """For people: which of them has ended; empty: none."""
     for process in processes:
-        code = _exit_code(process)
+        if hasattr(process, "exitcode"):
+            code = process.exitcode
+        else:
+            code = process.poll() if hasattr(process, "poll") else process.returncode
         if code is not None:
             name = getattr(process, "name", None)
             shown = f"process {process.pid}{f' ({name})' if isinstance(name, str) else ''}"
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             return f"{shown} {how} before it was connected; see its stderr"
     return ""
-
-
-def _exit_code(process: Any) -> int | None:
-    if hasattr(process, "exitcode"):
-        code: int | None = process.exitcode
-    elif hasattr(process, "poll"):
-        code = process.poll()
-    else:
-        code = process.returncode
-    return code

@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from asyncsync.net.packets import alone
+from asyncsync.net.packets import ALONE
 from asyncsync.net.side_channel import SideChannel, SideChannels
+from asyncsync.protocol.codec import encode_again, encode_done
 from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.short_form import encode_again, encode_done
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import pack
 from asyncsync.weights.pool import SlabPool
@@ -35,7 +35,7 @@ from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["FastSender", "Pause", "Shell", "Slots", "SteadySender"]
+__all__ = ["FastSender", "SteadySender"]
 
 # A worker that has copied more than this releases it only some time after it has acknowledged it.
 LARGEST = (1 << 20) - 1
@@ -49,29 +49,8 @@ BUSY_SECONDS = 0.0007
 _is_cpu = attrgetter("is_cpu")
 
 
-class Pause:
-    """A short sleep before workers are woken, for a thread that has been busy.
-
-    Attributes:
-        is_due: whether this thread has run for long when it announces the latest publication.
-    """
-
-    def __init__(self) -> None:
-        self.is_due = False
-
-    def worked(self, seconds: float) -> None:
-        """This thread has run for so long without a rest."""
-        self.is_due = seconds > BUSY_SECONDS
-
-    def take(self, wakes: object) -> None:
-        """To be called before announcing. ``wakes``: whether that wakes anybody at once."""
-        due, self.is_due = self.is_due, False
-        if due and wakes:
-            time.sleep(1e-6)
-
-
 class Slots(Protocol):
-    """What the fast path needs of a transport; see :class:`asyncsync.bus.carrier.Carrier`."""
+    """A transport; see :class:`asyncsync.bus.carrier.Carrier`."""
 
     pool: SlabPool | None
 
@@ -82,35 +61,31 @@ class Slots(Protocol):
 
 
 class Shell(Protocol):
-    """What the fast path needs of a sender's link."""
+    """A sender's link; see :class:`asyncsync.bus.sender.SenderLink`."""
 
     loop: asyncio.AbstractEventLoop
     publisher: Publisher
     side_channels: SideChannels
 
-    def check(self) -> None:
-        """Raise what keeps the link from working."""
+    def check(self) -> None: ...
 
-    def is_idle(self) -> bool:
-        """Whether no publication is under way and nobody waits for anything; and a timer is set."""
+    def is_idle(self) -> bool: ...
 
 
 class FastSender:
     """The fast path of one link: begins a :class:`SteadySender` where it can, and ends it before anything else happens.
 
     Args:
-        shell: the link.
         known: by model, the weights that have been sent.
         is_on: False: there is never any.
 
     Attributes:
         steady: None: the general way goes on.
-        pause: the link's.
     """
 
     def __init__(self, shell: Shell, known: dict[str, SourceCache], *, is_on: bool = True) -> None:
         self.steady: SteadySender | None = None
-        self.pause = Pause()
+        self._is_busy = False
         self._shell = shell
         self._loop = shell.loop
         self._known = known
@@ -123,6 +98,16 @@ class FastSender:
                 self.steady.end()
             finally:
                 self.steady = None
+
+    def worked(self, seconds: float) -> None:
+        """This thread has run for so long without a rest before the latest publication; on the general way, too."""
+        self._is_busy = seconds > BUSY_SECONDS
+
+    def pause(self) -> None:
+        """To be called before workers are woken: a short sleep, if this thread has been busy."""
+        if self._is_busy:
+            self._is_busy = False
+            time.sleep(1e-6)
 
     def may_publish(self, timeout: float) -> bool:
         """Whether :meth:`publish` is worth a try. Raises as the link's ``check``."""
@@ -158,7 +143,7 @@ class FastSender:
         steady = self.steady
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
-        self.pause.is_due = self._loop.time() - begun > BUSY_SECONDS
+        self._is_busy = self._loop.time() - begun > BUSY_SECONDS
         return steady.version
 
     async def complete(self, version: int) -> bool:
@@ -168,7 +153,7 @@ class FastSender:
         if steady is None or steady.version != version:
             return False
         waiter = steady.waiter = self._loop.create_future()
-        self.pause.take(wakes=True)
+        self.pause()
         if steady.announce():
             await waiter
         return not steady.waiting
@@ -278,8 +263,8 @@ class SteadySender:
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
         epoch, version, serial = self._epoch, self.version + 1, self._serial + 1
-        again: list[Buffer] = [alone(encode_again(epoch, serial, self._serial, version, slab.descriptor))]
-        done = alone(encode_done(epoch, serial))
+        again: list[Buffer] = [ALONE, encode_again(epoch, serial, self._serial, version, slab.descriptor)]
+        done = ALONE + encode_done(epoch, serial)
         waiting, unsent = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now

@@ -21,10 +21,9 @@ from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.packets import ALONE
-from asyncsync.protocol import short_form
+from asyncsync.protocol.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
 from asyncsync.protocol.fields import Epoch
 from asyncsync.protocol.messages import Again, Part
-from asyncsync.protocol.short_form import encode_done
 from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
@@ -38,7 +37,7 @@ Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
 
 # A packet: no payload frames (see asyncsync.net.packets), then the instruction.
-_AGAIN = Struct(f"<{len(ALONE) + short_form.HEAD.size}s{short_form.AGAIN_FIELDS}")
+_AGAIN = Struct(f"<{len(ALONE) + HEAD.size}s{AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the sender's fast path has
 
 
@@ -122,14 +121,15 @@ class SteadyWorker:
         self._window = window
         self._show = show
         self._epoch = subscriber.session.epoch
-        self._prefix = ALONE + short_form.HEAD.pack(short_form.FIXED, Again.kind, *self._epoch)
+        self._prefix = ALONE + HEAD.pack(FIXED, Again.kind, *self._epoch)
         binding = subscriber.models[model_id]
         assert binding.bound is not None
         self._bound = binding.bound
         self._plans = self._bound.plans
         self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
-        self._update = Writer(self._apply, _ignore)
+        # Where another thread has applied an interrupted update, the general way acknowledges it.
+        self._update = Writer(self._apply, lambda error: None)
         self._version = subscriber.holdings.version(model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
@@ -228,7 +228,3 @@ class SteadyWorker:
         self._windows = {}
         self._newest.release()
         self._next.release()
-
-
-def _ignore(error: BaseException | None) -> None:
-    """An interrupted update was applied by another thread; the general way acknowledges it."""

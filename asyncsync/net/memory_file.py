@@ -24,7 +24,7 @@ import sys
 from typing import NamedTuple
 
 from asyncsync.errors import WeightSyncError
-from asyncsync.net.descriptors import shortage
+from asyncsync.net.processes import shortage
 
 __all__ = ["MemoryPlace", "create", "map_private", "no_memory", "open_place", "seal"]
 

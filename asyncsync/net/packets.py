@@ -10,8 +10,7 @@ import struct
 from collections.abc import Sequence
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.protocol import short_form
-from asyncsync.protocol.codec import decode
+from asyncsync.protocol.codec import FIXED, decode, decode_fixed
 from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.messages import (
     Again,
@@ -25,16 +24,15 @@ from asyncsync.protocol.messages import (
     Staged,
     Update,
 )
-from asyncsync.protocol.short_form import FIXED
 
-__all__ = ["ALONE", "BY_SIDE_CHANNEL", "MAX_FRAMES", "MAX_PACKET", "alone", "join", "read", "split"]
+__all__ = ["ALONE", "BY_SIDE_CHANNEL", "MAX_FRAMES", "MAX_PACKET", "join", "read", "split"]
 
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
     {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_FRAMES = 255
-ALONE = b"\0"  # no payload frames
+ALONE = b"\0"  # no payload frames; followed by the header, it is a packet
 
 
 def join(frames: Sequence[Buffer]) -> list[Buffer]:
@@ -43,11 +41,6 @@ def join(frames: Sequence[Buffer]) -> list[Buffer]:
         return [ALONE, frames[0]]
     header, *payload = frames
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
-
-
-def alone(header: bytes) -> bytes:
-    """The packet with this message, which has no payload frames."""
-    return ALONE + header
 
 
 def split(packet: memoryview) -> list[memoryview]:
@@ -82,7 +75,7 @@ def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
         LimitExceeded, ProtocolError: malformed, or no instruction that goes by the side channel.
     """
     if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return short_form.decode(packet[1:], ())  # one of those that come by the side channel
+        return decode_fixed(packet[1:], ())  # one of those that come by the side channel
     instruction, payload = decode(split(packet))
     if type(instruction) not in BY_SIDE_CHANNEL:
         raise ProtocolError(f"{type(instruction).__name__} by lane")

@@ -1,19 +1,27 @@
-"""Processes of this host: which one this is, and when another one ends."""
+"""Processes of this host: which one this is, when another one ends, and how many file descriptors this one has left.
+
+What would take the last descriptors is refused, because at the limit libzmq aborts the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncsync.protocol.settings import Identity
 
-__all__ = ["ProcessWatch", "this_process"]
+__all__ = ["PER_LINK", "ProcessWatch", "free_descriptors", "shortage", "this_process"]
 
 logger = logging.getLogger("asyncsync")
 
+# What workers take before one of their HELLOs is read, and whatever else the program opens meanwhile.
+RESERVE = 32
+PER_LINK = 12
 WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
 
 
@@ -69,3 +77,28 @@ class ProcessWatch:
                 self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def free_descriptors() -> int:
+    """How many file descriptors this process may still open; very many where that cannot be told."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    try:
+        return max(0, limit - len(os.listdir("/dev/fd" if sys.platform == "darwin" else "/proc/self/fd")))
+    except FileNotFoundError:
+        return sys.maxsize
+    except OSError:  # not even one for looking
+        return 0
+
+
+def shortage(needed: int) -> str:
+    """Why this process cannot have so many more; empty: it can."""
+    free = free_descriptors()
+    if free >= needed + RESERVE:
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"{needed} file descriptors and {RESERVE} in reserve are needed, but this process has {free} of {limit} left: "
+        "raise the limit (ulimit -n, or resource.setrlimit), and have models that go to the same workers share a Bus"
+    )

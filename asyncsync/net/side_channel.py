@@ -44,7 +44,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncsync.net.packets import ALONE, MAX_FRAMES, MAX_PACKET, join
+from asyncsync.net.packets import MAX_FRAMES, MAX_PACKET, join
 from asyncsync.protocol.fields import Buffer
 
 __all__ = ["Receive", "SideChannel", "SideChannels", "connect"]
@@ -78,7 +78,7 @@ class SideChannel:
     Attributes:
         receive: called with each packet; the view is good for the time of the call.
         open: whether both sides have introduced themselves, so that :meth:`send` may be called.
-        sent: messages sent.
+        sent: messages sent, but for those that the fast path writes.
     """
 
     receive: Receive
@@ -149,15 +149,8 @@ class SideChannel:
         self.sent += 1
         return True
 
-    def send_alone(self, header: bytes) -> bool:
-        """The same of a short one without payload frames."""
-        if not self.write((ALONE, header)):
-            return False
-        self.sent += 1
-        return True
-
     def write(self, buffers: Sequence[Buffer]) -> bool:
-        """Send a packet; False if it has not been sent."""
+        """Send a packet, in these pieces; False if it has not been sent."""
         try:
             self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
         except OSError:

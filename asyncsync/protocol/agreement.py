@@ -20,13 +20,7 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """The agreement of all workers with all publications.
-
-    Args:
-        membership: who is there.
-        targets: what was published.
-        committed: called when a publication has become the target.
-    """
+    """The agreement of all workers with all publications. ``committed`` is called when one has become the target."""
 
     def __init__(self, membership: Membership, targets: Targets, committed: Callable[[], None]) -> None:
         self._membership = membership
@@ -51,11 +45,7 @@ class Agreement:
 
     def welcome(self, peer: Peer, *, again: bool = False) -> None:
         """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
-
-        Args:
-            peer: the worker.
-            again: also if the last WELCOME was the same.
-        """
+        ``again``: also if the last one was the same."""
         if peer.lost:
             return
         models, layouts = {}, []
@@ -117,10 +107,6 @@ class Agreement:
             if now >= publication.deadline and not self._is_gathering(publication):
                 publication.awaiting.clear()
                 self._settle(publication)
-
-    def ticks(self) -> Iterator[float]:
-        """When :meth:`tick` has something to do again."""
-        return (p.deadline for p in self._targets.pending.values() if not self._is_gathering(p))
 
     @property
     def gathers(self) -> bool:

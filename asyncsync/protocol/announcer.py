@@ -18,11 +18,6 @@ __all__ = ["Announcer"]
 class Announcer:
     """Announces updates to workers.
 
-    Args:
-        membership: who is there.
-        targets: what was published.
-        leases: what workers may be reading.
-
     Attributes:
         last: the newest announcement; None: there is none, or it must not be used any more.
         serial: of the last UPDATE or AGAIN.
@@ -37,12 +32,8 @@ class Announcer:
         self._leases = leases
 
     def update(self, peer: Peer, granted: Collection[str] = ()) -> None:
-        """Announce what is due to a worker that has nothing outstanding, by UPDATE.
-
-        Args:
-            peer: the worker.
-            granted: the models that it has fetched; what is read in place is leased at once.
-        """
+        """Announce what is due to a worker that has nothing outstanding, by UPDATE. ``granted``: the models that it has
+        fetched; what is read in place is leased at once."""
         parts = self._due(peer, granted)
         if not parts:
             return

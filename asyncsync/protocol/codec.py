@@ -2,8 +2,10 @@
 
 A message is a header frame, ``[protocol, kind, field, …]``, and payload frames. The decoder accepts what the encoder
 produces and raises :class:`ProtocolError` (or its subclass :class:`LimitExceeded`) for everything else; nothing is
-allocated on the word of a peer, there is no pickle and no msgpack ext type. AGAIN and DONE have a form of their own,
-:mod:`asyncsync.protocol.short_form`.
+allocated on the word of a peer, there is no pickle and no msgpack ext type.
+
+AGAIN and DONE, of which a training loop's updates mostly consist, have a fixed form and no msgpack. Their first byte is
+one that begins no msgpack value, the second is the instruction's kind, the epoch follows.
 """
 
 from __future__ import annotations
@@ -12,28 +14,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from operator import attrgetter
+from struct import Struct
 from typing import Any
 
 import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.protocol import short_form
 from asyncsync.protocol.fields import (
     MAX_CHUNK,
+    MAX_DESCRIPTOR,
     MAX_FRAME,
     MAX_FRAMES,
     MAX_HEADER,
+    MAX_START,
     MAX_VALUES,
     Buffer,
+    Epoch,
     build,
     show,
 )
 from asyncsync.protocol.messages import INSTRUCTIONS, Again, Chunk, Done, Instruction, Part, Update, Welcome
 
-__all__ = ["decode", "encode"]
+__all__ = ["AGAIN_FIELDS", "FIXED", "HEAD", "decode", "decode_fixed", "encode", "encode_again", "encode_done"]
 
 PROTOCOL = 1
+FIXED = 0xC1  # which msgpack does not use
+HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
+AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's length, and one
+_AGAIN = Struct(HEAD.format + AGAIN_FIELDS)
+_DONE = Struct(HEAD.format + "Q")
+_AGAIN_KIND, _DONE_KIND = Again.kind, Done.kind
 _SMALL_HEADER = 512
 _SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
@@ -44,7 +55,7 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _WITH_PAYLOAD = {Welcome, Update, Chunk}
-_BY_KIND = {cls.kind: cls for cls in INSTRUCTIONS if cls not in (Again, Done)}
+_BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls not in (Again, Done)}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
 _VALUES = {cls: _values(cls) for cls in _BY_KIND.values()}
 _PART = _values(Part)
@@ -53,10 +64,10 @@ _PART = _values(Part)
 def encode(instruction: Instruction) -> bytes:
     """The header frame of an instruction. Text that is no Unicode (a file's name in a message, say) is mended."""
     if isinstance(instruction, Done):
-        return short_form.encode_done(instruction.epoch, instruction.serial)
+        return encode_done(instruction.epoch, instruction.serial)
     if isinstance(instruction, Again):
         again = instruction
-        return short_form.encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
+        return encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
     values = _VALUES[type(instruction)](instruction)
     if isinstance(instruction, Update):
         values = (*values[:-1], [_PART(part) for part in instruction.parts])
@@ -78,8 +89,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     header = frames[0]
     if len(header) > MAX_HEADER:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
-    if len(header) > 1 and header[0] == short_form.FIXED:
-        return short_form.decode(header, frames[1:])
+    if len(header) > 1 and header[0] == FIXED:
+        return decode_fixed(header, frames[1:])
     try:
         # In a small header even nested, lying counts cannot make the decoder allocate much.
         if len(header) <= _SMALL_HEADER:
@@ -155,3 +166,43 @@ def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
         known = sum(1 for digest in instruction.models.values() if digest)
         if len(payload) != known:
             raise ProtocolError(f"a welcome with {known} digests and {len(payload)} layouts")
+
+
+def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
+    """The header of an AGAIN with these fields."""
+    length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
+    return _AGAIN.pack(FIXED, _AGAIN_KIND, *epoch, serial, since, version, length) + tail
+
+
+def encode_done(epoch: Epoch, serial: int) -> bytes:
+    """The header of a DONE with these fields."""
+    return _DONE.pack(FIXED, _DONE_KIND, *epoch, serial)
+
+
+def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Done, Sequence[Buffer]]:
+    """:func:`decode` for a header of at least two bytes that begins with :data:`FIXED`."""
+    kind, expected = header[1], 0
+    instruction: Again | Done
+    if kind == _AGAIN_KIND and len(header) >= _AGAIN.size:
+        _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
+        tail = bytes(header[_AGAIN.size :])
+        if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
+            raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
+        if len(tail) != (length - 1 if length else 0):
+            raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
+        instruction = Again((start, random), serial, since, version, tail if length else None)
+        expected = 0 if length else 1
+    elif kind == _DONE_KIND and len(header) >= _DONE.size:
+        if len(header) != _DONE.size:
+            raise ProtocolError(f"a DONE of {len(header)} bytes")
+        _, _, start, random, serial = _DONE.unpack(header)
+        if start > MAX_START or not serial:
+            raise ProtocolError(f"a DONE that no worker sends: {show(bytes(header))}")
+        instruction = Done((start, random), serial)
+    else:
+        raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
+    if len(payload) != expected:
+        raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames")
+    if payload and len(payload[0]) > MAX_FRAME:
+        raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+    return instruction, payload

@@ -1,4 +1,4 @@
-"""Single fields of a message: their limits, their types, and the check of each when it has come from a peer.
+"""Single fields of a message: their limits, and their types, whose annotation is the check when one comes from a peer.
 
 A check returns the field, or raises :class:`ProtocolError`.
 """
@@ -6,34 +6,12 @@ A check returns the field, or raises :class:`ProtocolError`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from reprlib import Repr
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from asyncsync.errors import ProtocolError
-
-__all__ = [
-    "Buffer",
-    "Check",
-    "Epoch",
-    "InUse",
-    "binary",
-    "boolean",
-    "build",
-    "crc",
-    "descriptor",
-    "digest",
-    "epoch",
-    "in_use",
-    "integer",
-    "mapping",
-    "name",
-    "optional",
-    "show",
-    "text",
-    "u64",
-    "version",
-    "versions",
-]
 
 MAX_HEADER = 1 << 20
 MAX_FRAME = 32 << 20
@@ -50,15 +28,10 @@ MAX_TEXT = 64 << 10
 MAX_DESCRIPTOR = 64 << 10
 
 Buffer = bytes | memoryview
-Epoch = tuple[int, int]
-"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
-InUse = tuple[tuple[str, int], ...]
-"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.leases`."""
+Check = Callable[[Any], Any]
 
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 60
-
-Check = Callable[[Any], Any]
 
 
 def integer(low: int = 0, high: int = MAX_SERIAL) -> Check:
@@ -88,7 +61,7 @@ def binary(size: int, *, or_empty: bool = False) -> Check:
     return check
 
 
-def boolean(raw: Any) -> bool:
+def _boolean(raw: Any) -> bool:
     if not isinstance(raw, bool):
         raise ProtocolError(f"true or false was expected, not {show(raw)}")
     return raw
@@ -98,13 +71,11 @@ def optional(inner: Check) -> Check:
     return lambda raw: None if raw is None else inner(raw)
 
 
-def mapping(value: Check, max_entries: int, max_name: int) -> Check:
-    name = text(max_name)
-
+def mapping(value: Check) -> Check:
     def check(raw: Any) -> dict[str, Any]:
-        if not isinstance(raw, dict) or len(raw) > max_entries:
-            raise ProtocolError(f"a map of at most {max_entries} names was expected, not {show(raw)}")
-        return {name(k): value(v) for k, v in raw.items()}
+        if not isinstance(raw, dict) or len(raw) > MAX_MODELS:
+            raise ProtocolError(f"a map of at most {MAX_MODELS} names was expected, not {show(raw)}")
+        return {_name(k): value(v) for k, v in raw.items()}
 
     return check
 
@@ -115,39 +86,57 @@ def show(raw: Any) -> str:
 
 
 def build(cls: Any, raw: Any) -> Any:
-    """An object of a class that names its fields' ``checks``, from a list of these fields."""
-    checks = cls.checks
+    """An object of a dataclass, from a list of its fields, of which each is checked as its annotation says."""
+    checks = _checks(cls)
     if not isinstance(raw, list) or len(raw) != len(checks):
         raise ProtocolError(f"{cls.__name__} takes {len(checks)} fields, not {show(raw)}")
     return cls(*[check(value) for check, value in zip(checks, raw)])  # noqa: B905 (they are as many)
 
 
-def descriptor(raw: Any) -> bytes | None:
+@cache
+def _checks(cls: Any) -> list[Check]:
+    hints = get_type_hints(cls, include_extras=True)
+    return [hints[field.name].__metadata__[0] for field in fields(cls)]
+
+
+def _descriptor(raw: Any) -> bytes | None:
     if raw is not None and (not isinstance(raw, bytes) or len(raw) > MAX_DESCRIPTOR):
         raise ProtocolError(f"a descriptor of at most {MAX_DESCRIPTOR} bytes was expected, not {show(raw)}")
     return raw
 
 
-def epoch(raw: Any) -> Epoch:
+def _epoch(raw: Any) -> tuple[int, int]:
     if not isinstance(raw, list) or len(raw) != 2:
         raise ProtocolError(f"an epoch was expected, not {show(raw)}")
-    return _start(raw[0]), u64(raw[1])
+    return _start(raw[0]), _u64(raw[1])
 
 
-def in_use(raw: Any) -> InUse:
+def _in_use(raw: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(raw, list) or len(raw) > MAX_IN_USE:
         raise ProtocolError(f"a list of at most {MAX_IN_USE} lent slabs was expected, not {show(raw)}")
     for pair in raw:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ProtocolError(f"a model's name and a version were expected, not {show(pair)}")
-    return tuple((name(model), version(number)) for model, number in raw)
+    return tuple((_name(model), _number(version)) for model, version in raw)
 
 
-u64 = integer()
+_u64, _number, _name = integer(), integer(1), text(MAX_NAME)
 # Half of what fits: a trainer that starts again takes one more than the highest that it hears of.
 _start = integer(0, MAX_START)
-name = text(MAX_NAME)
-version = integer(1)
-versions = mapping(u64, MAX_MODELS, MAX_NAME)
-digest = binary(16)
-crc = optional(integer(0, (1 << 32) - 1))
+
+Boolean = Annotated[bool, _boolean]
+U64 = Annotated[int, _u64]
+Number = Annotated[int, _number]
+"""A version, or a serial number: they begin with 1."""
+Name = Annotated[str, _name]
+Text = Annotated[str, text(MAX_TEXT)]
+Digest = Annotated[bytes, binary(16)]
+Digests = Annotated[dict[str, bytes], mapping(binary(16))]
+Versions = Annotated[dict[str, int], mapping(_u64)]
+Crc = Annotated[int | None, optional(integer(0, (1 << 32) - 1))]
+Descriptor = Annotated[bytes | None, _descriptor]
+Epoch = Annotated[tuple[int, int], _epoch]
+"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
+OptionalEpoch = Annotated[Epoch | None, optional(_epoch)]
+InUse = Annotated[tuple[tuple[str, int], ...], _in_use]
+"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.leases`."""

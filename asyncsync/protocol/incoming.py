@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -16,87 +15,18 @@ from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Coverage", "Incoming", "IncomingUpdate", "fill_eagerly"]
+__all__ = ["Incoming", "IncomingUpdate"]
 
 FRUITLESS_RESTARTS = 3
 
 
-class Coverage:
-    """Which bytes of a range have arrived; pieces may come twice, overlap, and come in any order."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self.covered = 0
-
-    def add(self, start: int, stop: int) -> bool:
-        """Note a piece; False if all of it had arrived already."""
-        first = bisect_left(self._stops, start)
-        last = first
-        low, high, known = start, stop, 0
-        while last < len(self._starts) and self._starts[last] <= stop:
-            low, high = min(low, self._starts[last]), max(high, self._stops[last])
-            known += self._stops[last] - self._starts[last]
-            last += 1
-        if high - low == known:
-            return False
-        self._starts[first:last] = [low]
-        self._stops[first:last] = [high]
-        self.covered += (high - low) - known
-        return True
-
-    def gap(self) -> int:
-        """The first byte that has not arrived."""
-        return self._stops[0] if self._starts and self._starts[0] == 0 else 0
-
-
-def fill_eagerly(
-    parts: Sequence[Part],
-    layouts: Sequence[Layout],
-    payload: Sequence[Buffer],
-    pool: SlabPool,
-    attached: Sequence[Slab | None],
-) -> list[Slab]:
-    """The slabs of an update that has brought all its bytes: a frame of values per part, then a frame of bytes each.
-
-    Args:
-        attached: the slabs that are here already.
-
-    Raises:
-        ProtocolError: too many values, or a wrong checksum. No slab is kept.
-    """
-    slabs: list[Slab] = []
-    count = len(parts)
-    try:
-        for i, part in enumerate(parts):
-            values, data = payload[i], payload[count + i]
-            if len(values) > MAX_VALUE_BYTES:
-                raise _too_many_values(len(values))
-            if part.crc is not None and zlib.crc32(data) != part.crc:
-                raise ProtocolError(f"the bytes of part {i} have a wrong checksum")
-            if (known := attached[i]) is not None:
-                slabs.append(slab := known.retain())
-            else:
-                slabs.append(slab := pool.acquire(layouts[i]))
-                slab.memory[:] = data
-            slab.values = bytes(values)
-    except BaseException:
-        for slab in slabs:
-            slab.release()
-        raise
-    return slabs
-
-
-def _too_many_values(nbytes: int) -> ProtocolError:
-    return ProtocolError(f"{nbytes} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
-
-
 class IncomingUpdate:
-    """An announced update whose bytes are arriving.
+    """An announced update whose bytes are arriving, if they have not come with it.
 
     Attributes:
         slabs: one per part, owned until :meth:`take`.
         awaited: the indices of parts that are read in place, fetched and not granted yet.
+        received: how many bytes have come, of the parts laid end to end. What comes behind a gap is sent again with it.
         granted: bytes for which the trainer has credit.
         restarts, fruitless: how often the rest was fetched again, in all and since something came.
     """
@@ -105,19 +35,23 @@ class IncomingUpdate:
         self,
         update: Update,
         layouts: Sequence[Layout],
-        values: Sequence[Buffer],
+        payload: Sequence[Buffer],
         pool: SlabPool,
         now: float,
         attached: Sequence[Slab | None],
     ) -> None:
+        values = payload[: len(update.parts)]
         self.awaited = [i for i, p in enumerate(update.parts) if p.in_place]
         self.layouts = layouts
         self.epoch, self.serial = update.epoch, update.serial
         self.parts: tuple[Part, ...] = update.parts
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
-                raise _too_many_values(len(frame))
+                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
         self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        self.total = self._ends[-1]
+        self.received = 0
         self.slabs: list[Slab | None] = []
         try:
             for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
@@ -126,18 +60,17 @@ class IncomingUpdate:
                     continue
                 self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
+            for i, frame in enumerate(payload[len(values) :]):
+                self.write(i, 0, frame, self.parts[i].crc)
         except BaseException:
             self.release()
             raise
-        self._ends = list(accumulate(p.streamed for p in self.parts))
         # Parts that a transport fetches by their descriptor.
         self.fetching = {
             i
             for i, (p, slab) in enumerate(zip(self.parts, attached, strict=True))
             if p.descriptor is not None and slab is None and not p.in_place
         }
-        self.total = self._ends[-1]
-        self.coverage = Coverage()
         self.granted = 0
         self.restarts = 0
         self.fruitless = 0
@@ -145,24 +78,19 @@ class IncomingUpdate:
 
     @property
     def complete(self) -> bool:
-        return self.coverage.covered == self.total and not self.fetching and not self.awaited
+        return self.received == self.total and not self.fetching and not self.awaited
 
     @property
     def streaming(self) -> bool:
         """True while chunks are missing, or what was fetched is not granted."""
-        return self.coverage.covered < self.total or bool(self.awaited)
-
-    @property
-    def ahead(self) -> int:
-        """Bytes that the trainer may send beyond the first missing one."""
-        return self.granted - self.coverage.gap()
+        return self.received < self.total or bool(self.awaited)
 
     def stalled(self, now: float, patience: float) -> bool:
         """True if something is missing and nothing has come for so long."""
         return self.streaming and now >= self.last_progress + patience
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Put a piece where it belongs; False if it was there already.
+        """Put a piece where it belongs; False if it was there already, or something before it is missing.
 
         Raises:
             ProtocolError: it does not fit into the part, or its checksum is wrong. Nothing was written.
@@ -171,22 +99,13 @@ class IncomingUpdate:
             raise ProtocolError(f"a chunk of {len(data)} bytes at {offset} of part {part} does not fit")
         if crc is not None and zlib.crc32(data) != crc:
             raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
-        begin = self._ends[part] - self.parts[part].streamed + offset
-        if not len(data) or not self.coverage.add(begin, begin + len(data)):
+        if self._ends[part] - self.parts[part].streamed + offset != self.received or not len(data):
             return False
         slab = self.slabs[part]
         assert slab is not None  # what is read in place has no streamed bytes
         slab.memory[offset : offset + len(data)] = data
+        self.received += len(data)
         return True
-
-    def fill(self, payload: Sequence[Buffer]) -> None:
-        """Write what an update has brought with it; where a piece is wrong, let go of all."""
-        try:
-            for i, (part, frame) in enumerate(zip(self.parts, payload, strict=True)):
-                self.write(i, 0, frame, part.crc)
-        except BaseException:
-            self.release()
-            raise
 
     def grant(self, index: int, slab: Slab) -> None:
         """One of the awaited parts, with a reference for this object."""
@@ -208,8 +127,6 @@ class Incoming:
     """The bytes that come in, of one update at a time.
 
     Args:
-        settings: sizes and times.
-        pool: for the slabs.
         attach: brings the slab of a part with a descriptor at once, or None: then it is one of :attr:`fetches`.
         copy: copies a slab.
         send: sends an instruction.
@@ -258,19 +175,16 @@ class Incoming:
         now: float,
         *,
         copies_first: bool,
-    ) -> list[Slab] | IncomingUpdate:
-        """What an UPDATE has brought: all its slabs, or an update that is to :meth:`begin`. Changes nothing else.
+    ) -> IncomingUpdate:
+        """What an UPDATE has brought, which is to :meth:`begin`. Changes nothing else.
 
-        Args:
-            update, layouts, payload: the UPDATE, its parts' layouts, its payload frames.
-            now: the time.
-            copies_first: whether to copy at once what could be applied where it is, and copied out then.
+        ``copies_first``: copy at once what could be applied where it is, and copied out then.
 
         Raises:
             ProtocolError: malformed.
             Exception: there is no memory, or no access to the sender's.
         """
-        parts, count = update.parts, len(update.parts)
+        parts = update.parts
         attached: list[Slab | None] = []
         try:
             for part, layout in zip(parts, layouts, strict=True):
@@ -283,28 +197,24 @@ class Incoming:
                     if slab is not None and slab.short_lease:
                         attached[i] = self._copy(slab)
                         slab.release()
-            if whole:
-                return fill_eagerly(parts, layouts, payload, self._pool, attached)
-            incoming = IncomingUpdate(update, layouts, payload[:count], self._pool, now, attached)
+            incoming = IncomingUpdate(update, layouts, payload, self._pool, now, attached)
         finally:
             for slab in attached:
                 if slab is not None:
                     slab.release()
-        if update.eager:  # beside parts that a transport fetches
-            incoming.fill(payload[count:])
-            self.bytes_received += incoming.total
+        if update.eager:
+            self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
         return incoming
 
     def begin(self, update: IncomingUpdate) -> None:
-        """Wait for the bytes of this update; there is no other one."""
+        """Wait for what is missing of this update; there is no other one."""
         self.update = update
         for index in sorted(update.fetching):
             slab = update.slabs[index]
             assert slab is not None
             self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
-        if update.streaming:
+        if not self._check_complete(update) and update.streaming:
             self._grant_credit(update)
-        self._check_complete(update)
 
     def drop(self) -> None:
         """The update whose bytes are missing is not wanted any more."""
@@ -323,7 +233,7 @@ class Incoming:
             self.bytes_received += len(data)
         if self._check_complete(update) or update.granted == update.total:
             return
-        if update.ahead <= self._settings.window_bytes // 2:
+        if update.granted - update.received <= self._settings.window_bytes // 2:
             self._grant_credit(update)
 
     def granted(self, granted: Granted, now: float) -> None:
@@ -374,24 +284,16 @@ class Incoming:
             else:
                 self._grant_credit(update)
 
-    @property
-    def next_tick(self) -> float | None:
-        """When :meth:`tick` has something to do."""
-        if self.update is None or not self.update.streaming:
-            return None
-        return self.update.last_progress + self._settings.retry_interval
-
     def _grant_credit(self, update: IncomingUpdate) -> None:
-        """Credit from the first missing byte: what came after a gap is sent again with it, and must not add up."""
-        gap = update.coverage.gap()
-        update.granted = min(gap + self._settings.window_bytes, update.total)
-        self._send(Fetch(update.epoch, update.serial, update.restarts, gap, update.granted))
+        update.granted = min(update.received + self._settings.window_bytes, update.total)
+        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.granted))
 
     def _check_complete(self, update: IncomingUpdate) -> bool:
-        if update.complete:
-            self.update = None
-            self._complete(update.serial, update.parts, update.take())
-        return update.complete
+        if not update.complete:
+            return False
+        self.update = None
+        self._complete(update.serial, update.parts, update.take())
+        return True
 
     def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
         self.drop()

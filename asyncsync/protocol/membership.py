@@ -10,7 +10,7 @@ cannot fill memory; one that gets no answer repeats its HELLO.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.protocol import messages
@@ -51,10 +51,6 @@ class Newcomer:
         self._patience = PATIENCE
         self._checked = now
 
-    @property
-    def next_check(self) -> float:
-        return self._checked + CHECK_SECONDS
-
     def outwaits(self, now: float) -> bool:
         """Whether the holder has been silent for too long by now."""
         self._patience -= min(now - self._checked, CHECK_SECONDS)
@@ -66,8 +62,6 @@ class Membership:
     """The workers of one trainer.
 
     Args:
-        epoch, identity, num_workers, settings: the :class:`asyncsync.protocol.publisher.Publisher`'s.
-        targets: those of a worker that will not come back are forgotten.
         welcome: sends a worker its WELCOME.
         entered: called when a worker has taken a place.
 
@@ -103,7 +97,7 @@ class Membership:
         self.gone: dict[int, str] = {}
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.turned_away = ""
-        self.is_watched: Callable[[bytes], bool] = _all_are
+        self.is_watched: Callable[[bytes], bool] = lambda nonce: True
         self.shortage: Callable[[], str] = str
         self._targets = targets
         self._welcome = welcome
@@ -134,11 +128,6 @@ class Membership:
         """The workers that were sent a WELCOME: those who are there, and newcomers that are about to take a place."""
         there = [peer for peer in self.peers.values() if not peer.lost]
         return there + [one.peer for one in self._newcomers.values() if one.welcomed_at is not None]
-
-    def settled_at(self, route: bytes) -> bytes | None:
-        """The nonce of the worker that is reached there, if it has answered its last WELCOME in full."""
-        peer = self.routes.get(route)
-        return None if peer is None or peer.unsettled else peer.nonce
 
     def send(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
         self.outbox.append((route, instruction, payload))
@@ -367,17 +356,6 @@ class Membership:
             if now >= peer.next_ping(self.settings):
                 self.ping(peer, now)
 
-    def ticks(self) -> Iterator[float]:
-        """When :meth:`tick` has something to do again."""
-        for peer in self.peers.values():
-            if not peer.lost:
-                yield peer.next_ping(self.settings)
-                newcomer = self._newcomers.get(peer.worker)
-                if newcomer is not None and newcomer.welcomed_at is None:
-                    yield newcomer.next_check
-                if not peer.slow:
-                    yield peer.last_seen + self.settings.slow_after
-
     def close(self, *, fenced: bool) -> None:
         """Send BYE to everybody; not to the workers if they belong to a newer trainer."""
         text = "the sender was shut down"
@@ -389,7 +367,3 @@ class Membership:
             self._bye(route, newcomer.peer.nonce, "closed", text)
         self._newcomers.clear()
         self.newcomers_at.clear()
-
-
-def _all_are(nonce: bytes) -> bool:
-    return True

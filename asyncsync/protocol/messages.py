@@ -1,4 +1,4 @@
-"""The instructions that trainer and workers exchange, each with the checks of its fields.
+"""The instructions that trainer and workers exchange; each field's annotation brings its check.
 
 HELLO     worker → trainer   who I am, what I have; on every (re)connection
 WELCOME   trainer → worker   epoch, and the layouts of the models (payload: the encoded layouts)
@@ -19,19 +19,25 @@ BYE       both ways          I am leaving, or: you are not welcome
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol import fields
 from asyncsync.protocol.fields import (
     MAX_MODELS,
-    MAX_NAME,
-    MAX_TEXT,
-    Check,
+    U64,
+    Boolean,
+    Crc,
+    Descriptor,
+    Digest,
+    Digests,
     Epoch,
     InUse,
+    Name,
+    Number,
+    OptionalEpoch,
+    Text,
+    Versions,
     binary,
-    boolean,
     build,
     integer,
     mapping,
@@ -40,28 +46,7 @@ from asyncsync.protocol.fields import (
     text,
 )
 
-__all__ = [
-    "INSTRUCTIONS",
-    "Again",
-    "Applied",
-    "Bye",
-    "Chunk",
-    "Done",
-    "Failed",
-    "Fetch",
-    "Granted",
-    "Hello",
-    "Instruction",
-    "Part",
-    "Ping",
-    "Pong",
-    "Ready",
-    "Refused",
-    "Released",
-    "Staged",
-    "Update",
-    "Welcome",
-]
+Index = Annotated[int, integer(0, (1 << 31) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +58,14 @@ class Part:
     its root that this one stands for; None: the sender is the root.
     """
 
-    model_id: str
-    version: int
-    digest: bytes
-    nbytes: int
-    crc: int | None = None
-    descriptor: bytes | None = None
-    in_place: bool = False
-    origin: int | None = None
-
-    checks: ClassVar[tuple[Check, ...]] = (
-        fields.name,
-        integer(1),
-        fields.digest,
-        integer(0, 1 << 42),
-        fields.crc,
-        fields.descriptor,
-        boolean,
-        optional(fields.u64),
-    )
+    model_id: Name
+    version: Number
+    digest: Digest
+    nbytes: Annotated[int, integer(0, 1 << 42)]
+    crc: Crc = None
+    descriptor: Descriptor = None
+    in_place: Boolean = False
+    origin: Annotated[int | None, optional(integer())] = None
 
     @property
     def streamed(self) -> int:
@@ -105,37 +79,32 @@ def _parts(raw: Any) -> tuple[Part, ...]:
     return tuple(build(Part, part) for part in raw)
 
 
+INSTRUCTIONS: dict[int, type[Instruction]] = {}
+
+
 class Instruction:
-    """Base of all instructions."""
+    """Base of all instructions, which :data:`INSTRUCTIONS` has by their kinds."""
 
     __slots__ = ()
     kind: ClassVar[int]
-    checks: ClassVar[tuple[Check, ...]]
     max_payload: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        INSTRUCTIONS[cls.kind] = cls  # twice: for its slots, a dataclass is made anew
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Instruction):
-    worker: int
-    nonce: bytes
-    attempt: int
-    pid: int
-    boot: str
-    namespace: int
-    epoch: Epoch | None
-    have: dict[str, int]
+    worker: Index
+    nonce: Digest
+    attempt: U64
+    pid: Index
+    boot: Annotated[str, text(64)]
+    namespace: U64
+    epoch: OptionalEpoch
+    have: Versions
 
     kind: ClassVar[int] = 1
-    checks: ClassVar[tuple[Check, ...]] = (
-        integer(0, (1 << 31) - 1),
-        fields.digest,
-        fields.u64,
-        integer(0, (1 << 31) - 1),
-        text(64),
-        fields.u64,
-        optional(fields.epoch),
-        fields.versions,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,47 +113,35 @@ class Welcome(Instruction):
     ``number``: counts those that this worker is sent; a refusal names the one that it answers."""
 
     epoch: Epoch
-    nonce: bytes
-    attempt: int
-    pid: int
-    boot: str
-    namespace: int
-    models: dict[str, bytes]
-    number: int = 0
+    nonce: Digest
+    attempt: U64
+    pid: Index
+    boot: Annotated[str, text(64)]
+    namespace: U64
+    models: Annotated[dict[str, bytes], mapping(binary(16, or_empty=True))]
+    number: U64 = 0
 
     kind: ClassVar[int] = 2
-    checks: ClassVar[tuple[Check, ...]] = (
-        fields.epoch,
-        fields.digest,
-        fields.u64,
-        integer(0, (1 << 31) - 1),
-        text(64),
-        fields.u64,
-        mapping(binary(16, or_empty=True), MAX_MODELS, MAX_NAME),
-        fields.u64,
-    )
     max_payload: ClassVar[int] = MAX_MODELS
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Instruction):
     epoch: Epoch
-    digests: dict[str, bytes]
+    digests: Digests
 
     kind: ClassVar[int] = 3
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, mapping(fields.digest, MAX_MODELS, MAX_NAME))
 
 
 @dataclass(frozen=True, slots=True)
 class Refused(Instruction):
     epoch: Epoch
-    model_id: str
-    digest: bytes
-    message: str
-    number: int = 0
+    model_id: Name
+    digest: Digest
+    message: Text
+    number: U64 = 0
 
     kind: ClassVar[int] = 4
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.name, fields.digest, text(MAX_TEXT), fields.u64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +149,11 @@ class Update(Instruction):
     """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them."""
 
     epoch: Epoch
-    serial: int
-    eager: bool
-    parts: tuple[Part, ...]
+    serial: Number
+    eager: Boolean
+    parts: Annotated[tuple[Part, ...], _parts]
 
     kind: ClassVar[int] = 5
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), boolean, _parts)
     max_payload: ClassVar[int] = 2 * MAX_MODELS
 
 
@@ -206,25 +162,23 @@ class Fetch(Instruction):
     """Credit for the bytes below ``upto`` of the parts laid end to end; a higher ``restart`` rewinds to ``start``."""
 
     epoch: Epoch
-    serial: int
-    restart: int
-    start: int
-    upto: int
+    serial: Number
+    restart: U64
+    start: U64
+    upto: U64
 
     kind: ClassVar[int] = 6
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), fields.u64, fields.u64, fields.u64)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Instruction):
     epoch: Epoch
-    serial: int
-    part: int
-    offset: int
-    crc: int | None = None
+    serial: Number
+    part: Annotated[int, integer(0, MAX_MODELS)]
+    offset: U64
+    crc: Crc = None
 
     kind: ClassVar[int] = 7
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), integer(0, MAX_MODELS), fields.u64, fields.crc)
     max_payload: ClassVar[int] = 1
 
 
@@ -233,49 +187,36 @@ class Staged(Instruction):
     """``last`` and ``in_use``, here as elsewhere: of the UPDATEs up to that serial, these slabs are still in use."""
 
     epoch: Epoch
-    serial: int
-    last: int = 0
+    serial: Number
+    last: U64 = 0
     in_use: InUse = ()
 
     kind: ClassVar[int] = 8
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1), fields.u64, fields.in_use)
 
 
 @dataclass(frozen=True, slots=True)
 class Applied(Instruction):
     epoch: Epoch
-    versions: dict[str, int]
-    last: int = 0
+    versions: Versions
+    last: U64 = 0
     in_use: InUse = ()
 
     kind: ClassVar[int] = 9
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.versions, fields.u64, fields.in_use)
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(Instruction):
     epoch: Epoch
-    serial: int
-    versions: dict[str, int]
-    mismatch: bool
-    type_name: str
-    message: str
-    traceback: str
-    last: int = 0
+    serial: U64
+    versions: Versions
+    mismatch: Boolean
+    type_name: Name
+    message: Text
+    traceback: Text
+    last: U64 = 0
     in_use: InUse = ()
 
     kind: ClassVar[int] = 10
-    checks: ClassVar[tuple[Check, ...]] = (
-        fields.epoch,
-        fields.u64,
-        fields.versions,
-        boolean,
-        fields.name,
-        text(MAX_TEXT),
-        text(MAX_TEXT),
-        fields.u64,
-        fields.in_use,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +224,10 @@ class Ping(Instruction):
     """``serial``: from a trainer, of the last UPDATE that this worker was sent; if it has not come, it is lost."""
 
     epoch: Epoch
-    seq: int
-    serial: int = 0
+    seq: U64
+    serial: U64 = 0
 
     kind: ClassVar[int] = 11
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.u64, fields.u64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,23 +235,14 @@ class Pong(Instruction):
     """From a worker: what is applied, what is staged, the serial being received (0: none). From a trainer: targets."""
 
     epoch: Epoch
-    seq: int
-    versions: dict[str, int]
-    staged: dict[str, int]
-    serial: int
-    last: int = 0
+    seq: U64
+    versions: Versions
+    staged: Versions
+    serial: U64
+    last: U64 = 0
     in_use: InUse = ()
 
     kind: ClassVar[int] = 12
-    checks: ClassVar[tuple[Check, ...]] = (
-        fields.epoch,
-        fields.u64,
-        fields.versions,
-        fields.versions,
-        fields.u64,
-        fields.u64,
-        fields.in_use,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +251,11 @@ class Bye(Instruction):
     worker, ``"reading"``: closed, but its model goes on to use leased slabs."""
 
     epoch: Epoch
-    nonce: bytes
-    reason: str
-    message: str
+    nonce: Digest
+    reason: Annotated[str, text(32)]
+    message: Text
 
     kind: ClassVar[int] = 13
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.digest, text(32), text(MAX_TEXT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +263,11 @@ class Released(Instruction):
     """From a worker that has let go of leased slabs and has nothing else to report; also after it was superseded."""
 
     epoch: Epoch
-    nonce: bytes
-    last: int
+    nonce: Digest
+    last: U64
     in_use: InUse
 
     kind: ClassVar[int] = 14
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, fields.digest, fields.u64, fields.in_use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +275,9 @@ class Granted(Instruction):
     """The parts of this UPDATE that are read in place are leased to the worker."""
 
     epoch: Epoch
-    serial: int
+    serial: Number
 
     kind: ClassVar[int] = 15
-    checks: ClassVar[tuple[Check, ...]] = (fields.epoch, integer(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,24 +304,3 @@ class Done(Instruction):
     serial: int
 
     kind: ClassVar[int] = 17
-
-
-INSTRUCTIONS: tuple[type[Instruction], ...] = (
-    Hello,
-    Welcome,
-    Ready,
-    Refused,
-    Update,
-    Fetch,
-    Chunk,
-    Staged,
-    Applied,
-    Failed,
-    Ping,
-    Pong,
-    Bye,
-    Released,
-    Granted,
-    Again,
-    Done,
-)

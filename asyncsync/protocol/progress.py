@@ -24,13 +24,7 @@ class Outcome:
 
 
 class Progress:
-    """How far the versions have come; changes nothing.
-
-    Args:
-        membership: who is there.
-        targets: what was published.
-        agreement: what is waited for.
-    """
+    """How far the versions have come; changes nothing."""
 
     def __init__(self, membership: Membership, targets: Targets, agreement: Agreement) -> None:
         self._membership = membership

@@ -4,7 +4,7 @@ Usage by a shell that owns sockets and time::
 
     publisher.receive(route, instruction, payload, now)      # something came
     publisher.publish({model_id: slab}, None, now)           # something is to go
-    publisher.tick(now)                                      # at least at next_tick()
+    publisher.tick(now)                                      # every quarter of a second or so
     while publisher.outbox: send(*publisher.outbox.popleft())
 
 Delivery is *targets and repair*, not a log: each worker has one target per model; at most one UPDATE is outstanding
@@ -39,9 +39,7 @@ class Publisher:
 
     Args:
         epoch: (start time in ns, random): this incarnation's fencing token.
-        identity: this process.
         num_workers: fixed number of workers, or None (elastic).
-        settings: sizes and times.
 
     Attributes:
         targets: what each worker should have.
@@ -359,16 +357,10 @@ class Publisher:
             peer.slow = True
 
     def tick(self, now: float) -> None:
-        """Send what is due; call it again at :meth:`next_tick`."""
+        """Send what is due, and wait no longer for what is overdue."""
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
             self.agreement.tick(now)
-
-    def next_tick(self, now: float) -> float:
-        """When :meth:`tick` has something to do again."""
-        if self.closed or self.fenced is not None:
-            return now + 60.0
-        return min([now + 60.0, *self.membership.ticks(), *self.agreement.ticks()])
 
     # -- the next update of each worker -----------------------------------------------------------------------------
 

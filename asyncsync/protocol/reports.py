@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.fields import MAX_NAME, MAX_TEXT, Buffer, InUse
+from asyncsync.protocol.fields import MAX_NAME, MAX_TEXT, InUse
 from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import Applied, Done, Failed, Instruction, Ping, Pong, Released, Staged
+from asyncsync.protocol.messages import Applied, Done, Failed, Ping, Pong, Released, Staged
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.staging import StagedUpdates, Staging
 
@@ -20,18 +19,13 @@ __all__ = ["Reports"]
 class Reports:
     """The reports of one worker to its trainer.
 
-    Args:
-        session, incoming, holdings, staged: the :class:`asyncsync.protocol.subscriber.Subscriber`'s.
-
     Attributes:
-        outbox: ``(instruction, payload frames)`` to be sent, in order.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to this one.
         unreported: what STAGED has not reported; DONE will, if it is applied at once.
         failure: the report of the last update that failed, until what is newer is applied.
     """
 
     def __init__(self, session: Session, incoming: Incoming, holdings: Holdings, staged: StagedUpdates) -> None:
-        self.outbox: deque[tuple[Instruction, Sequence[Buffer]]] = session.outbox
         self.serial = 0
         self.unreported: Staging | None = None
         self.failure: Failed | None = None
@@ -83,8 +77,9 @@ class Reports:
                 self.failure = None
         if staging.epoch != session.epoch:
             return
-        if self.outbox and type(last := self.outbox[-1][0]) is Staged and last.serial == staging.serial:
-            self.outbox.pop()  # APPLIED reports it, too
+        outbox = session.outbox
+        if outbox and type(last := outbox[-1][0]) is Staged and last.serial == staging.serial:
+            outbox.pop()  # APPLIED reports it, too
         at_once = self.unreported is staging
         if at_once:
             self.unreported = None

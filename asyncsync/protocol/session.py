@@ -13,44 +13,16 @@ from asyncsync.protocol.messages import Bye, Hello, Instruction, Ping, Pong, Rea
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.weights.layout import Layout
 
-__all__ = ["KnownLayouts", "Session"]
+__all__ = ["Session"]
 
 FIRST_HELLO_RETRY = 0.25
 KEPT_LAYOUTS = 4
-
-
-class KnownLayouts:
-    """The layouts that fit the models: of each, the latest few that the trainer has shown."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, dict[bytes, Layout]] = {}
-
-    def find(self, model_id: str, digest: bytes) -> Layout | None:
-        return self._known.get(model_id, {}).get(digest)
-
-    def check(self, model_id: str, binding: Binding, layout: Layout) -> SchemaMismatch | None:
-        """Why this layout does not fit; None if it does."""
-        known = self._known.setdefault(model_id, {})
-        try:
-            if layout.digest not in known:
-                binding.check(layout)
-        except SchemaMismatch as error:
-            return error
-        except Exception as error:  # the strategy is the user's: whatever it raises means no
-            return SchemaMismatch("".join(traceback.format_exception(error)))
-        known.pop(layout.digest, None)
-        known[layout.digest] = layout
-        while len(known) > KEPT_LAYOUTS:
-            del known[next(iter(known))]
-        return None
 
 
 class Session:
     """One worker incarnation's sessions, one after the other.
 
     Args:
-        worker, nonce, identity, settings: the :class:`asyncsync.protocol.subscriber.Subscriber`'s.
-        models: its models.
         adopted: called when a new trainer's epoch has begun.
 
     Attributes:
@@ -60,7 +32,6 @@ class Session:
         online: whether there is a connection.
         welcomed: whether the last HELLO was answered.
         served: the models that the trainer serves, and their layouts' digests; empty where it has no weights yet.
-        layouts: those that fit.
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
         ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
@@ -84,13 +55,13 @@ class Session:
         self.online = False
         self.welcomed = False
         self.served: dict[str, bytes] = {}
-        self.layouts = KnownLayouts()
         self.reconnects = False
         self.ended: WeightSyncError | None = None
         self.refused: dict[str, SchemaMismatch] = {}
         self._settings = settings
         self._models = models
         self._adopted = adopted
+        self._layouts: dict[str, dict[bytes, Layout]] = {}  # that fit: of each model, the latest few
         self._unfit: dict[str, Layout] = {}  # what was refused
         self._nameless = False
         self._attempt = 0
@@ -115,6 +86,28 @@ class Session:
     def named(self, versions: Mapping[str, int]) -> dict[str, int]:
         return {self.name(m): v for m, v in versions.items()}
 
+    # -- layouts ----------------------------------------------------------------------------------------------------
+
+    def layout(self, model_id: str, digest: bytes) -> Layout | None:
+        """One that the trainer has shown, and that fits; None: there is none, or not any more."""
+        return self._layouts.get(model_id, {}).get(digest)
+
+    def _check(self, model_id: str, layout: Layout) -> SchemaMismatch | None:
+        """Why this layout does not fit; None if it does."""
+        known = self._layouts.setdefault(model_id, {})
+        try:
+            if layout.digest not in known:
+                self._models[model_id].check(layout)
+        except SchemaMismatch as error:
+            return error
+        except Exception as error:  # the strategy is the user's: whatever it raises means no
+            return SchemaMismatch("".join(traceback.format_exception(error)))
+        known.pop(layout.digest, None)
+        known[layout.digest] = layout
+        while len(known) > KEPT_LAYOUTS:
+            del known[next(iter(known))]
+        return None
+
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def hello(self, versions: Mapping[str, int], now: float) -> None:
@@ -129,16 +122,8 @@ class Session:
         me = self.identity
         self.send(Hello(self.worker, self.nonce, self._attempt, me.pid, me.boot, me.namespace, self.epoch, have))
 
-    def disconnected(self) -> None:
-        self.online = self.welcomed = False
-
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
-
-    @property
-    def next_hello(self) -> float | None:
-        """When HELLO is to be repeated; None: it has been answered."""
-        return None if self.welcomed else self._next_hello
 
     def welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
         """Take in the trainer's answer to HELLO, or that it has other layouts, and accept or refuse them.
@@ -168,7 +153,7 @@ class Session:
         for model_id, layout in found.items():
             if model_id not in self._models:
                 continue
-            error = self.layouts.check(model_id, self._models[model_id], layout)
+            error = self._check(model_id, layout)
             if error is None:
                 self.refused.pop(model_id, None)
                 self._unfit.pop(model_id, None)
@@ -184,7 +169,7 @@ class Session:
         """Whether the trainer's layout has not fitted this model, and does by now: then HELLO is due."""
         if model_id not in self.refused or self.ended is not None:
             return False
-        error = self.layouts.check(model_id, self._models[model_id], self._unfit[model_id])
+        error = self._check(model_id, self._unfit[model_id])
         if error is not None:
             self.refused[model_id] = error
             return False

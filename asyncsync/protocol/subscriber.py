@@ -6,7 +6,7 @@ Usage by a shell that owns the socket, the gate and time::
     subscriber.receive(instruction, payload, now)
     for staging in subscriber.staged: gate.offer(staging.run, …)
     subscriber.applied(staging, now)  /  subscriber.failed(staging, error, now)
-    subscriber.tick(now)                                     # at least at next_tick()
+    subscriber.tick(now)                                     # every quarter of a second or so
     while subscriber.outbox: send(*subscriber.outbox.popleft())
 
 An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
@@ -50,10 +50,7 @@ class Subscriber:
     """The receiver's half of a bus: one worker incarnation.
 
     Args:
-        worker: its worker_idx.
         nonce: 16 random bytes that name this incarnation.
-        identity: this process.
-        settings: sizes and times.
 
     Attributes:
         session: with the trainer.
@@ -88,8 +85,8 @@ class Subscriber:
         self.targets: dict[str, int] = {}
         self.fast_path: FastPath | None = None
         self.last_seen: float | None = None
-        self.attach: Callable[[Part, Layout], Slab | None] = _nothing_at_hand
-        self.waits: Callable[[Iterable[str]], bool] = _nothing_waits
+        self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
+        self.waits: Callable[[Iterable[str]], bool] = lambda models: False
         self.leaving = False
         self.base: tuple[int, Part] | None = None
 
@@ -116,7 +113,7 @@ class Subscriber:
 
     def disconnected(self) -> None:
         self.end_fast_path()
-        self.session.disconnected()
+        self.session.online = self.session.welcomed = False
 
     def applied(self, staging: Staging) -> None:
         """The gate has let it through: the models hold these versions."""
@@ -221,7 +218,7 @@ class Subscriber:
             return
         layouts = []
         for part in update.parts:
-            layout = self.session.layouts.find(self.session.local(part.model_id), part.digest)
+            layout = self.session.layout(self.session.local(part.model_id), part.digest)
             if layout is None or layout.nbytes != part.nbytes:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
@@ -240,11 +237,7 @@ class Subscriber:
         for part in update.parts:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
-        if isinstance(loaded, list):
-            self.incoming.bytes_received += sum([p.nbytes for p in update.parts])
-            self._stage(update.serial, update.parts, loaded)
-        else:
-            self.incoming.begin(loaded)
+        self.incoming.begin(loaded)
 
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.reports.serial:
@@ -256,7 +249,7 @@ class Subscriber:
         before = self.base[1]
         part = Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
         model_id = self.session.local(part.model_id)
-        layout = self.session.layouts.find(model_id, part.digest)
+        layout = self.session.layout(model_id, part.digest)
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
         slab: Slab | None = None
@@ -361,20 +354,13 @@ class Subscriber:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Repeat what has got no answer; call it again at :meth:`next_tick`."""
+        """Repeat what has got no answer."""
         if self.session.ended is not None or not self.session.online:
             return
         if self.session.is_hello_due(now):
             self._hello(now)
         self.holdings.check_forked()
         self.incoming.tick(now)
-
-    def next_tick(self, now: float) -> float:
-        """When :meth:`tick` has something to do again."""
-        times = [now + 60.0]
-        if self.session.ended is None and self.session.online:
-            times += [time for time in (self.session.next_hello, self.incoming.next_tick) if time is not None]
-        return min(times)
 
     # -- the machinery ----------------------------------------------------------------------------------------------
 
@@ -384,13 +370,5 @@ class Subscriber:
         self.session.hello(self.holdings.versions, now)
 
 
-def _nothing_at_hand(part: Part, layout: Layout) -> Slab | None:
-    return None
-
-
 def _expanded(again: messages.Again, part: Part) -> messages.Update:
     return messages.Update(again.epoch, again.serial, True, (part,))
-
-
-def _nothing_waits(models: Iterable[str]) -> bool:
-    return False

@@ -66,23 +66,12 @@ class _Slot:
         """The current one and the pending ones."""
         return self.pending if self.current is None else [self.current, *self.pending]
 
-    @property
-    def empty(self) -> bool:
-        return self.current is None and not self.pending
-
     def commit(self, publication: Publication) -> None:
         for target in self.pending:
             if target.publication is publication:
                 self.drop(below=target.version)
                 self.pending.remove(target)
                 self.current = target
-                return
-
-    def reject(self, publication: Publication) -> None:
-        for target in self.pending:
-            if target.publication is publication:
-                self.pending.remove(target)
-                target.slab.release()
                 return
 
     def take_back(self, version: int) -> None:
@@ -105,16 +94,16 @@ class _Slot:
             self.pending = [t for t in self.pending if t.version >= below]
 
 
+@dataclass(slots=True)
 class _Model:
-    def __init__(self) -> None:
-        self.common = _Slot()
-        self.own: dict[int, _Slot] = {}
-        # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
-        self.assembled = False
+    common: _Slot = field(default_factory=_Slot)
+    own: dict[int, _Slot] = field(default_factory=dict)
+    # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
+    assembled: bool = False
 
     def forget_empty(self) -> None:
         if self.own:
-            self.own = {worker: slot for worker, slot in self.own.items() if not slot.empty}
+            self.own = {worker: slot for worker, slot in self.own.items() if slot.targets}
 
 
 class Targets:
@@ -157,20 +146,18 @@ class Targets:
             if (older.layouts, older.workers) == (publication.layouts, whom):
                 # It asks the same of the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
-                self._withdraw(older)
+                self._withdraw(older.version)
         for model_id, slabs in parts.items():
             model = self.models[model_id]
             if isinstance(slabs, Slab) and whom is None:
-                self._enter(model.common, slabs, publication)
-                continue
-            each = dict.fromkeys(whom or (), slabs) if isinstance(slabs, Slab) else slabs
-            for worker, slab in each.items():
-                self._enter(model.own.setdefault(worker, _Slot()), slab, publication)
+                entered = [(model.common, slabs)]
+            else:
+                each = dict.fromkeys(whom or (), slabs) if isinstance(slabs, Slab) else slabs
+                entered = [(model.own.setdefault(worker, _Slot()), slab) for worker, slab in each.items()]
+            for slot, slab in entered:
+                slot.pending.append(Target(publication.version, slab.retain(), publication))
         self.pending[publication.version] = publication
         return publication
-
-    def _enter(self, slot: _Slot, slab: Slab, publication: Publication) -> None:
-        slot.pending.append(Target(publication.version, slab.retain(), publication))
 
     def commit(self, publication: Publication) -> None:
         """Every targeted worker has accepted the layouts: the publication becomes the target."""
@@ -193,14 +180,13 @@ class Targets:
         """A targeted worker has refused: the publication goes to nobody."""
         self._rejections.append((publication, refusals))
         del self._rejections[:-KEPT_REJECTIONS]
-        self._withdraw(publication)
+        self._withdraw(publication.version)
 
-    def _withdraw(self, publication: Publication) -> None:
-        self.pending.pop(publication.version, None)
-        for model_id in publication.models:
-            model = self.models[model_id]
-            for slot in (model.common, *model.own.values()):
-                slot.reject(publication)
+    def _withdraw(self, version: int) -> None:
+        self.pending.pop(version, None)
+        for slot in self.slots():
+            slot.take_back(version)
+        for model in self.models.values():
             model.forget_empty()
 
     def keep(self, models: Iterable[str]) -> Replaced:
@@ -222,9 +208,7 @@ class Targets:
     def abandon(self, version: int | None, replaced: Replaced) -> None:
         """Take back a version, wherever it stands; what it has replaced is the target again."""
         if version is not None:
-            self.pending.pop(version, None)
-            for slot in self.slots():
-                slot.take_back(version)
+            self._withdraw(version)
         for model_id, worker, target in replaced:
             model = self.models[model_id]
             slot = model.common if worker is None else model.own.setdefault(worker, _Slot())
@@ -234,8 +218,6 @@ class Targets:
                 target.slab.release()
         current = [slot.current.version for slot in self.slots() if slot.current is not None]
         self.published = max(self._carried, *current, 0)
-        for model in self.models.values():
-            model.forget_empty()
 
     def target(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have now."""
@@ -284,6 +266,10 @@ class Targets:
         for model in self.models.values():
             if (slot := model.own.pop(worker, None)) is not None:
                 slot.drop()
+
+    def slabs(self) -> list[Slab]:
+        """Of all targets, present and pending."""
+        return [target.slab for slot in self.slots() for target in slot.targets]
 
     def slots(self) -> Iterator[_Slot]:
         for model in self.models.values():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from tensordict import TensorDict
 
+from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.schemes import blocking
 from asyncsync.schemes.core import SchemeCore
@@ -63,8 +64,8 @@ class Bus(_AsyncContext, BusCore):
             RuntimeError: no scheme has been initialised on this bus.
             NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
         """
-        self._check_connect(timeout, processes)
-        await self._connect(await self._initial(), timeout)
+        starting.check_connect(self, timeout, processes)
+        await starting.connect(self, await starting.initial(self), timeout)
 
     async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
         """Snapshot several models and announce them as one update: each worker switches all of them, or none.
@@ -82,7 +83,7 @@ class Bus(_AsyncContext, BusCore):
             ValueError: an unknown model_id or worker; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
-        return await self._publish(weights, worker_ids)
+        return await sending.publish(self, weights, worker_ids)
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -100,7 +101,7 @@ class Bus(_AsyncContext, BusCore):
             AckTimeout: receiver.
             ClosedError, Fenced: it will not come.
         """
-        await self._wait_version(version, worker_ids, timeout, None)
+        await sending.wait_version(self, version, worker_ids, timeout, None)
 
     async def send_async(
         self,
@@ -114,7 +115,7 @@ class Bus(_AsyncContext, BusCore):
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
             PartialSendError: who has not applied it, and why.
         """
-        return await self._send(weights, worker_ids, timeout)
+        return await sending.send(self, weights, worker_ids, timeout)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent.
@@ -236,7 +237,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
-        return await self._bus._publish({self._topic: weights}, worker_ids)
+        return await sending.publish(self._bus, {self._topic: weights}, worker_ids)
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -249,7 +250,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             AckTimeout: receiver: not within the timeout (seconds).
         """
         self._check_open()
-        await self._bus._wait_version(version, worker_ids, timeout, [self._topic])
+        await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic])
 
     async def send_async(
         self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -261,7 +262,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
         self._check_open()
-        return await self._bus._send({self._topic: weights}, worker_ids, timeout)
+        return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Not here: this is the asyncio API.

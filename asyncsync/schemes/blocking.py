@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, check_timeout
+from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
@@ -64,9 +65,9 @@ class Bus(BusCore):
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus. Raises as :meth:`asyncsync.Bus.connect`."""
-        self._check_connect(timeout, processes)
-        initial = {t: None if e is None else _taken(e) for t, e in _now(self._initial()).items()}
-        self._run(lambda: self._connect(initial, timeout))
+        starting.check_connect(self, timeout, processes)
+        initial = {t: None if e is None else _taken(e) for t, e in _now(starting.initial(self)).items()}
+        self._run(lambda: starting.connect(self, initial, timeout))
 
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """Snapshot several models and announce them as one update; returns the version. Raises as
@@ -80,7 +81,7 @@ class Bus(BusCore):
     def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Wait until the targeted workers (on a receiver: this one) have applied a version, or a newer one. Raises as
         :meth:`asyncsync.Bus.wait_version`."""
-        self._run(lambda: self._wait_version(version, worker_ids, timeout, None))
+        self._run(lambda: sending.wait_version(self, version, worker_ids, timeout, None))
 
     def _wait_origin(self, version: int, timeout: float) -> None:
         """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
@@ -117,8 +118,8 @@ class Bus(BusCore):
     def _publication(self, weights: Mapping[str, Any], worker_ids: Workers) -> Callable[[], Coroutine[Any, Any, int]]:
         """Take the sources' values, here and now; returns what publishes them on the loop."""
         workers = as_workers(worker_ids)
-        sources = _now(self._extract(weights, workers))()
-        return lambda: self._publish_sources(lambda: sources, weights, workers)
+        sources = _now(sending.extract(self, weights, workers))()
+        return lambda: sending.publish_sources(self, lambda: sources, weights, workers)
 
     def _sending(
         self, weights: Mapping[str, Any], worker_ids: Workers, timeout: float
@@ -126,8 +127,8 @@ class Bus(BusCore):
         """The same for :meth:`send`."""
         check_timeout(timeout)
         workers = as_workers(worker_ids)
-        sources = _now(self._extract(weights, workers))()
-        return lambda: self._send_sources(lambda: sources, weights, workers, timeout)
+        sources = _now(sending.extract(self, weights, workers))()
+        return lambda: sending.send_sources(self, lambda: sources, weights, workers, timeout)
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async def tended() -> T:
@@ -311,7 +312,7 @@ class WeightSyncScheme(SchemeCore):
             AckTimeout: receiver: not within the timeout (seconds).
         """
         self._check_open()
-        self._bus._run(lambda: self._bus._wait_version(version, worker_ids, timeout, [self._topic]))
+        self._bus._run(lambda: sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic]))
 
     def receive(self, timeout: float | None = None) -> TensorDict | None:
         """The newest applied update that was not returned yet, as a TensorDict that the caller owns.

@@ -27,6 +27,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
+from asyncsync.bus.starting import wait_for_workers
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.model.strategy import WeightStrategy, module_weights
 from asyncsync.schemes.context import resolve_model
@@ -304,7 +305,7 @@ class SchemeCore(SchemeState, ABC):
         else:
             link.caught_up().serve(self._topic, start)
             link.settle()
-        await link.workers.connected([self._topic], version, timeout, start + timeout, self._bus._starting)
+        await wait_for_workers(link, [self._topic], version, timeout, start + timeout, self._bus._starting)
         self._registered = True
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:

@@ -413,7 +413,7 @@ async def test_r192_shutdown_cancelled_during_a_fetch_still_releases_everything(
         sender = schemes.sender(LARGE, kind=NeverArrivesScheme, num_workers=1)
         receiver = schemes.receiver(sender)
         connecting = [asyncio.create_task(s.connect()) for s in (sender, receiver)]
-        await eventually(lambda receiver=receiver: receiver.bus._link and receiver.bus._link._fetches)
+        await eventually(lambda receiver=receiver: receiver.bus._link and receiver.bus._link._fetches.tasks)
         call = Struck(receiver.shutdown(), k, how)
         [result] = await asyncio.gather(call.run(), return_exceptions=True)
         hit = call.hit

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from asyncsync import NotConnected, SharedMemWeightSyncScheme, WeightSyncError
-from asyncsync.net.descriptors import free_descriptors
+from asyncsync.net.processes import free_descriptors
 from helpers.processes import Schemes
 
 pytestmark = pytest.mark.timeout(60)

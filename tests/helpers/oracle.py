@@ -63,7 +63,7 @@ class Oracle:
             holders.update(part.slab for part in staging.parts.values())
         if subscriber.incoming.update is not None:
             holders.update(slab for slab in subscriber.incoming.update.slabs if slab is not None)
-            ahead = subscriber.incoming.update.ahead
+            ahead = subscriber.incoming.update.granted - subscriber.incoming.update.received
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
         holders.update(slab for *_, slab in (*subscriber.incoming.fetches, *worker.fetches))
         holders.update(use.slab for use in worker.uses if use.kind == "reader")
