@@ -7,7 +7,7 @@ have come.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -16,28 +16,9 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
-from asyncsync.weights.tree import FlatWeights, Path, dotted, flatten
+from asyncsync.weights.tree import Path, dotted, flatten
 
 __all__ = ["Destination", "check_fit"]
-
-
-class Receiving(Protocol):
-    """Which update was returned last."""
-
-    returned: Any
-
-    def take_back(self, mark: Any, before: Any) -> None:
-        """The update has not reached the caller: what was returned last is the one before."""
-
-
-class Receiver(Protocol):
-    """What a destination needs of the scheme that receives."""
-
-    strategy: WeightStrategy
-    _receiving: Receiving
-
-    @property
-    def model(self) -> Any: ...
 
 
 class Destination:
@@ -54,7 +35,7 @@ class Destination:
         TypeError, ValueError: anything else.
     """
 
-    def __init__(self, scheme: Receiver, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
+    def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(
                 f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
@@ -94,8 +75,13 @@ class Destination:
         if self.weights is not None:
             buffer = {dotted(path): tensor for path, tensor in flatten(self.weights).tensors.items()}
             check_fit(buffer, sent, "the buffer that was passed as weights=")
-        if self.model is not None:
-            self._apply(received, flat)
+        if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
+            self.strategy.apply_weights(self.model, received)
+        elif self.model is not None:
+            update = Binding(self.model, self.strategy).prepare_flat(flat)
+            update.resolve()
+            update.apply()
+            update.complete()
         if buffer is None:
             return received
         with torch.no_grad():
@@ -103,14 +89,6 @@ class Destination:
         for path, value in flat.values.items():
             _set_value(self.weights, path, value)
         return self.weights
-
-    def _apply(self, received: TensorDictBase, flat: FlatWeights) -> None:
-        if type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
-            self.strategy.apply_weights(self.model, received)
-            return
-        prepared = Binding(self.model, self.strategy).prepare_flat(flat)
-        prepared.resolve()
-        prepared.apply()
 
 
 def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:
