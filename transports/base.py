@@ -36,7 +36,7 @@ class TransportCore(Carrier):
     _is_blocking: ClassVar[bool] = False
     _scheme: weakref.ref[Any] | None = None
 
-    def bind(self, scheme: Any) -> None:
+    def _bind(self, scheme: Any) -> None:
         """Have the documented methods act for this scheme; ``init_on_sender`` and ``init_on_receiver`` do that."""
         self._scheme = weakref.ref(scheme)
 

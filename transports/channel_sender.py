@@ -17,6 +17,7 @@ from asyncsync.transports.channels import (
     TAG,
     TAG_BYTES,
     close_channels,
+    is_channel,
     retrieved,
     setup_of,
     supports_timeout,
@@ -24,14 +25,7 @@ from asyncsync.transports.channels import (
 )
 from asyncsync.weights.slab import Slab
 
-__all__ = ["ChannelSender"]
-
-
-def _guarded(function: Callable[[], None]) -> None:
-    try:
-        function()
-    except BaseException as error:
-        raise as_exception(error)  # noqa: B904 - it has its cause
+__all__ = ["ChannelSender", "make_sender"]
 
 
 class _Dispatch:
@@ -51,16 +45,12 @@ class _Dispatch:
 
 
 class _WorkerChannel:
-    """One worker's transport and thread. At most one dispatch is under way, and the newest that waits.
-
-    Attributes:
-        transport: None until the thread has created it.
-        connected_to: thread only: the incarnation for which the connection is set up; b"": for whoever comes first.
-    """
+    """One worker's transport and thread. At most one dispatch is under way, and the newest that waits."""
 
     def __init__(self, worker: int, transport: Any, create: Callable[[int], Any]) -> None:
         self.worker = worker
-        self.transport = transport
+        self.transport = transport  # None until the thread has created it
+        # The thread's own: the incarnation for which the connection is set up; b"": for whoever comes first.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
@@ -75,7 +65,7 @@ class _WorkerChannel:
         """Set up the connection with whoever comes first; a setup that failed is begun anew."""
         failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
         if self.connecting is None or failed:
-            self.connecting = self.thread.submit(lambda: _guarded(self._connect))
+            self.connecting = self.thread.submit(self._connect)
             self.connecting.add_done_callback(retrieved)
         return self.connecting
 
@@ -90,8 +80,8 @@ class _WorkerChannel:
 
     def _begin(self, dispatch: _Dispatch) -> None:
         self._current = dispatch
-        loop = asyncio.get_running_loop()
-        self.thread.submit(lambda: _guarded(partial(self._send, dispatch, loop))).add_done_callback(self._ended)
+        send = partial(self._send, dispatch, asyncio.get_running_loop())
+        self.thread.submit(send).add_done_callback(self._ended)
 
     def _ended(self, sent: asyncio.Future[None]) -> None:
         dispatch, self._current = self._current, None
@@ -99,9 +89,10 @@ class _WorkerChannel:
         dispatch.release()
         if sent.cancelled() or self._closed:
             return
-        if (error := sent.exception()) is not None:
+        if (raised := sent.exception()) is not None:
+            error = as_exception(raised)
             error.add_note(f"(raised while weights were handed to the transport of worker {self.worker})")
-            dispatch.failed(as_exception(error))
+            dispatch.failed(error)
         following, self._waiting = self._waiting, None
         if following is not None:
             self._begin(following)
@@ -144,13 +135,8 @@ class _WorkerChannel:
 
 
 class ChannelSender(Carrier):
-    """A sender's blocking transports.
-
-    Args:
-        first: worker 0's, which is there already.
-        create: makes that of another worker; may raise, and block.
-        workers: how many there are; None: they come and go, and get theirs when they are first served.
-    """
+    """A sender's blocking transports: ``first`` is worker 0's, ``create`` makes those of the others. Without a number
+    of workers, each gets its own when it is first served."""
 
     def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
         self.channels: dict[int, Any] = {0: first}
@@ -190,18 +176,12 @@ class ChannelSender(Carrier):
         transport = self.channels[worker] = self._create(worker)
         return transport
 
-    def start(self, worker: int | None) -> None:
+    def _start(self, worker: int | None) -> None:
         if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
             for each in self.channels:
                 self._channel(each).connect()
 
-    async def ready(self, timeout: float) -> None:
-        """Wait until the connection to every fixed worker is set up.
-
-        Raises:
-            NotConnected: not within the timeout; names the workers.
-            Exception: whatever the user's method has raised.
-        """
+    async def _ready(self, timeout: float) -> None:
         connections = {
             worker: channel.connecting for worker, channel in self._by_worker.items() if channel.connecting is not None
         }
@@ -209,9 +189,10 @@ class ChannelSender(Carrier):
             return
         await asyncio.wait(connections.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
         for worker, connecting in connections.items():
-            if connecting.done() and (error := connecting.exception()) is not None:
+            if connecting.done() and (raised := connecting.exception()) is not None:
+                error = as_exception(raised)
                 error.add_note(f"(raised by {SENDER_SETUP} for worker {worker})")
-                raise as_exception(error)
+                raise error
         missing = [worker for worker, connecting in connections.items() if not connecting.done()]
         if missing:
             raise NotConnected(
@@ -224,8 +205,35 @@ class ChannelSender(Carrier):
         for channel in self._by_worker.values():
             channel.close()
 
-    async def end(self, timeout: float) -> None:
+    async def _end(self, timeout: float) -> None:
         if self._ended:
             return
         self.close()
         await close_channels(list(self.channels.values()), self._loop, timeout)
+
+
+def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
+    """A sender's carrier: one transport that serves all workers, or one blocking transport per worker.
+
+    Args:
+        create: makes the transport of a worker, by its worker_idx.
+        workers: how many there are; None: they come and go.
+
+    Raises:
+        TypeError: ``create`` returned something that is no transport.
+    """
+    first = create(0)
+    if not is_channel(first):
+        carrier: Carrier = first
+        return carrier
+
+    def create_channel(worker: int) -> Any:
+        made = create(worker)
+        if not is_channel(made):
+            raise TypeError(
+                f"create_transport returned a {type(made).__name__} for worker {worker}, which is of another kind than "
+                f"worker 0's {type(first).__name__}"
+            )
+        return made
+
+    return ChannelSender(first, create_channel, workers)

@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 SLOTS = 4
-MAX_PLACES = 8
 # Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
 BORROWED_BYTES = 1 << 20
 
@@ -51,7 +50,6 @@ class SlotTransport(base.TransportCore):
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         self.pool = SlotPool(slots, map_above)
         self._attachments = Attachments()
-        self._places: dict[bytes, Place] = {}  # of the latest descriptors: slots come again and again
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Where the slab's slot is. Nothing is copied: it was packed there."""
@@ -76,24 +74,16 @@ class SlotTransport(base.TransportCore):
         """
         place = self._place(descriptor, layout)
         attachment = self._attachments.find(place)
-        if place.mapped or layout.nbytes >= BORROWED_BYTES:
-            return attachment.slab(layout)
-        return attachment.copy(layout, pool)
+        return attachment.copy(layout, pool) if _is_copied(place) else attachment.slab(layout)
 
-    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
         place = self._place(descriptor, layout)
-        if place.mapped or layout.nbytes >= BORROWED_BYTES:
-            return None
-        return self._attachments.find(place).window(layout)
+        return self._attachments.find(place).window(layout) if _is_copied(place) else None
 
     def _place(self, descriptor: bytes, layout: Layout) -> Place:
-        place = self._places.get(descriptor)
-        if place is None:
-            while len(self._places) >= MAX_PLACES:
-                del self._places[next(iter(self._places))]
-            place = self._places[descriptor] = Place.decode(descriptor)
+        place = Place.decode(descriptor)
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
         return place
@@ -107,19 +97,24 @@ class SlotTransport(base.TransportCore):
         await base.TransportCore.fetch(self, descriptor, into, deadline)
 
     @property
-    def is_adopted(self) -> bool:
+    def _is_adopted(self) -> bool:
         return self._attachments.are_adopted
 
-    def clean(self) -> None:
+    def _clean(self) -> None:
         self._attachments.clean()
 
-    def detach(self) -> bool:
+    def _detach(self) -> bool:
         return self._attachments.detach()
 
     def close(self) -> None:
         """Release the sender's free memory; what workers still read goes with them."""
         self.pool.close()
         self._attachments.close()
+
+
+def _is_copied(place: Place) -> bool:
+    """Whether workers copy the slot's content out at once."""
+    return not place.mapped and place.size < BORROWED_BYTES
 
 
 class SharedMemTransport(SlotTransport, base.TransportBackend):

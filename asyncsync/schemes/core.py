@@ -34,7 +34,8 @@ from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, count_workers
 from asyncsync.schemes.state import LOCAL, SchemeState
 from asyncsync.transports.base import TransportCore
-from asyncsync.transports.create import make_receiver, make_sender
+from asyncsync.transports.channel_receiver import make_receiver
+from asyncsync.transports.channel_sender import make_sender
 from asyncsync.weights.tree import FlatWeights, Path
 
 __all__ = ["SchemeCore"]
@@ -76,7 +77,7 @@ class SchemeCore(SchemeState, ABC):
         """A worker's transport, whose documented methods act for this scheme."""
         made = self.create_transport(worker_idx=worker_idx, **options)
         if isinstance(made, TransportCore):
-            made.bind(self)
+            made._bind(self)
         return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -275,7 +276,7 @@ class SchemeCore(SchemeState, ABC):
         link = self._bus._open_receiver(self._worker_idx)
         link.subscriber.session.reconnects = self._reconnect
         receiving.register(link, self._carrier, self._context)
-        self._carrier.start(self._worker_idx)
+        self._carrier._start(self._worker_idx)
         self._registered = True
 
     async def _initial(self, weights: Any) -> Extract | None:
@@ -289,8 +290,8 @@ class SchemeCore(SchemeState, ABC):
         link = self._bus._open_sender()
         start = link.loop.time()
         transport = self._transport()
-        transport.start(None)
-        await transport.ready(timeout)
+        transport._start(None)
+        await transport._ready(timeout)
         version = None
         if initial is not None:
             extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
@@ -313,7 +314,7 @@ class SchemeCore(SchemeState, ABC):
         first = receiving.returned is None
         start = link.loop.time()
         await link.receiving.connected(self._topic, timeout)
-        await self._transport().ready(max(0.0, start + timeout - link.loop.time()))
+        await self._transport()._ready(max(0.0, start + timeout - link.loop.time()))
         if first:
             receiving.returned = link.receiving.mark(self._topic)
 
@@ -393,4 +394,4 @@ class SchemeCore(SchemeState, ABC):
 
     async def _end_transport(self, timeout: float) -> None:
         if self._carrier is not None:
-            await self._carrier.end(timeout)
+            await self._carrier._end(timeout)
