@@ -126,10 +126,10 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
         return
     patience = min(timeout, CLOSE_SECONDS)
     if running_loop() is loop:
-        threads = [WorkThread("asyncsync-close") for _ in closes]
-        ended = [thread.submit(partial(_call, close)) for thread, close in zip(threads, closes, strict=True)]
-        for thread in threads:
-            thread.abandon()
+        workers = [WorkThread("asyncsync-close") for _ in closes]
+        ended = [worker.submit(partial(_call, close)) for worker, close in zip(workers, closes, strict=True)]
+        for worker in workers:
+            worker.abandon()
         await asyncio.wait(ended, timeout=patience)
     else:  # the loop is over: nothing of ours waits for it any more
         for close in closes:

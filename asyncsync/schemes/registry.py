@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync.schemes.core import SchemeCore
 from asyncsync.transports.blocking import in_sync_as
 
 __all__ = ["convert", "register", "scheme_class"]
 
-_backends: dict[str, tuple[type[SchemeCore], type[SchemeCore]]] = {}
+_backends: dict[str, tuple[type[Any], type[Any]]] = {}
 _aliases: dict[str, str] = {}
-_twins: dict[type, type[SchemeCore]] = {}
+_twins: dict[type, type[Any]] = {}
 
 
-def register(backend: str, asyncio_class: type[SchemeCore], blocking_class: type[SchemeCore], *aliases: str) -> None:
+def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], *aliases: str) -> None:
     """Add a scheme.
 
     Args:
@@ -43,7 +42,7 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
     return pair[is_blocking]
 
 
-def convert(scheme: SchemeCore, package: str) -> Any:
+def convert(scheme: Any, package: str) -> Any:
     """A scheme's twin with the other API, which this package has.
 
     Raises:

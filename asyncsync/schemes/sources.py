@@ -33,14 +33,10 @@ class EachWorkers(dict[int, Any]):
 
 
 class Sources:
-    """The sources of one model.
-
-    Args:
-        model_id: the model's name.
-        context, params_map, weights, model, device_map_fn: as for ``init_on_sender``.
+    """The sources of one model; the arguments are those of ``init_on_sender``.
 
     Attributes:
-        context: resolves models by name.
+        registered: the model, or the weights; None: neither.
 
     Raises:
         ValueError: several sources, or weights that look like one dict for each worker.
@@ -65,15 +61,11 @@ class Sources:
             )
         self.model = model
         self.weights = weights if params_map is None else dict(params_map)
+        self.registered = self.weights if model is None else model
         self.device_map_fn = device_map_fn
         self._is_mapped = params_map is not None
         self._model_id = model_id
         self.context = context
-
-    @property
-    def registered(self) -> Any:
-        """The model, or the weights; None: neither was registered."""
-        return self.model if self.model is not None else self.weights
 
     def exist(self) -> bool:
         """Whether there is anything to be sent without an argument."""
@@ -132,13 +124,8 @@ class Sources:
         count: int | None,
         sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a prepared source's values, in the caller's thread.
-
-        Args:
-            workers: whom it is for; None: everybody.
-            count: how many workers there are; None: they come and go.
-            sent: returns the keys of what was sent last; None: nothing was.
-        """
+        """Take a prepared source's values, in the caller's thread, for these workers of so many. ``sent`` returns the
+        keys of what was sent last; None: nothing was."""
         if isinstance(source, EachWorkers):
             wrong = [
                 w
@@ -147,17 +134,21 @@ class Sources:
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            each = {worker: _noted(_flat(strategy, weights)) for worker, weights in source.items()}
+            each = {worker: _flat(strategy, weights) for worker, weights in source.items()}
             if source.unsure:
                 known = sent()
                 self._check_unsure(source, each, self._known_keys(source, strategy) if known is None else known)
-            return each
-        flat = _flat(strategy, source)
-        if self.device_map_fn is None:
-            return _noted(flat)
-        chosen = range(count or 0) if workers is None else workers
-        weights = as_tensordict(flat)
-        return {worker: _noted(flatten(self.device_map_fn(worker, weights))) for worker in chosen}
+        else:
+            flat = _flat(strategy, source)
+            if self.device_map_fn is None:
+                flat.ready = cuda_events(flat)
+                return flat
+            chosen = range(count or 0) if workers is None else workers
+            weights = as_tensordict(flat)
+            each = {worker: flatten(self.device_map_fn(worker, weights)) for worker in chosen}
+        for flat in each.values():  # what the caller's current streams have still to do before the values are there
+            flat.ready = cuda_events(flat)
+        return each
 
     def _known_keys(self, source: EachWorkers, strategy: WeightStrategy) -> set[Path]:
         """The keys of what is registered."""
@@ -201,12 +192,6 @@ def count_workers(
 
 def _flat(strategy: WeightStrategy, source: Any) -> FlatWeights:
     return source if isinstance(source, FlatWeights) else flat_weights(strategy, source)
-
-
-def _noted(flat: FlatWeights) -> FlatWeights:
-    """With what the current streams of this thread, the caller's, have still to do before the values are there."""
-    flat.ready = cuda_events(flat)
-    return flat
 
 
 def by_worker(weights: Any) -> bool:
