@@ -47,13 +47,13 @@ class _Dispatch:
 class _WorkerChannel:
     """One worker's transport and thread. At most one dispatch is under way, and the newest that waits."""
 
-    def __init__(self, worker: int, transport: Any, create: Callable[[int], Any]) -> None:
+    def __init__(self, worker: int, channels: dict[int, Any], create: Callable[[int], Any]) -> None:
         self.worker = worker
-        self.transport = transport  # None until the thread has created it
         # The thread's own: the incarnation for which the connection is set up; b"": for whoever comes first.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
+        self._channels = channels
         self._create = create
         self._current: _Dispatch | None = None
         self._waiting: _Dispatch | None = None
@@ -107,18 +107,18 @@ class _WorkerChannel:
 
     # in the thread
 
-    def _ready(self) -> Any:
-        if self.transport is None:
-            self.transport = self._create(self.worker)
-        return self.transport
+    def _transport(self) -> Any:
+        if self.worker not in self._channels:  # only now: a create_transport may open a connection
+            self._channels[self.worker] = self._create(self.worker)
+        return self._channels[self.worker]
 
     def _connect(self) -> None:
-        if self.connected_to is None and (setup := setup_of(self._ready(), SENDER_SETUP)) is not None:
+        if self.connected_to is None and (setup := setup_of(self._transport(), SENDER_SETUP)) is not None:
             setup()
             self.connected_to = b""
 
     def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
-        transport = self._ready()
+        transport = self._transport()
         if self.connected_to == b"":
             self.connected_to = dispatch.incarnation
         elif self.connected_to != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
@@ -168,13 +168,8 @@ class ChannelSender(Carrier):
         channel = self._by_worker.get(worker)
         if channel is None:
             self._loop = asyncio.get_running_loop()
-            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels.get(worker), self._create_late)
+            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
         return channel
-
-    def _create_late(self, worker: int) -> Any:
-        # In that worker's thread: a create_transport may open a connection.
-        transport = self.channels[worker] = self._create(worker)
-        return transport
 
     def _start(self, worker: int | None) -> None:
         if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:

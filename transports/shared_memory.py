@@ -13,10 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncsync.arguments import check_timeout
-from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachments
-from asyncsync.transports.destination import Destination
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.pool import SlabPool
@@ -123,23 +121,12 @@ class SharedMemTransport(SlotTransport, base.TransportBackend):
 
 @blocking.in_sync_as("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
-    """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`."""
+    """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
+    update that was not returned yet, or None: as documented, there is no waiting, whatever the timeout."""
 
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: Any = None,
-        strategy: str | WeightStrategy | None = None,
-    ) -> Any:
-        """The newest update that was not returned yet, or None: as documented, there is no waiting, whatever the
-        timeout. Otherwise as :meth:`asyncsync.sync.TransportBackend.receive_weights`.
-        """
-        scheme = self._bound("receiver")
+    def _received(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)
-        destination = Destination(scheme, weights, model, strategy)
-        return destination.take(scheme._deliver(lambda: scheme._receive(0.0)))
+        return scheme._deliver(lambda: scheme._receive(0.0))
 
 
 # The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle

@@ -26,7 +26,7 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import convert
 from asyncsync.transports.blocking import in_sync_as
 
-__all__ = ["Bus", "WeightSyncScheme"]
+__all__ = ["Bus", "WeightSyncScheme", "ordinary"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,7 +34,7 @@ Workers = int | Iterable[int] | None
 Make = Callable[[], Coroutine[Any, Any, T]]
 
 
-def _ordinary(
+def ordinary(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
     run: str = "_run",
     first: Callable[Concatenate[Any, P], None] | None = None,
@@ -73,6 +73,18 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
+def _documented_as(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorates a method that shows the docstring of one of the asyncio API, whose arguments it has."""
+
+    def decorate(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        function.__doc__ = method.__doc__
+        return function
+
+    return decorate
+
+
 @in_sync_as("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
@@ -89,15 +101,14 @@ class Bus(BusCore):
     The arguments are described at :class:`BusCore`, the methods at :class:`asyncsync.Bus`.
     """
 
+    @_documented_as(AsyncBus.connect)
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
-        """Connect all schemes of this bus. Raises as :meth:`asyncsync.Bus.connect`."""
         self._check_connect(timeout, processes)
         initial = {t: None if e is None else _taken(e) for t, e in _now(self._initial()).items()}
         self._run(lambda: self._connect(initial, timeout))
 
+    @_documented_as(AsyncBus.publish)
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
-        """Snapshot several models and announce them as one update; returns the version. Raises as
-        :meth:`asyncsync.Bus.publish`."""
         workers, values = self._values(weights, worker_ids)
         return self._run(lambda: self._publish_sources(values, weights, workers))
 
@@ -106,7 +117,7 @@ class Bus(BusCore):
         workers, values = self._values(weights, worker_ids)
         return await loop_thread.awaitable(lambda: self._publish_sources(values, weights, workers))
 
-    wait_version = _ordinary(AsyncBus.wait_version)
+    wait_version = ordinary(AsyncBus.wait_version)
 
     def _wait_origin(self, version: int, timeout: float) -> None:
         """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
@@ -126,7 +137,7 @@ class Bus(BusCore):
         workers, values = self._values(weights, worker_ids)
         return await loop_thread.awaitable(lambda: self._send_sources(values, weights, workers, timeout))
 
-    shutdown = _ordinary(AsyncBus.shutdown, "_end")
+    shutdown = ordinary(AsyncBus.shutdown, "_end")
 
     def __enter__(self) -> Self:
         return self
@@ -209,6 +220,7 @@ class WeightSyncScheme(SchemeCore):
         """This scheme."""
         return self
 
+    @_documented_as(AsyncScheme.connect)
     def connect(
         self,
         *,
@@ -217,25 +229,6 @@ class WeightSyncScheme(SchemeCore):
         timeout: float = DEFAULT_TIMEOUT,
         processes: Iterable[Any] = (),
     ) -> None:
-        """The rendezvous; either side may call first. Dispatches by which init ran.
-
-        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are
-        ready if there are none yet; a receiver when it has applied them. Calling it again is harmless.
-
-        Args:
-            worker_idx: receiver: which worker this is, if init did not say.
-            weights: sender: the initial weights; None: the registered source, if any.
-            timeout: seconds.
-            processes: sender: the workers' processes (of multiprocessing, subprocess or asyncio); if one ends before
-                all are connected, this raises at once.
-
-        Raises:
-            NotConnected: the others were not there in time; may be called again.
-            SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
-            PartialSendError: sender: a worker cannot take the weights; no worker was changed.
-            ClosedError, Fenced: this side has come to its end.
-            ValueError, TypeError: arguments that cannot be, or that belong to the other side.
-        """
         self._check_connect(weights, worker_idx, timeout, processes)
         if self._role == "sender":
             self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
@@ -304,13 +297,16 @@ class WeightSyncScheme(SchemeCore):
         self._check_open()
         return await self._bus.publish_async({self._topic: weights}, worker_ids)
 
-    wait_version = _ordinary(AsyncScheme.wait_version)
-    receive = _ordinary(AsyncScheme.receive, "_deliver", first=SchemeCore._check_not_held)
-    fetch = _ordinary(AsyncScheme.fetch, "_deliver")
-    shutdown = _ordinary(AsyncScheme.shutdown, "_end")
+    wait_version = ordinary(AsyncScheme.wait_version)
+    receive = ordinary(AsyncScheme.receive, "_deliver", first=SchemeCore._check_not_held)
+    fetch = ordinary(AsyncScheme.fetch, "_deliver")
+    shutdown = ordinary(AsyncScheme.shutdown, "_end")
 
     def _run(self, make: Make[T]) -> T:
         return self._bus._run(make)
+
+    def _at_once(self, make: Make[T]) -> T:
+        return _now(make())
 
     def _end(self, make: Make[None]) -> None:
         self._bus._end(make)

@@ -25,10 +25,9 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.model.strategy import WeightStrategy, module_weights
-from asyncsync.schemes.context import resolve_model
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.registry import scheme_class
-from asyncsync.schemes.sources import Sources, count_workers
+from asyncsync.schemes.sources import Sources, count_workers, resolve_model
 from asyncsync.schemes.state import LOCAL, SchemeState
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channel_receiver import make_receiver

@@ -25,9 +25,8 @@ from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.protocol.fields import MAX_NAME
-from asyncsync.schemes.context import find_model
 from asyncsync.schemes.receiving import Receiving
-from asyncsync.schemes.sources import Sources, as_tensordict, by_worker
+from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.weights.copying import copy_flat
