@@ -38,6 +38,8 @@ REMEDY = (
     "container): use ZMQWeightSyncScheme otherwise"
 )
 SMALL_BYTES = 256 << 10
+# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
+BORROWED_BYTES = 1 << 20
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 MADV_POPULATE_WRITE = 23  # Python has no name for it
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -87,6 +89,7 @@ class Attachment:
     """One slot, mapped.
 
     Attributes:
+        is_copied: what it holds is copied out at once.
         is_detached: it is this process's own memory now, and shows the slot no more.
 
     Raises:
@@ -96,6 +99,7 @@ class Attachment:
 
     def __init__(self, place: Place) -> None:
         self.key = (place.device, place.inode)
+        self.is_copied = not place.mapped and place.size < BORROWED_BYTES
         self._short_lease = not place.mapped
         file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
         number = open_place(file, "the sender's", REMEDY)

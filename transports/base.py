@@ -26,6 +26,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.destination import Destination
+from asyncsync.weights.tree import flatten
 
 __all__ = ["TransportBackend", "TransportCore"]
 
@@ -163,4 +164,5 @@ class TransportBackend(TransportCore, ABC):
         if received is None or link is None or link.closed:
             return destination.take(received)
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
-        return await link.run(lambda: destination.take(received), destination.nbytes_of(received))
+        nbytes = sum(tensor.nbytes for tensor in flatten(received).tensors.values())
+        return await link.run(lambda: destination.take(received), nbytes)

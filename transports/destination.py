@@ -48,10 +48,6 @@ class Destination:
         # roll it back.
         self.model = None if model is scheme.model else model
 
-    @staticmethod
-    def nbytes_of(weights: TensorDictBase) -> int:
-        return sum(tensor.nbytes for tensor in flatten(weights).tensors.values())
-
     def take(self, received: TensorDictBase | None) -> Any:
         """Apply and fill in what the scheme has returned just now; returns what the documented method returns. If this
         raises, the update counts as not returned yet.

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncsync.arguments import check_timeout
 from asyncsync.transports import base, blocking
-from asyncsync.transports.attachments import Attachments
+from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.pool import SlabPool
@@ -30,8 +30,6 @@ __all__ = [
 ]
 
 SLOTS = 4
-# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
-BORROWED_BYTES = 1 << 20
 
 
 class SlotTransport(base.TransportCore):
@@ -70,21 +68,20 @@ class SlotTransport(base.TransportCore):
             WeightSyncError: this process cannot open the sender's memory.
             MemoryError: it cannot be mapped.
         """
-        place = self._place(descriptor, layout)
-        attachment = self._attachments.find(place)
-        return attachment.copy(layout, pool) if _is_copied(place) else attachment.slab(layout)
+        attachment = self._find(descriptor, layout)
+        return attachment.copy(layout, pool) if attachment.is_copied else attachment.slab(layout)
 
     def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
-        place = self._place(descriptor, layout)
-        return self._attachments.find(place).window(layout) if _is_copied(place) else None
+        attachment = self._find(descriptor, layout)
+        return attachment.window(layout) if attachment.is_copied else None
 
-    def _place(self, descriptor: bytes, layout: Layout) -> Place:
+    def _find(self, descriptor: bytes, layout: Layout) -> Attachment:
         place = Place.decode(descriptor)
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
-        return place
+        return self._attachments.find(place)
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked: :meth:`attach` has brought the slab.
@@ -108,11 +105,6 @@ class SlotTransport(base.TransportCore):
         """Release the sender's free memory; what workers still read goes with them."""
         self.pool.close()
         self._attachments.close()
-
-
-def _is_copied(place: Place) -> bool:
-    """Whether workers copy the slot's content out at once."""
-    return not place.mapped and place.size < BORROWED_BYTES
 
 
 class SharedMemTransport(SlotTransport, base.TransportBackend):

@@ -111,16 +111,19 @@ class Sources:
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
         if not by_worker(weights):
-            return await self._prepare_one(weights, strategy, hook)
-        prepared = EachWorkers([(w, await self._prepare_one(each, strategy, hook)) for w, each in weights.items()])
+            if hook is None:
+                return self.resolve(weights, self._model_id, self.context)
+            return await self._hooked(weights, strategy, hook)
+        if hook is None:
+            prepared = EachWorkers({w: self.resolve(each, self._model_id, self.context) for w, each in weights.items()})
+        else:
+            prepared = EachWorkers([(w, await self._hooked(each, strategy, hook)) for w, each in weights.items()])
         if not self._is_mapped:
             prepared.unsure = frozenset(w for w, each in weights.items() if _is_plain(each))
         prepared.are_extracted = hook is None
         return prepared
 
-    async def _prepare_one(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
-        if hook is None:
-            return self.resolve(weights, self._model_id, self.context)
+    async def _hooked(self, weights: Any, strategy: WeightStrategy, hook: Hook) -> FlatWeights:
         prepared = hook(weights, self._model_id, strategy, self.context)
         if inspect.isawaitable(prepared):
             prepared = await prepared
