@@ -42,13 +42,7 @@ class TransportCore(Carrier):
         self._scheme = weakref.ref(scheme)
 
     def _bound(self, role: str | None = None) -> Any:
-        """The scheme.
-
-        Raises:
-            NotConnected: there is none.
-            RuntimeError: it has the other role.
-            TypeError: it has the other API.
-        """
+        """The scheme, if it has this role and the same API."""
         scheme = None if self._scheme is None else self._scheme()
         if scheme is None:
             raise NotConnected(

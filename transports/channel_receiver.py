@@ -22,7 +22,6 @@ from asyncsync.transports.channels import (
     is_channel,
     retrieved,
     setup_of,
-    supports_timeout,
 )
 from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
@@ -54,7 +53,7 @@ class ChannelReceiver(Carrier):
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        self.supports_timeout = supports_timeout(channel)
+        self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
         self._worker: int | None = None
         self._changed = threading.Condition()
         # Under the condition:
@@ -262,10 +261,6 @@ def _empty(layout: Layout) -> TensorDict:
 
 
 def make_receiver(transport: Any) -> Carrier:
-    """A receiver's carrier: the transport itself, or what makes one of a blocking transport of a user's own.
-
-    Raises:
-        TypeError: it is no transport.
-    """
+    """A receiver's carrier: the transport itself, or what makes one of a blocking transport of a user's own."""
     carrier: Carrier = ChannelReceiver(transport) if is_channel(transport) else transport
     return carrier

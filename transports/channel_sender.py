@@ -20,7 +20,6 @@ from asyncsync.transports.channels import (
     is_channel,
     retrieved,
     setup_of,
-    supports_timeout,
     tagged,
 )
 from asyncsync.weights.slab import Slab
@@ -141,7 +140,7 @@ class ChannelSender(Carrier):
     def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
         self.channels: dict[int, Any] = {0: first}
         self.channels.update({worker: create(worker) for worker in range(1, workers or 0)})
-        self.supports_timeout = supports_timeout(first)
+        self.supports_timeout = bool(getattr(first, "supports_timeout", True))
         self._create = create
         self._fixed = workers is not None
         self._by_worker: dict[int, _WorkerChannel] = {}
@@ -208,15 +207,8 @@ class ChannelSender(Carrier):
 
 
 def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
-    """A sender's carrier: one transport that serves all workers, or one blocking transport per worker.
-
-    Args:
-        create: makes the transport of a worker, by its worker_idx.
-        workers: how many there are; None: they come and go.
-
-    Raises:
-        TypeError: ``create`` returned something that is no transport.
-    """
+    """A sender's carrier: one transport that serves all workers, or one blocking transport per worker, made by its
+    worker_idx. Raises TypeError if ``create`` returns something that is no transport."""
     first = create(0)
     if not is_channel(first):
         carrier: Carrier = first

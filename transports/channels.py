@@ -44,7 +44,6 @@ __all__ = [
     "is_channel",
     "retrieved",
     "setup_of",
-    "supports_timeout",
     "tagged",
 ]
 
@@ -103,10 +102,6 @@ def retrieved(future: asyncio.Future[None]) -> None:
     """A done callback: asyncio does not complain of an exception that is never retrieved; it still can be."""
     if not future.cancelled():
         future.exception()
-
-
-def supports_timeout(transport: Any) -> bool:
-    return bool(getattr(transport, "supports_timeout", True))
 
 
 def tagged(slab: Slab, descriptor: bytes) -> TensorDict:

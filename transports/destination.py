@@ -23,17 +23,7 @@ __all__ = ["Destination", "check_fit"]
 
 class Destination:
     """A buffer, a model and a strategy, as the documented methods of a transport take them. To be made before the
-    scheme receives.
-
-    Args:
-        scheme: has a strategy, and perhaps the same model: then the bus updates that.
-        weights: TensorDict or dict of tensors, to be filled.
-        model: module, TensorDict or dict, to be updated.
-        strategy: how; a name or an object.
-
-    Raises:
-        TypeError, ValueError: anything else.
-    """
+    scheme receives. Raises TypeError or ValueError for anything else."""
 
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
@@ -50,11 +40,7 @@ class Destination:
 
     def take(self, received: TensorDictBase | None) -> Any:
         """Apply and fill in what the scheme has returned just now; returns what the documented method returns. If this
-        raises, the update counts as not returned yet.
-
-        Raises:
-            SchemaMismatch: the buffer or the model does not fit; neither was changed.
-        """
+        raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
         if received is None:
             return None
         mark = self._receiving.returned

@@ -128,12 +128,8 @@ class Slot(Slab):
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again. Not more of them than a few, however slow the readers are.
-
-    Args:
-        slots: how many a model may have, besides those that hold the targets of single workers.
-        map_above: slabs of more bytes are read in place by the workers, smaller ones are copied out.
-    """
+    """Slots that can be used again: so many of a model, however slow the readers are, besides those that hold the
+    targets of single workers. Slabs of more bytes than ``map_above`` are read in place by the workers."""
 
     def __init__(self, slots: int, map_above: int) -> None:
         super().__init__()

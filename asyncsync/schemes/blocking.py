@@ -26,7 +26,7 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import convert
 from asyncsync.transports.blocking import in_sync_as
 
-__all__ = ["Bus", "WeightSyncScheme", "ordinary"]
+__all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def ordinary(
     return call
 
 
-def _now(coroutine: Coroutine[Any, Any, T]) -> T:
+def now(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that has nothing to wait for.
 
     Raises:
@@ -104,7 +104,7 @@ class Bus(BusCore):
     @_documented_as(AsyncBus.connect)
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
-        initial = {t: None if e is None else _taken(e) for t, e in _now(self._initial()).items()}
+        initial = {t: None if e is None else _taken(e) for t, e in now(self._initial()).items()}
         self._run(lambda: self._connect(initial, timeout))
 
     @_documented_as(AsyncBus.publish)
@@ -156,7 +156,7 @@ class Bus(BusCore):
     def _values(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, ExtractAll]:
         """Whom it is for, and the sources' values, taken here and now."""
         workers = as_workers(worker_ids)
-        return workers, _taken(_now(self._extract(weights, workers)))
+        return workers, _taken(now(self._extract(weights, workers)))
 
     def _run(self, make: Make[T]) -> T:
         async def tended() -> T:
@@ -176,7 +176,7 @@ class Bus(BusCore):
     def _end(self, make: Make[None]) -> None:
         link = self._link
         if link is None or link.closed or link.is_inherited:  # nothing runs on the loop
-            _now(make())
+            now(make())
         else:
             self._run(make)
 
@@ -238,7 +238,7 @@ class WeightSyncScheme(SchemeCore):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        extract = _now(self._initial(weights))
+        extract = now(self._initial(weights))
         initial = None if extract is None else _taken(extract)
         self._bus._run(lambda: self._connect_sender(initial, timeout))
 
@@ -304,9 +304,6 @@ class WeightSyncScheme(SchemeCore):
 
     def _run(self, make: Make[T]) -> T:
         return self._bus._run(make)
-
-    def _at_once(self, make: Make[T]) -> T:
-        return _now(make())
 
     def _end(self, make: Make[None]) -> None:
         self._bus._end(make)

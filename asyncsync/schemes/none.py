@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
@@ -17,6 +17,8 @@ from asyncsync.schemes.registry import register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 __all__ = ["BlockingNoSync", "NoSyncCore", "NoWeightSyncScheme"]
+
+T = TypeVar("T")
 
 
 class NoSyncCore(SchemeCore):
@@ -113,11 +115,14 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         """A transport that moves nothing, either."""
         return BlockingZMQTransport()
 
-    connect = blocking.ordinary(NoWeightSyncScheme.connect, "_at_once")
-    publish = blocking.ordinary(NoWeightSyncScheme.publish, "_at_once")
-    wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version, "_at_once")
-    receive = blocking.ordinary(NoWeightSyncScheme.receive, "_at_once")
-    fetch = blocking.ordinary(NoWeightSyncScheme.fetch, "_at_once")
+    connect = blocking.ordinary(NoWeightSyncScheme.connect)
+    publish = blocking.ordinary(NoWeightSyncScheme.publish)
+    wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version)
+    receive = blocking.ordinary(NoWeightSyncScheme.receive)
+    fetch = blocking.ordinary(NoWeightSyncScheme.fetch)
+
+    def _run(self, make: blocking.Make[T]) -> T:
+        return blocking.now(make())
 
     async def publish_async(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         return self._count_up()

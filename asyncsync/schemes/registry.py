@@ -16,13 +16,7 @@ _twins: dict[type, type[Any]] = {}
 
 
 def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], *aliases: str) -> None:
-    """Add a scheme.
-
-    Args:
-        backend: its name; ``aliases``: further ones.
-        asyncio_class: users find it in asyncsync.
-        blocking_class: users find it in asyncsync.sync, by the same name, which it shows from now on.
-    """
+    """Add a scheme, whose blocking class users find in asyncsync.sync by the name that the other has in asyncsync."""
     in_sync_as(asyncio_class.__name__)(blocking_class)
     _backends[backend] = asyncio_class, blocking_class
     _aliases.update(dict.fromkeys(aliases, backend))
@@ -30,11 +24,7 @@ def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], 
 
 
 def scheme_class(backend: str, *, is_blocking: bool) -> Any:
-    """The class behind a backend's name or alias.
-
-    Raises:
-        ValueError: there is none of this name; lists those that there are.
-    """
+    """The class behind a backend's name or alias."""
     pair = _backends.get(_aliases.get(backend, backend)) if isinstance(backend, str) else None
     if pair is None:
         choices = ", ".join(map(repr, (*_backends, *_aliases)))
@@ -43,12 +33,7 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
 
 
 def convert(scheme: Any, package: str) -> Any:
-    """A scheme's twin with the other API, which this package has.
-
-    Raises:
-        RuntimeError: the scheme is connected.
-        TypeError: it is of a class of the user's own, which has no twin.
-    """
+    """A scheme's twin with the other API, which this package has."""
     kind = _twins.get(type(scheme))
     if kind is None:
         raise TypeError(

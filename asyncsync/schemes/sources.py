@@ -84,11 +84,8 @@ class Sources:
         return find_model(self.context, self._model_id) is not None
 
     def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
-        """What an argument stands for: None for the registered source, a string for a path in the context.
-
-        Raises:
-            ValueError: it stands for nothing.
-        """
+        """What an argument stands for: None for the registered source, a string for a path in the context. Raises
+        ValueError if it stands for nothing."""
         if weights is None:
             weights = self.registered
         if weights is None and context is not None:
@@ -188,11 +185,7 @@ class Sources:
 def count_workers(
     num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None
 ) -> int | None:
-    """How many workers there are by the arguments of ``init_on_sender``; None: they do not say.
-
-    Raises:
-        ValueError: they disagree.
-    """
+    """How many workers there are by the arguments of ``init_on_sender``, which must agree; None: they do not say."""
     for name, entries in (("devices", devices), ("params_map", params_map)):
         if entries is not None:
             if num_workers not in (None, len(entries)):
@@ -229,11 +222,8 @@ def as_tensordict(flat: FlatWeights) -> TensorDict:
 
 
 def resolve_model(context: Any, model_id: str | None) -> Any:
-    """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path.
-
-    Raises:
-        ValueError: it knows none.
-    """
+    """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path. Raises
+    ValueError if it knows none."""
     model, reason = _look(context, model_id)
     if model is not None:
         return model
