@@ -21,20 +21,9 @@ try:
 except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
     __version__ = "0+unknown"
 
+from asyncsync import errors as _errors
 from asyncsync.bus.status import WorkerStatus
-from asyncsync.errors import (
-    AckTimeout,
-    ClosedError,
-    Fenced,
-    LimitExceeded,
-    NotConnected,
-    PartialSendError,
-    PeerLost,
-    ProtocolError,
-    RemoteError,
-    SchemaMismatch,
-    WeightSyncError,
-)
+from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
@@ -44,26 +33,16 @@ from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.zmq import ZMQTransport
 
+__all__ += _errors.__all__
 __all__ += [
-    "AckTimeout",
     "Bus",
-    "ClosedError",
-    "Fenced",
-    "LimitExceeded",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
-    "NotConnected",
-    "PartialSendError",
-    "PeerLost",
-    "ProtocolError",
-    "RemoteError",
-    "SchemaMismatch",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",
     "WeightStrategy",
-    "WeightSyncError",
     "WeightSyncScheme",
     "WorkerStatus",
     "ZMQTransport",

@@ -11,12 +11,7 @@ MAX_VERSION = 1 << 62  # of a checkpoint: there is room left to count on
 
 
 def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
-    """Refuse what is no time limit, before anything is begun.
-
-    Raises:
-        TypeError: not a number; None where a deadline is needed.
-        ValueError: negative, or not a number of seconds at all.
-    """
+    """Raise TypeError or ValueError for what is no time limit in seconds, before anything is begun."""
     if (timeout is None and or_none) or (type(timeout) is float and timeout >= 0):
         return
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
@@ -27,12 +22,7 @@ def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
 
 
 def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
-    """``worker_ids`` as documented: None, one index, or several.
-
-    Raises:
-        TypeError: anything else.
-        ValueError: an empty list.
-    """
+    """``worker_ids`` as documented: None, one index, or several. Raises TypeError for anything else."""
     if worker_ids is None:
         return None
     chosen: list[Any] = list(worker_ids) if isinstance(worker_ids, Iterable) else [worker_ids]
@@ -44,11 +34,7 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
 
 
 def as_version(state: Mapping[str, int]) -> int:
-    """The version in the state of a sender.
-
-    Raises:
-        ValueError: this is no such state.
-    """
+    """The version in the state of a sender."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
         raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
@@ -56,11 +42,7 @@ def as_version(state: Mapping[str, int]) -> int:
 
 
 def check_forward(version: int, now: int) -> None:
-    """Refuse to count backwards.
-
-    Raises:
-        ValueError: it would.
-    """
+    """Refuse to count backwards."""
     if version < now:
         raise ValueError(
             f"this sender is at version {now} already, and versions never go back: version {version} cannot be loaded; "

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from asyncsync import __version__
@@ -71,17 +72,7 @@ def _demo(options: argparse.Namespace) -> int:
     from asyncsync.demo.options import Options
     from asyncsync.demo.run import run
 
-    return run(
-        Options(
-            workers=options.workers,
-            seed=options.seed,
-            target=options.target_return,
-            max_seconds=options.max_seconds,
-            plot=options.plot,
-            uvloop=options.uvloop,
-            scheme=options.scheme,
-        )
-    )
+    return run(Options(**{field.name: getattr(options, field.name) for field in fields(Options)}))
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -124,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--target-return",
+        dest="target",
         type=_positive,
         default=475.0,
         metavar="R",

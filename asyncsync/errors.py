@@ -9,6 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "AckTimeout",
+    "ClosedError",
+    "Fenced",
+    "LimitExceeded",
+    "NotConnected",
+    "PartialSendError",
+    "PeerLost",
+    "ProtocolError",
+    "RemoteError",
+    "SchemaMismatch",
+    "WeightSyncError",
+]
+
 
 class WeightSyncError(Exception):
     """Base of every error of this library."""

@@ -20,20 +20,9 @@ and in a worker::
 All schemes of a process share one event loop on a thread of its own; see :mod:`asyncsync.runtime.loop_thread`.
 """
 
+from asyncsync import errors as _errors
 from asyncsync.bus.status import WorkerStatus
-from asyncsync.errors import (
-    AckTimeout,
-    ClosedError,
-    Fenced,
-    LimitExceeded,
-    NotConnected,
-    PartialSendError,
-    PeerLost,
-    ProtocolError,
-    RemoteError,
-    SchemaMismatch,
-    WeightSyncError,
-)
+from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
@@ -46,27 +35,17 @@ from asyncsync.transports.shared_memory import BlockingSharedMemTransport as Sha
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
-    "AckTimeout",
     "Bus",
-    "ClosedError",
-    "Fenced",
-    "LimitExceeded",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
-    "NotConnected",
-    "PartialSendError",
-    "PeerLost",
-    "ProtocolError",
-    "RemoteError",
-    "SchemaMismatch",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",
     "WeightStrategy",
-    "WeightSyncError",
     "WeightSyncScheme",
     "WorkerStatus",
     "ZMQTransport",
     "ZMQWeightSyncScheme",
 ]
+__all__ += _errors.__all__

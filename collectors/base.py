@@ -27,7 +27,7 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, finish
-from asyncsync.schemes.context import follow
+from asyncsync.schemes.sources import follow
 
 __all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller"]
 

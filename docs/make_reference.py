@@ -83,12 +83,13 @@ def described(name: str, value: Any, public: list[type]) -> Iterator[str]:
 
 
 def documentation(value: type, public: list[type]) -> str:
-    """A class's docstring, and of a private class above it the one that describes the constructor's arguments."""
+    """A class's docstring, and the one that describes the constructor's arguments: the constructor's own, or that of a
+    private class above this one."""
     own = inspect.cleandoc(vars(value).get("__doc__") or "")
     constructor = next(each for each in value.__mro__ if "__init__" in vars(each))
     if "Args:" in own or constructor in public or not constructor.__module__.startswith("asyncsync"):
         return own
-    return f"{own}\n\n{inspect.cleandoc(constructor.__doc__ or '')}".strip()
+    return f"{own}\n\n{inspect.cleandoc(constructor.__init__.__doc__ or constructor.__doc__ or '')}".strip()
 
 
 def shown_bases(value: type, public: list[type]) -> Iterator[type]:

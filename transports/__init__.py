@@ -1,7 +1,11 @@
-"""Transports: how the bytes of a slab reach a worker. Those of the asyncio API; asyncsync.sync has the others."""
+"""Transports: how the bytes of a slab reach a worker. Those of the asyncio API; asyncsync.sync has the others.
+
+:data:`TAG` is the key under which a blocking transport of a user's own is handed a publication's id.
+"""
 
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
+from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.zmq import ZMQTransport
 
-__all__ = ["TAG", "TransportBackend", "ZMQTransport"]
+__all__ = ["TAG", "MPTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]

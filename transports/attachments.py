@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from asyncsync.model.gate import any_applying
-from asyncsync.net.memory_file import map_private, open_place
+from asyncsync.net.memory_file import MemoryPlace, map_private, open_place
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
@@ -38,6 +38,8 @@ REMEDY = (
     "container): use ZMQWeightSyncScheme otherwise"
 )
 SMALL_BYTES = 256 << 10
+# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
+BORROWED_BYTES = 1 << 20
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 MADV_POPULATE_WRITE = 23  # Python has no name for it
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -86,10 +88,8 @@ class Mapped(Slab):
 class Attachment:
     """One slot, mapped.
 
-    Args:
-        place: where it is.
-
     Attributes:
+        is_copied: what it holds is copied out at once.
         is_detached: it is this process's own memory now, and shows the slot no more.
 
     Raises:
@@ -99,8 +99,10 @@ class Attachment:
 
     def __init__(self, place: Place) -> None:
         self.key = (place.device, place.inode)
+        self.is_copied = not place.mapped and place.size < BORROWED_BYTES
         self._short_lease = not place.mapped
-        number = open_place(place.file, "the sender's", REMEDY)
+        file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
+        number = open_place(file, "the sender's", REMEDY)
         try:
             self._size = os.fstat(number).st_size
             self._map = map_private(number, self._size)
@@ -152,7 +154,7 @@ class Attachment:
         slab, nbytes = pool.acquire(layout), layout.nbytes
         try:
             if nbytes <= SMALL_BYTES:
-                slab.memory[:] = self.window(layout)
+                slab.memory[:] = self._memory[:nbytes]
             else:  # other threads run meanwhile
                 copy_tensors([slab.buffer], [self.buffer[:nbytes]])
         except BaseException:

@@ -26,6 +26,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.destination import Destination
+from asyncsync.weights.tree import flatten
 
 __all__ = ["TransportBackend", "TransportCore"]
 
@@ -36,18 +37,12 @@ class TransportCore(Carrier):
     _is_blocking: ClassVar[bool] = False
     _scheme: weakref.ref[Any] | None = None
 
-    def bind(self, scheme: Any) -> None:
+    def _bind(self, scheme: Any) -> None:
         """Have the documented methods act for this scheme; ``init_on_sender`` and ``init_on_receiver`` do that."""
         self._scheme = weakref.ref(scheme)
 
     def _bound(self, role: str | None = None) -> Any:
-        """The scheme.
-
-        Raises:
-            NotConnected: there is none.
-            RuntimeError: it has the other role.
-            TypeError: it has the other API.
-        """
+        """The scheme, if it has this role and the same API."""
         scheme = None if self._scheme is None else self._scheme()
         if scheme is None:
             raise NotConnected(
@@ -163,4 +158,5 @@ class TransportBackend(TransportCore, ABC):
         if received is None or link is None or link.closed:
             return destination.take(received)
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
-        return await link.run(lambda: destination.take(received), destination.nbytes_of(received))
+        nbytes = sum(tensor.nbytes for tensor in flatten(received).tensors.values())
+        return await link.run(lambda: destination.take(received), nbytes)

@@ -82,7 +82,10 @@ class TransportBackend(TransportCore):
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
-        return destination.take(scheme.receive(timeout))
+        return destination.take(self._received(scheme, timeout))
+
+    def _received(self, scheme: Any, timeout: float | None) -> Any:
+        return scheme.receive(timeout)
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """The sender's side of the rendezvous: as the scheme's ``connect()``, and raises as that does.

@@ -19,9 +19,9 @@ from asyncsync.transports.channels import (
     TAG,
     TAG_BYTES,
     close_channels,
+    is_channel,
     retrieved,
     setup_of,
-    supports_timeout,
 )
 from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
@@ -29,7 +29,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted, flatten, nest
 
-__all__ = ["ChannelReceiver"]
+__all__ = ["ChannelReceiver", "make_receiver"]
 
 Message = dict[str, torch.Tensor]
 """What came through the channel: tensors by their dotted names, the tag among them."""
@@ -44,34 +44,16 @@ class _Request:
     def __init__(self, descriptor: bytes, slab: Slab, until: float, loop: asyncio.AbstractEventLoop) -> None:
         self.descriptor = descriptor
         self.slab = slab
-        self.layout = slab.layout
         self.until = until
         self.done: asyncio.Future[None] = loop.create_future()
 
 
-class _Buffer:
-    """A TensorDict of a layout's entries and the tag, for the user's code to receive into."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        with normal_tensors():
-            entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
-            tensors = {e.path: t for e, t in zip(layout.entries, entries, strict=True)}
-            tensors.update({path: entries[i] for path, i in layout.aliases.items()})
-            tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
-        self.weights: TensorDict = nest({**tensors, (TAG,): tag})
-
-
 class ChannelReceiver(Carrier):
-    """A receiver's blocking transport.
-
-    Args:
-        channel: the user's.
-    """
+    """A receiver's blocking transport: ``channel`` is the user's."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        self.supports_timeout = supports_timeout(channel)
+        self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
         self._worker: int | None = None
         self._changed = threading.Condition()
         # Under the condition:
@@ -79,7 +61,7 @@ class ChannelReceiver(Carrier):
         self._ahead: Message | None = None
         self._closed = False
         # The thread's own:
-        self._buffer: _Buffer | None = None
+        self._buffer: tuple[bytes, TensorDict] | None = None  # with its layout's digest
         self._setup_error: Exception | None = None
 
         self._thread: threading.Thread | None = None
@@ -88,7 +70,7 @@ class ChannelReceiver(Carrier):
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
-    def start(self, worker: int | None) -> None:
+    def _start(self, worker: int | None) -> None:
         if self._thread is None:
             self._worker = worker
             loop = self._loop = asyncio.get_running_loop()
@@ -99,13 +81,7 @@ class ChannelReceiver(Carrier):
             )
             self._thread.start()
 
-    async def ready(self, timeout: float) -> None:
-        """Wait until the user's setup method has returned.
-
-        Raises:
-            NotConnected: not within the timeout.
-            Exception: whatever it has raised.
-        """
+    async def _ready(self, timeout: float) -> None:
         assert self._setup is not None
         await asyncio.wait([self._setup], timeout=timeout)
         if not self._setup.done():
@@ -115,7 +91,7 @@ class ChannelReceiver(Carrier):
             )
         self._setup.result()
 
-    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receive until the weights with this tag have come, and copy them into the slab.
 
         Raises:
@@ -173,7 +149,7 @@ class ChannelReceiver(Carrier):
             self._closed = True
             self._changed.notify_all()
 
-    async def end(self, timeout: float) -> None:
+    async def _end(self, timeout: float) -> None:
         if self._closed:
             return
         self.close()
@@ -209,11 +185,12 @@ class ChannelReceiver(Carrier):
         remaining = request.until - time.monotonic()
         if remaining <= 0:
             return  # the fetch has expired
-        if self._buffer is None or self._buffer.layout.digest != request.layout.digest:
-            self._buffer = _Buffer(request.layout)
+        layout = request.slab.layout
+        if self._buffer is None or self._buffer[0] != layout.digest:
+            self._buffer = layout.digest, _empty(layout)
         received = self.channel.receive_weights(
             timeout=remaining if self.supports_timeout else None,
-            weights=self._buffer.weights,
+            weights=self._buffer[1],
             model=None,
             strategy=None,
         )
@@ -257,7 +234,7 @@ class ChannelReceiver(Carrier):
             tensors = {name: tensor for name, tensor in message.items() if name != TAG}
             sent = {dotted(path): tensor for path, tensor in request.slab.tensors().items()}
             check_fit(tensors, sent, f"what {type(self.channel).__name__}.receive_weights returned")
-            copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.layout.entries])
+            copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.slab.layout.entries])
         except BaseException as error:
             failure = as_exception(error)
         settle(request.done, error=failure)
@@ -271,3 +248,19 @@ class ChannelReceiver(Carrier):
 
 def _tag(message: Message) -> bytes:
     return bytes(message[TAG].tolist())
+
+
+def _empty(layout: Layout) -> TensorDict:
+    """A TensorDict of a layout's entries and the tag, for the user's code to receive into."""
+    with normal_tensors():
+        entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
+        tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
+    tensors = {e.path: t for e, t in zip(layout.entries, entries, strict=True)}
+    tensors.update({path: entries[i] for path, i in layout.aliases.items()})
+    return nest({**tensors, (TAG,): tag})
+
+
+def make_receiver(transport: Any) -> Carrier:
+    """A receiver's carrier: the transport itself, or what makes one of a blocking transport of a user's own."""
+    carrier: Carrier = ChannelReceiver(transport) if is_channel(transport) else transport
+    return carrier

@@ -17,21 +17,14 @@ from asyncsync.transports.channels import (
     TAG,
     TAG_BYTES,
     close_channels,
+    is_channel,
     retrieved,
     setup_of,
-    supports_timeout,
     tagged,
 )
 from asyncsync.weights.slab import Slab
 
-__all__ = ["ChannelSender"]
-
-
-def _guarded(function: Callable[[], None]) -> None:
-    try:
-        function()
-    except BaseException as error:
-        raise as_exception(error)  # noqa: B904 - it has its cause
+__all__ = ["ChannelSender", "make_sender"]
 
 
 class _Dispatch:
@@ -51,19 +44,15 @@ class _Dispatch:
 
 
 class _WorkerChannel:
-    """One worker's transport and thread. At most one dispatch is under way, and the newest that waits.
+    """One worker's transport and thread. At most one dispatch is under way, and the newest that waits."""
 
-    Attributes:
-        transport: None until the thread has created it.
-        connected_to: thread only: the incarnation for which the connection is set up; b"": for whoever comes first.
-    """
-
-    def __init__(self, worker: int, transport: Any, create: Callable[[int], Any]) -> None:
+    def __init__(self, worker: int, channels: dict[int, Any], create: Callable[[int], Any]) -> None:
         self.worker = worker
-        self.transport = transport
+        # The thread's own: the incarnation for which the connection is set up; b"": for whoever comes first.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
+        self._channels = channels
         self._create = create
         self._current: _Dispatch | None = None
         self._waiting: _Dispatch | None = None
@@ -75,7 +64,7 @@ class _WorkerChannel:
         """Set up the connection with whoever comes first; a setup that failed is begun anew."""
         failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
         if self.connecting is None or failed:
-            self.connecting = self.thread.submit(lambda: _guarded(self._connect))
+            self.connecting = self.thread.submit(self._connect)
             self.connecting.add_done_callback(retrieved)
         return self.connecting
 
@@ -90,8 +79,8 @@ class _WorkerChannel:
 
     def _begin(self, dispatch: _Dispatch) -> None:
         self._current = dispatch
-        loop = asyncio.get_running_loop()
-        self.thread.submit(lambda: _guarded(partial(self._send, dispatch, loop))).add_done_callback(self._ended)
+        send = partial(self._send, dispatch, asyncio.get_running_loop())
+        self.thread.submit(send).add_done_callback(self._ended)
 
     def _ended(self, sent: asyncio.Future[None]) -> None:
         dispatch, self._current = self._current, None
@@ -99,9 +88,10 @@ class _WorkerChannel:
         dispatch.release()
         if sent.cancelled() or self._closed:
             return
-        if (error := sent.exception()) is not None:
+        if (raised := sent.exception()) is not None:
+            error = as_exception(raised)
             error.add_note(f"(raised while weights were handed to the transport of worker {self.worker})")
-            dispatch.failed(as_exception(error))
+            dispatch.failed(error)
         following, self._waiting = self._waiting, None
         if following is not None:
             self._begin(following)
@@ -116,18 +106,18 @@ class _WorkerChannel:
 
     # in the thread
 
-    def _ready(self) -> Any:
-        if self.transport is None:
-            self.transport = self._create(self.worker)
-        return self.transport
+    def _transport(self) -> Any:
+        if self.worker not in self._channels:  # only now: a create_transport may open a connection
+            self._channels[self.worker] = self._create(self.worker)
+        return self._channels[self.worker]
 
     def _connect(self) -> None:
-        if self.connected_to is None and (setup := setup_of(self._ready(), SENDER_SETUP)) is not None:
+        if self.connected_to is None and (setup := setup_of(self._transport(), SENDER_SETUP)) is not None:
             setup()
             self.connected_to = b""
 
     def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
-        transport = self._ready()
+        transport = self._transport()
         if self.connected_to == b"":
             self.connected_to = dispatch.incarnation
         elif self.connected_to != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
@@ -144,18 +134,13 @@ class _WorkerChannel:
 
 
 class ChannelSender(Carrier):
-    """A sender's blocking transports.
-
-    Args:
-        first: worker 0's, which is there already.
-        create: makes that of another worker; may raise, and block.
-        workers: how many there are; None: they come and go, and get theirs when they are first served.
-    """
+    """A sender's blocking transports: ``first`` is worker 0's, ``create`` makes those of the others. Without a number
+    of workers, each gets its own when it is first served."""
 
     def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
         self.channels: dict[int, Any] = {0: first}
         self.channels.update({worker: create(worker) for worker in range(1, workers or 0)})
-        self.supports_timeout = supports_timeout(first)
+        self.supports_timeout = bool(getattr(first, "supports_timeout", True))
         self._create = create
         self._fixed = workers is not None
         self._by_worker: dict[int, _WorkerChannel] = {}
@@ -182,26 +167,15 @@ class ChannelSender(Carrier):
         channel = self._by_worker.get(worker)
         if channel is None:
             self._loop = asyncio.get_running_loop()
-            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels.get(worker), self._create_late)
+            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
         return channel
 
-    def _create_late(self, worker: int) -> Any:
-        # In that worker's thread: a create_transport may open a connection.
-        transport = self.channels[worker] = self._create(worker)
-        return transport
-
-    def start(self, worker: int | None) -> None:
+    def _start(self, worker: int | None) -> None:
         if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
             for each in self.channels:
                 self._channel(each).connect()
 
-    async def ready(self, timeout: float) -> None:
-        """Wait until the connection to every fixed worker is set up.
-
-        Raises:
-            NotConnected: not within the timeout; names the workers.
-            Exception: whatever the user's method has raised.
-        """
+    async def _ready(self, timeout: float) -> None:
         connections = {
             worker: channel.connecting for worker, channel in self._by_worker.items() if channel.connecting is not None
         }
@@ -209,9 +183,10 @@ class ChannelSender(Carrier):
             return
         await asyncio.wait(connections.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
         for worker, connecting in connections.items():
-            if connecting.done() and (error := connecting.exception()) is not None:
+            if connecting.done() and (raised := connecting.exception()) is not None:
+                error = as_exception(raised)
                 error.add_note(f"(raised by {SENDER_SETUP} for worker {worker})")
-                raise as_exception(error)
+                raise error
         missing = [worker for worker, connecting in connections.items() if not connecting.done()]
         if missing:
             raise NotConnected(
@@ -224,8 +199,28 @@ class ChannelSender(Carrier):
         for channel in self._by_worker.values():
             channel.close()
 
-    async def end(self, timeout: float) -> None:
+    async def _end(self, timeout: float) -> None:
         if self._ended:
             return
         self.close()
         await close_channels(list(self.channels.values()), self._loop, timeout)
+
+
+def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
+    """A sender's carrier: one transport that serves all workers, or one blocking transport per worker, made by its
+    worker_idx. Raises TypeError if ``create`` returns something that is no transport."""
+    first = create(0)
+    if not is_channel(first):
+        carrier: Carrier = first
+        return carrier
+
+    def create_channel(worker: int) -> Any:
+        made = create(worker)
+        if not is_channel(made):
+            raise TypeError(
+                f"create_transport returned a {type(made).__name__} for worker {worker}, which is of another kind than "
+                f"worker 0's {type(first).__name__}"
+            )
+        return made
+
+    return ChannelSender(first, create_channel, workers)

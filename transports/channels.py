@@ -29,7 +29,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import settle
+from asyncsync.runtime.threads import WorkThread
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.weights.slab import Slab
@@ -44,7 +44,6 @@ __all__ = [
     "is_channel",
     "retrieved",
     "setup_of",
-    "supports_timeout",
     "tagged",
 ]
 
@@ -105,10 +104,6 @@ def retrieved(future: asyncio.Future[None]) -> None:
         future.exception()
 
 
-def supports_timeout(transport: Any) -> bool:
-    return bool(getattr(transport, "supports_timeout", True))
-
-
 def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
     """Views into a slab and the tag. Extra state, which is no tensor, rides in the instruction."""
     weights = nest(slab.tensors())
@@ -117,13 +112,8 @@ def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
 
 
 async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventLoop | None, timeout: float) -> None:
-    """Call every transport's ``close``: each on a thread of its own once there are threads, and wait a moment for them.
-
-    Args:
-        transports: a user's.
-        loop: the one that they were used on; None: on none.
-        timeout: seconds.
-    """
+    """Call every transport's ``close``: if they were used on a loop, each on a thread of its own, which is waited for a
+    moment."""
     closes = [close for t in transports if callable(close := getattr(t, "close", None))]
     if loop is None or not closes:
         for close in closes:
@@ -131,23 +121,16 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
         return
     patience = min(timeout, CLOSE_SECONDS)
     if running_loop() is loop:
-        await asyncio.wait([_in_thread(partial(_call, close), loop) for close in closes], timeout=patience)
+        workers = [WorkThread("asyncsync-close") for _ in closes]
+        ended = [worker.submit(partial(_call, close)) for worker, close in zip(workers, closes, strict=True)]
+        for worker in workers:
+            worker.abandon()
+        await asyncio.wait(ended, timeout=patience)
     else:  # the loop is over: nothing of ours waits for it any more
         for close in closes:
             thread = threading.Thread(target=_call, args=(close,), name="asyncsync-close", daemon=True)
             thread.start()
             thread.join(patience)
-
-
-def _in_thread(function: Callable[[], None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    done: asyncio.Future[None] = loop.create_future()
-
-    def run() -> None:
-        function()
-        settle(done)
-
-    threading.Thread(target=run, name="asyncsync-close", daemon=True).start()
-    return done
 
 
 def _call(close: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ have come.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -16,45 +16,16 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
-from asyncsync.weights.tree import FlatWeights, Path, dotted, flatten
+from asyncsync.weights.tree import Path, dotted, flatten
 
 __all__ = ["Destination", "check_fit"]
 
 
-class Receiving(Protocol):
-    """Which update was returned last."""
-
-    returned: Any
-
-    def take_back(self, mark: Any, before: Any) -> None:
-        """The update has not reached the caller: what was returned last is the one before."""
-
-
-class Receiver(Protocol):
-    """What a destination needs of the scheme that receives."""
-
-    strategy: WeightStrategy
-    _receiving: Receiving
-
-    @property
-    def model(self) -> Any: ...
-
-
 class Destination:
     """A buffer, a model and a strategy, as the documented methods of a transport take them. To be made before the
-    scheme receives.
+    scheme receives. Raises TypeError or ValueError for anything else."""
 
-    Args:
-        scheme: has a strategy, and perhaps the same model: then the bus updates that.
-        weights: TensorDict or dict of tensors, to be filled.
-        model: module, TensorDict or dict, to be updated.
-        strategy: how; a name or an object.
-
-    Raises:
-        TypeError, ValueError: anything else.
-    """
-
-    def __init__(self, scheme: Receiver, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
+    def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(
                 f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
@@ -67,17 +38,9 @@ class Destination:
         # roll it back.
         self.model = None if model is scheme.model else model
 
-    @staticmethod
-    def nbytes_of(weights: TensorDictBase) -> int:
-        return sum(tensor.nbytes for tensor in flatten(weights).tensors.values())
-
     def take(self, received: TensorDictBase | None) -> Any:
         """Apply and fill in what the scheme has returned just now; returns what the documented method returns. If this
-        raises, the update counts as not returned yet.
-
-        Raises:
-            SchemaMismatch: the buffer or the model does not fit; neither was changed.
-        """
+        raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
         if received is None:
             return None
         mark = self._receiving.returned
@@ -94,8 +57,13 @@ class Destination:
         if self.weights is not None:
             buffer = {dotted(path): tensor for path, tensor in flatten(self.weights).tensors.items()}
             check_fit(buffer, sent, "the buffer that was passed as weights=")
-        if self.model is not None:
-            self._apply(received, flat)
+        if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
+            self.strategy.apply_weights(self.model, received)
+        elif self.model is not None:
+            update = Binding(self.model, self.strategy).prepare_flat(flat)
+            update.resolve()
+            update.apply()
+            update.complete()
         if buffer is None:
             return received
         with torch.no_grad():
@@ -103,14 +71,6 @@ class Destination:
         for path, value in flat.values.items():
             _set_value(self.weights, path, value)
         return self.weights
-
-    def _apply(self, received: TensorDictBase, flat: FlatWeights) -> None:
-        if type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
-            self.strategy.apply_weights(self.model, received)
-            return
-        prepared = Binding(self.model, self.strategy).prepare_flat(flat)
-        prepared.resolve()
-        prepared.apply()
 
 
 def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:

@@ -13,10 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncsync.arguments import check_timeout
-from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports import base, blocking
-from asyncsync.transports.attachments import Attachments
-from asyncsync.transports.destination import Destination
+from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.pool import SlabPool
@@ -32,9 +30,6 @@ __all__ = [
 ]
 
 SLOTS = 4
-MAX_PLACES = 8
-# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
-BORROWED_BYTES = 1 << 20
 
 
 class SlotTransport(base.TransportCore):
@@ -51,7 +46,6 @@ class SlotTransport(base.TransportCore):
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         self.pool = SlotPool(slots, map_above)
         self._attachments = Attachments()
-        self._places: dict[bytes, Place] = {}  # of the latest descriptors: slots come again and again
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Where the slab's slot is. Nothing is copied: it was packed there."""
@@ -74,29 +68,20 @@ class SlotTransport(base.TransportCore):
             WeightSyncError: this process cannot open the sender's memory.
             MemoryError: it cannot be mapped.
         """
-        place = self._place(descriptor, layout)
-        attachment = self._attachments.find(place)
-        if place.mapped or layout.nbytes >= BORROWED_BYTES:
-            return attachment.slab(layout)
-        return attachment.copy(layout, pool)
+        attachment = self._find(descriptor, layout)
+        return attachment.copy(layout, pool) if attachment.is_copied else attachment.slab(layout)
 
-    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
-        place = self._place(descriptor, layout)
-        if place.mapped or layout.nbytes >= BORROWED_BYTES:
-            return None
-        return self._attachments.find(place).window(layout)
+        attachment = self._find(descriptor, layout)
+        return attachment.window(layout) if attachment.is_copied else None
 
-    def _place(self, descriptor: bytes, layout: Layout) -> Place:
-        place = self._places.get(descriptor)
-        if place is None:
-            while len(self._places) >= MAX_PLACES:
-                del self._places[next(iter(self._places))]
-            place = self._places[descriptor] = Place.decode(descriptor)
+    def _find(self, descriptor: bytes, layout: Layout) -> Attachment:
+        place = Place.decode(descriptor)
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
-        return place
+        return self._attachments.find(place)
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked: :meth:`attach` has brought the slab.
@@ -107,13 +92,13 @@ class SlotTransport(base.TransportCore):
         await base.TransportCore.fetch(self, descriptor, into, deadline)
 
     @property
-    def is_adopted(self) -> bool:
+    def _is_adopted(self) -> bool:
         return self._attachments.are_adopted
 
-    def clean(self) -> None:
+    def _clean(self) -> None:
         self._attachments.clean()
 
-    def detach(self) -> bool:
+    def _detach(self) -> bool:
         return self._attachments.detach()
 
     def close(self) -> None:
@@ -128,23 +113,12 @@ class SharedMemTransport(SlotTransport, base.TransportBackend):
 
 @blocking.in_sync_as("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
-    """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`."""
+    """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
+    update that was not returned yet, or None: as documented, there is no waiting, whatever the timeout."""
 
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: Any = None,
-        strategy: str | WeightStrategy | None = None,
-    ) -> Any:
-        """The newest update that was not returned yet, or None: as documented, there is no waiting, whatever the
-        timeout. Otherwise as :meth:`asyncsync.sync.TransportBackend.receive_weights`.
-        """
-        scheme = self._bound("receiver")
+    def _received(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)
-        destination = Destination(scheme, weights, model, strategy)
-        return destination.take(scheme._deliver(lambda: scheme._receive(0.0)))
+        return scheme._deliver(lambda: scheme._receive(0.0))
 
 
 # The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle

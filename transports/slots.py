@@ -62,11 +62,6 @@ class Place(NamedTuple):
     size: int
     inodes: tuple[int, ...]
 
-    @property
-    def file(self) -> MemoryPlace:
-        """Where the memory file is; it is as large as the slab, or larger."""
-        return MemoryPlace(self.pid, self.number, self.device, self.inode, self.size)
-
     def encode(self) -> bytes:
         head = _HEAD.pack(_MAGIC, self.mapped, self.pid, self.number, self.device, self.inode, self.size)
         return head + struct.pack(f"<{len(self.inodes)}Q", *self.inodes)
@@ -85,12 +80,7 @@ class Place(NamedTuple):
 
 
 class Slot(Slab):
-    """A slab in a memory file.
-
-    Args:
-        layout: of the weights.
-        pool: it comes from.
-        pinned: locked for the devices' copy engines.
+    """A slab in a memory file; ``pinned``: locked for the devices' copy engines.
 
     Raises:
         MemoryError: there is not enough.
@@ -116,14 +106,9 @@ class Slot(Slab):
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
             buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        self._registered = _pin(buffer) if pinned else 0
+        self.registered = _pin(buffer) if pinned else 0  # the address of its locked pages
         self.described: tuple[tuple[int, ...], bytes] | None = None
         super().__init__(layout, buffer[: layout.nbytes], pool)
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether its pages are locked."""
-        return bool(self._registered)
 
     def place(self, *, mapped: bool, inodes: tuple[int, ...]) -> Place:
         return Place(mapped, os.getpid(), self._file, self.device, self.inode, self.nbytes, inodes)
@@ -132,8 +117,8 @@ class Slot(Slab):
         """Give the memory back; slow where there is much of it."""
         if self._close.detach() is None:
             return
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+        if self.registered:
+            torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
         self._views = self._pieces = None
         with contextlib.suppress(BufferError):  # a view of it is still there: the memory goes with that
             self.memory.release()
@@ -143,12 +128,8 @@ class Slot(Slab):
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again. Not more of them than a few, however slow the readers are.
-
-    Args:
-        slots: how many a model may have, besides those that hold the targets of single workers.
-        map_above: slabs of more bytes are read in place by the workers, smaller ones are copied out.
-    """
+    """Slots that can be used again: so many of a model, however slow the readers are, besides those that hold the
+    targets of single workers. Slabs of more bytes than ``map_above`` are read in place by the workers."""
 
     def __init__(self, slots: int, map_above: int) -> None:
         super().__init__()
@@ -189,7 +170,7 @@ class SlotPool(SlabPool):
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slot = Slot(layout, self, pinned=pinned)
-        self._cannot_pin = self._cannot_pin or (pinned and not slot.is_registered)
+        self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
         self._inodes = None
         return slot
 

@@ -47,7 +47,11 @@ class Carrier:
 
     def describe(self, slab: Slab) -> bytes:
         """Sender: the descriptor of a slab of :attr:`pool`, where :attr:`is_at_hand`."""
-        raise NotImplementedError
+        name = type(self).__name__
+        raise NotImplementedError(
+            f"{name}.is_at_hand is True, so {name} must define describe(slab): it returns the descriptor by which "
+            "workers find this slab of its pool"
+        )
 
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
         """Sender: the instruction to fetch this slab is on its way to a worker. For channels where the sender must act
@@ -73,7 +77,7 @@ class Carrier:
         """
         return None
 
-    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else.
 
         They are good for this update only; the next one with this descriptor has them at the same place, as long as
@@ -82,14 +86,14 @@ class Carrier:
         return None
 
     @property
-    def is_adopted(self) -> bool:
+    def _is_adopted(self) -> bool:
         """Receiver: whether a model's parameters lie in memory that the sender may write again."""
         return False
 
-    def clean(self) -> None:
+    def _clean(self) -> None:
         """Receiver: after an update, when nobody waits: prepare for the next one."""
 
-    def detach(self) -> bool:
+    def _detach(self) -> bool:
         """Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
         a while; any thread."""
         return True
@@ -102,7 +106,7 @@ class Carrier:
         """
         raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
 
-    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""
         await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
 
@@ -111,12 +115,12 @@ class Carrier:
 
     # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 
-    def start(self, worker: int | None) -> None:
-        """Begin with what :meth:`ready` waits for. ``worker``: which one this receiver is; None on a sender."""
+    def _start(self, worker: int | None) -> None:
+        """Begin with what :meth:`_ready` waits for. ``worker``: which one this receiver is; None on a sender."""
 
-    async def ready(self, timeout: float) -> None:
+    async def _ready(self, timeout: float) -> None:
         """Wait until both ends of the channel are set up."""
 
-    async def end(self, timeout: float) -> None:
+    async def _end(self, timeout: float) -> None:
         """:meth:`close`, within bounds."""
         self.close()

@@ -59,13 +59,13 @@ class Fetches:
 
     def window(self, part: Part, layout: Layout, descriptor: bytes) -> memoryview | None:
         """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than this part's."""
-        return self._transport(part).slot_window(descriptor, layout)
+        return self._transport(part)._slot_window(descriptor, layout)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None
         try:
             async with asyncio.timeout(FETCH_DEADLINE):
-                await transport.fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
+                await transport._fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
         except Exception as error:  # the transport may be the user's: its failure travels to the trainer
             failure = error
         except asyncio.CancelledError:

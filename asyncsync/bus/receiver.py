@@ -273,8 +273,8 @@ class ReceiverLink(Link):
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
         done = True
         for transport in {id(t): t for t in self._fetches.transports.values()}.values():
-            if transport.is_adopted or self.gate.applying or self.gate.pending:
-                done = await finish(self.thread.submit(transport.detach)) and done
+            if transport._is_adopted or self.gate.applying or self.gate.pending:
+                done = await finish(self.thread.submit(transport._detach)) and done
         # What is being passed on is copied first, by a thread that nobody can stop.
         return done and self.applying.cascade.task is None
 

@@ -38,25 +38,19 @@ class LoopThread:
     Args:
         on_end: called on the loop when the thread is about to end.
         on_exit: called when the process ends while the thread runs.
-
-    Attributes:
-        calls: those on their way.
-        open: the open buses, by id.
-        loop: there once it runs.
-        runs: set once the thread has begun.
-        unwanted: the caller that started it was interrupted, and may have been the only one.
-        over: set when it is about to end; a call that sees it goes elsewhere.
-        exiting: the process ends.
     """
 
-    loop: asyncio.AbstractEventLoop
+    loop: asyncio.AbstractEventLoop  # there once it runs
 
     def __init__(self, on_end: Callable[[LoopThread], None], on_exit: Callable[[], None]) -> None:
         self._on_end = on_end
         self._on_exit = on_exit
-        self.calls: set[Call] = set()
-        self.open: dict[int, Open] = {}
-        self.runs = self.unwanted = self.over = self.exiting = False
+        self.calls: set[Call] = set()  # on their way
+        self.open: dict[int, Open] = {}  # by id
+        self.runs = False  # the thread has begun
+        self.unwanted = False  # the caller that started it was interrupted, and may have been the only one
+        self.over = False  # it is about to end: a call that sees this goes elsewhere
+        self.exiting = False  # the process ends
         self._end = asyncio.Event()
         self._claim = threading.Lock()
         self._failure: Exception | None = None
@@ -65,11 +59,7 @@ class LoopThread:
         self._ready.acquire()
 
     def start(self) -> None:
-        """Start the thread, and wait until it runs. It may do so already, if an exception struck the first attempt.
-
-        Raises:
-            RuntimeError, OSError: too many threads or descriptors.
-        """
+        """Start the thread, and wait until it runs. It may do so already, if an exception struck the first attempt."""
         threading.Thread(target=self._run, name="asyncsync-loop", daemon=True).start()
         while not self.runs:
             if self._failure is not None:
@@ -141,13 +131,10 @@ class Call:
 
     Not a concurrent Future: an exception that strikes inside its Condition may leave that locked, and the loop's thread
     waiting without end.
-
-    Attributes:
-        done: whether it has ended; not yet when it is merely cancelled.
     """
 
     def __init__(self, make: Make[Any]) -> None:
-        self.done = False
+        self.done = False  # nor is it when it is merely cancelled
         self.thread: LoopThread | None = None
         self._make = make
         self._task: asyncio.Task[Any] | None = None

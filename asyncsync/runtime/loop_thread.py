@@ -66,11 +66,7 @@ def _forget(thread: LoopThread) -> None:
 
 
 def _begin(call: Call) -> None:
-    """Start a call on the process's loop, and that if need be.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
+    """Start a call on the process's loop, and that if need be."""
     while True:
         check_exit()
         thread = _current

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 from tensordict import TensorDict
 
+from asyncsync.arguments import check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.schemes import blocking
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import convert, scheme_class
+from asyncsync.schemes.registry import convert
 
 __all__ = ["Bus", "WeightSyncScheme"]
 
@@ -80,7 +80,9 @@ class Bus(_AsyncContext, BusCore):
             The version.
 
         Raises:
-            ValueError: an unknown model_id or worker; nothing was published.
+            ValueError, TypeError: an unknown model_id or worker, or weights that cannot be; nothing was published.
+            AckTimeout: there was no room for them within 60 s, as for a scheme's ``publish``; nothing was published.
+            MemoryError: there is not enough for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         return await sending.publish(self, weights, worker_ids)
@@ -99,7 +101,8 @@ class Bus(_AsyncContext, BusCore):
         Raises:
             PartialSendError: sender; names each worker that has not, and why.
             AckTimeout: receiver.
-            ClosedError, Fenced: it will not come.
+            ValueError, TypeError: an unknown worker, or a version that was not published.
+            NotConnected, ClosedError, Fenced: it will not come.
         """
         await sending.wait_version(self, version, worker_ids, timeout, None)
 
@@ -113,7 +116,8 @@ class Bus(_AsyncContext, BusCore):
 
         Raises:
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
-            PartialSendError: who has not applied it, and why.
+            PartialSendError: who has not applied it, and why. Not final: they still converge.
+            ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         return await sending.send(self, weights, worker_ids, timeout)
 
@@ -127,38 +131,10 @@ class Bus(_AsyncContext, BusCore):
 
 
 class WeightSyncScheme(_AsyncContext, SchemeCore):
-    """One model's weights, kept in step by coroutines on the caller's event loop.
-
-    Args:
-        strategy: ``"tensordict"`` (default), ``"state_dict"``, or a :class:`WeightStrategy` instance.
-        endpoint: where the sender binds; None draws a private ipc path.
-        connect: where workers connect, if that differs.
-        bus: a :class:`Bus` shared with other schemes, instead of one of its own.
-        num_workers: fixed number of workers; None: elastic.
-        min_workers: how many an elastic sender needs; 0: it can start alone.
-        allow_plaintext: allow addresses beyond this host, unencrypted.
-
-    Raises:
-        ValueError: unknown strategy, or an address that is not safe or cannot work.
-    """
+    """One model's weights, kept in step by coroutines on the caller's event loop."""
 
     _bus_class: ClassVar[type[BusCore]] = Bus
     _is_blocking: ClassVar[bool] = False
-
-    @classmethod
-    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or
-        "multiprocessing"), "zmq", "none" (or "direct").
-
-        Args:
-            backend: the name.
-            kwargs: of that scheme's constructor.
-
-        Raises:
-            ValueError: no such backend; names those that there are.
-        """
-        scheme: WeightSyncScheme = scheme_class(backend, is_blocking=False)(**kwargs)
-        return scheme
 
     @property
     def aio(self) -> Self:
@@ -166,7 +142,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         return self
 
     @property
-    def blocking(self) -> blocking.WeightSyncScheme:
+    def blocking(self) -> Any:
         """This scheme with the blocking API of :mod:`asyncsync.sync`; to be taken before connecting. The schemes of one
         bus share the bus afterwards, too.
 
@@ -174,8 +150,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
         """
-        twin: blocking.WeightSyncScheme = convert(self, "asyncsync.sync")
-        return twin
+        return convert(self, "asyncsync.sync")
 
     async def connect(
         self,
@@ -201,6 +176,8 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             NotConnected: the others were not there in time; may be called again.
             SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
             PartialSendError: sender: a worker cannot take the weights; no worker was changed.
+            ClosedError, Fenced: this side has come to its end.
+            ValueError, TypeError: arguments that cannot be, or that belong to the other side.
         """
         self._check_connect(weights, worker_idx, timeout, processes)
         if self._role == "sender":
@@ -234,6 +211,9 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
 
         Raises:
             ValueError, TypeError: weights or workers that cannot be; nothing was published.
+            AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
+                memory), or the ``prepare_weights`` of a publication before has not returned; nothing was published.
+            MemoryError: there is not enough for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
@@ -248,6 +228,8 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             PartialSendError: sender: who has not, and why. Not final: they still converge.
             NotConnected: sender: no worker that is there could.
             AckTimeout: receiver: not within the timeout (seconds).
+            ValueError, TypeError: an unknown worker, or a version that was not published.
+            ClosedError, Fenced: it will not come.
         """
         self._check_open()
         await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic])
@@ -260,6 +242,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         Raises:
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
             PartialSendError: who has not applied it, and why. Not final: they still converge.
+            ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
         return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout)
@@ -276,6 +259,8 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
 
     async def receive(self, timeout: float | None = None) -> TensorDict | None:
         """The newest applied update that was not returned yet, as a TensorDict that the caller owns.
+
+        Updates are applied to the registered model as they come; this tells of them.
 
         Args:
             timeout: seconds; 0 polls; None waits without a deadline.
@@ -295,8 +280,14 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
 
         Raises:
             AckTimeout: not within the timeout (seconds).
+            SchemaMismatch: the sender's weights do not fit the model, which is unchanged.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has come to its end.
+            Exception: whatever a strategy or an ``apply_weights`` of your own has raised over this version.
         """
-        return await self._fetch(timeout)
+        check_timeout(timeout)
+        self._check_open()
+        link, receiving = self._receiver()
+        return await receiving.fetch(link, timeout)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its

@@ -1,5 +1,6 @@
 """The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one
-event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
+event loop of the process (:mod:`asyncsync.runtime.loop_thread`). Where nothing more is to be done, they are those of
+:mod:`asyncsync.schemes.aio`, made ordinary.
 
 What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
 ``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
@@ -9,28 +10,54 @@ return values are those of TorchRL's "WeightSyncScheme" page.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from functools import partial, wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import Extract
+from asyncsync.bus.member import ExtractAll
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.runtime import loop_thread
+from asyncsync.schemes.aio import Bus as AsyncBus
+from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import convert, scheme_class
+from asyncsync.schemes.registry import convert
 from asyncsync.transports.blocking import in_sync_as
 
-__all__ = ["Bus", "WeightSyncScheme"]
+__all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Workers = int | Iterable[int] | None
+Make = Callable[[], Coroutine[Any, Any, T]]
 
 
-def _now(coroutine: Coroutine[Any, Any, T]) -> T:
+def ordinary(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+    run: str = "_run",
+    first: Callable[Concatenate[Any, P], None] | None = None,
+) -> Callable[Concatenate[Any, P], T]:
+    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring.
+
+    Args:
+        run: the method's name that runs the coroutine on the loop.
+        first: is called before, in the caller's thread.
+    """
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if first is not None:
+            first(self, *args, **kwargs)
+        result: T = getattr(self, run)(partial(method, self, *args, **kwargs))
+        return result
+
+    return call
+
+
+def now(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that has nothing to wait for.
 
     Raises:
@@ -45,6 +72,18 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
     raise TypeError(
         "prepare_weights of a blocking scheme must be an ordinary method; coroutines belong to asyncsync's own classes"
     )
+
+
+def _documented_as(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorates a method that shows the docstring of one of the asyncio API, whose arguments it has."""
+
+    def decorate(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        function.__doc__ = method.__doc__
+        return function
+
+    return decorate
 
 
 @in_sync_as("Bus")
@@ -63,25 +102,23 @@ class Bus(BusCore):
     The arguments are described at :class:`BusCore`, the methods at :class:`asyncsync.Bus`.
     """
 
+    @_documented_as(AsyncBus.connect)
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
-        """Connect all schemes of this bus. Raises as :meth:`asyncsync.Bus.connect`."""
         starting.check_connect(self, timeout, processes)
-        initial = {t: None if e is None else _taken(e) for t, e in _now(starting.initial(self)).items()}
+        initial = {t: None if e is None else _taken(e) for t, e in now(starting.initial(self)).items()}
         self._run(lambda: starting.connect(self, initial, timeout))
 
+    @_documented_as(AsyncBus.publish)
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
-        """Snapshot several models and announce them as one update; returns the version. Raises as
-        :meth:`asyncsync.Bus.publish`."""
-        return self._run(self._publication(weights, worker_ids))
+        workers, values = self._values(weights, worker_ids)
+        return self._run(lambda: sending.publish_sources(self, values, weights, workers))
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        return await loop_thread.awaitable(self._publication(weights, worker_ids))
+        workers, values = self._values(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: sending.publish_sources(self, values, weights, workers))
 
-    def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Wait until the targeted workers (on a receiver: this one) have applied a version, or a newer one. Raises as
-        :meth:`asyncsync.Bus.wait_version`."""
-        self._run(lambda: sending.wait_version(self, version, worker_ids, timeout, None))
+    wait_version = ordinary(AsyncBus.wait_version)
 
     def _wait_origin(self, version: int, timeout: float) -> None:
         """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
@@ -89,17 +126,19 @@ class Bus(BusCore):
 
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
-        self._run(self._sending(weights, worker_ids, timeout))
+        check_timeout(timeout)
+        workers, values = self._values(weights, worker_ids)
+        self._run(lambda: sending.send_sources(self, values, weights, workers, timeout))
 
     async def send_async(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
-        return await loop_thread.awaitable(self._sending(weights, worker_ids, timeout))
+        check_timeout(timeout)
+        workers, values = self._values(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: sending.send_sources(self, values, weights, workers, timeout))
 
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """End all schemes of this bus; the other side learns of it. Idempotent."""
-        self._end(lambda: self._shutdown(timeout))
+    shutdown = ordinary(AsyncBus.shutdown, "_end")
 
     def __enter__(self) -> Self:
         return self
@@ -115,22 +154,12 @@ class Bus(BusCore):
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _publication(self, weights: Mapping[str, Any], worker_ids: Workers) -> Callable[[], Coroutine[Any, Any, int]]:
-        """Take the sources' values, here and now; returns what publishes them on the loop."""
+    def _values(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, ExtractAll]:
+        """Whom it is for, and the sources' values, taken here and now."""
         workers = as_workers(worker_ids)
-        sources = _now(sending.extract(self, weights, workers))()
-        return lambda: sending.publish_sources(self, lambda: sources, weights, workers)
+        return workers, _taken(now(sending.extract(self, weights, workers)))
 
-    def _sending(
-        self, weights: Mapping[str, Any], worker_ids: Workers, timeout: float
-    ) -> Callable[[], Coroutine[Any, Any, int]]:
-        """The same for :meth:`send`."""
-        check_timeout(timeout)
-        workers = as_workers(worker_ids)
-        sources = _now(sending.extract(self, weights, workers))()
-        return lambda: sending.send_sources(self, lambda: sources, weights, workers, timeout)
-
-    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def _run(self, make: Make[T]) -> T:
         async def tended() -> T:
             loop_thread.keep(self, True)  # also while it is connecting: the process may end meanwhile
             try:
@@ -145,10 +174,10 @@ class Bus(BusCore):
 
         return loop_thread.run(tended)
 
-    def _end(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _end(self, make: Make[None]) -> None:
         link = self._link
         if link is None or link.closed or link.is_inherited:  # nothing runs on the loop
-            _now(make())
+            now(make())
         else:
             self._run(make)
 
@@ -163,62 +192,36 @@ class Bus(BusCore):
         return loop_thread.run(look)
 
 
-def _taken(extract: Extract) -> Extract:
+def _taken(extract: Callable[[], T]) -> Callable[[], T]:
     source = extract()
     return lambda: source
 
 
 @in_sync_as("WeightSyncScheme")
 class WeightSyncScheme(SchemeCore):
-    """One model's weights, kept in step by blocking calls.
-
-    Args:
-        strategy: ``"tensordict"`` (default), ``"state_dict"``, or a :class:`WeightStrategy` instance.
-        endpoint: where the sender binds; None draws a private ipc path.
-        connect: where workers connect, if that differs.
-        bus: an :class:`asyncsync.sync.Bus` shared with other schemes, instead of one of its own.
-        num_workers: fixed number of workers; None: elastic.
-        min_workers: how many an elastic sender needs; 0: it can start alone.
-        allow_plaintext: allow addresses beyond this host, unencrypted.
-
-    Raises:
-        ValueError: unknown strategy, or an address that is not safe or cannot work.
-    """
+    """One model's weights, kept in step by blocking calls."""
 
     _bus_class: ClassVar[type[BusCore]] = Bus
     _is_blocking: ClassVar[bool] = True
     _bus: Bus
 
-    @classmethod
-    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or
-        "multiprocessing"), "zmq", "none" (or "direct").
-
-        Args:
-            backend: the name.
-            kwargs: of that scheme's constructor.
-
-        Raises:
-            ValueError: no such backend; names those that there are.
-        """
-        scheme: WeightSyncScheme = scheme_class(backend, is_blocking=True)(**kwargs)
-        return scheme
-
     @property
-    def aio(self) -> Any:
+    def aio(self) -> AsyncScheme:
         """This scheme with the asyncio API of :mod:`asyncsync`; to be taken before connecting.
 
         Raises:
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        return convert(self, "asyncsync")
+        twin: AsyncScheme = convert(self, "asyncsync")
+        return twin
 
     @property
     def blocking(self) -> Self:
         """This scheme."""
         return self
 
+    @_documented_as(AsyncScheme.connect)
     def connect(
         self,
         *,
@@ -227,23 +230,6 @@ class WeightSyncScheme(SchemeCore):
         timeout: float = DEFAULT_TIMEOUT,
         processes: Iterable[Any] = (),
     ) -> None:
-        """The rendezvous; either side may call first. Dispatches by which init ran.
-
-        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are
-        ready if there are none yet; a receiver when it has applied them. Calling it again is harmless.
-
-        Args:
-            worker_idx: receiver: which worker this is, if init did not say.
-            weights: sender: the initial weights; None: the registered source, if any.
-            timeout: seconds.
-            processes: sender: the workers' processes (of multiprocessing, subprocess or asyncio); if one ends before
-                all are connected, this raises at once.
-
-        Raises:
-            NotConnected: the others were not there in time; may be called again.
-            SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
-            PartialSendError: sender: a worker cannot take the weights; no worker was changed.
-        """
         self._check_connect(weights, worker_idx, timeout, processes)
         if self._role == "sender":
             self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
@@ -253,7 +239,7 @@ class WeightSyncScheme(SchemeCore):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        extract = _now(self._initial(weights))
+        extract = now(self._initial(weights))
         initial = None if extract is None else _taken(extract)
         self._bus._run(lambda: self._connect_sender(initial, timeout))
 
@@ -273,7 +259,10 @@ class WeightSyncScheme(SchemeCore):
 
         Raises:
             ValueError, TypeError: weights or workers that cannot be; nothing was published.
-            NotConnected, ClosedError, Fenced: this sender cannot publish.
+            MemoryError: there is not enough for the snapshot; nothing was published.
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``), or this sender is not
+                connected; nothing was published.
+            ClosedError, Fenced: this sender has come to its end.
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
         self._check_open()
@@ -292,8 +281,13 @@ class WeightSyncScheme(SchemeCore):
 
         The source may change from then on. Latest wins: a worker that is behind skips versions.
 
+        Args:
+            weights, worker_ids: as for :meth:`send`.
+
         Raises:
-            ValueError, TypeError, NotConnected, ClosedError, Fenced: as :meth:`send`.
+            ValueError, TypeError, MemoryError, NotConnected, ClosedError, Fenced: as :meth:`send`.
+            AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
+                memory); nothing was published.
         """
         self._check_open()
         return self._bus.publish({self._topic: weights}, worker_ids)
@@ -304,51 +298,24 @@ class WeightSyncScheme(SchemeCore):
         self._check_open()
         return await self._bus.publish_async({self._topic: weights}, worker_ids)
 
-    def wait_version(self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Sender: until every targeted worker has applied this version or a newer one. Receiver: until this worker has.
+    wait_version = ordinary(AsyncScheme.wait_version)
+    receive = ordinary(AsyncScheme.receive, "_deliver", first=SchemeCore._check_not_held)
+    fetch = ordinary(AsyncScheme.fetch, "_deliver")
+    shutdown = ordinary(AsyncScheme.shutdown, "_end")
 
-        Raises:
-            PartialSendError: sender: who has not, and why. Not final: they still converge.
-            AckTimeout: receiver: not within the timeout (seconds).
-        """
-        self._check_open()
-        self._bus._run(lambda: sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic]))
+    def _run(self, make: Make[T]) -> T:
+        return self._bus._run(make)
 
-    def receive(self, timeout: float | None = None) -> TensorDict | None:
-        """The newest applied update that was not returned yet, as a TensorDict that the caller owns.
+    def _end(self, make: Make[None]) -> None:
+        self._bus._end(make)
 
-        Updates are applied to the registered model as they come; this tells of them.
-
-        Args:
-            timeout: seconds; 0 polls; None waits without a deadline.
-
-        Returns:
-            The weights, or None when the timeout expires.
-
-        Raises:
-            ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
-            Fenced: a newer incarnation of this worker has taken over.
-        """
-        self._check_not_held(timeout)
-        return self._deliver(lambda: self._receive(timeout))
-
-    def fetch(self, timeout: float = 30.0) -> TensorDict:
-        """Pull: ask the sender for the current version, apply and return it, also if it is here already.
-
-        Raises:
-            AckTimeout: not within the timeout (seconds).
-        """
-        weights = self._deliver(lambda: self._fetch(timeout))
-        assert weights is not None
-        return weights
-
-    def _deliver(self, make: Callable[[], Coroutine[Any, Any, TensorDict | None]]) -> TensorDict | None:
+    def _deliver(self, make: Make[T]) -> T:
         """Weights for the caller. An exception in its thread may strike until they are there: then the next receive
         returns them."""
         undo: list[Callable[[], None]] = []
         gone = False
 
-        async def deliver() -> TensorDict | None:
+        async def deliver() -> T:
             receiving = self._receiving
             before = None if receiving is None else receiving.returned
             weights = await make()
@@ -382,11 +349,6 @@ class WeightSyncScheme(SchemeCore):
             return weights
 
         return loop_thread.run(copy)
-
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
-        schemes."""
-        self._bus._end(lambda: self._shutdown(timeout))
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,4 @@
-"""Scheme: one model's weights on a bus. The core of every scheme, whichever API is put over it.
-
-A scheme creates a transport, which moves bytes, and has a strategy, which extracts and applies weights, sources, and a
-receiving end. The two APIs over it are :class:`asyncsync.WeightSyncScheme` and
+"""Scheme: one model's weights on a bus. The core of every scheme, under :class:`asyncsync.WeightSyncScheme` as under
 :class:`asyncsync.sync.WeightSyncScheme`. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
 
 Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` is the
@@ -16,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.member import Extract
 from asyncsync.bus.receiver import ReceiverLink
@@ -30,22 +26,34 @@ from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import wait_for_workers
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.model.strategy import WeightStrategy, module_weights
-from asyncsync.schemes.context import resolve_model
 from asyncsync.schemes.receiving import Receiving
-from asyncsync.schemes.sources import Sources, count_workers
+from asyncsync.schemes.registry import scheme_class
+from asyncsync.schemes.sources import Sources, count_workers, resolve_model
 from asyncsync.schemes.state import LOCAL, SchemeState
 from asyncsync.transports.base import TransportCore
-from asyncsync.transports.create import make_receiver, make_sender
+from asyncsync.transports.channel_receiver import make_receiver
+from asyncsync.transports.channel_sender import make_sender
 from asyncsync.weights.tree import FlatWeights, Path
 
 __all__ = ["SchemeCore"]
 
 
 class SchemeCore(SchemeState, ABC):
-    """What a scheme is, whichever API is put over it. See :class:`WeightSyncScheme` for the arguments."""
+    """What a scheme is, whichever API is put over it."""
 
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_blocking: ClassVar[bool]
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> Self:
+        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or
+        "multiprocessing"), "zmq", "none" (or "direct"). ``kwargs`` are those of its constructor.
+
+        Raises:
+            ValueError: no such backend; names those that there are.
+        """
+        scheme: Self = scheme_class(backend, is_blocking=cls._is_blocking)(**kwargs)
+        return scheme
 
     # -- hooks of a subclass ----------------------------------------------------------------------------------------
 
@@ -77,7 +85,7 @@ class SchemeCore(SchemeState, ABC):
         """A worker's transport, whose documented methods act for this scheme."""
         made = self.create_transport(worker_idx=worker_idx, **options)
         if isinstance(made, TransportCore):
-            made.bind(self)
+            made._bind(self)
         return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -168,7 +176,7 @@ class SchemeCore(SchemeState, ABC):
         self._bus._join(self, "sender", model_id or "", num_workers)
         self._reset()
         self._role, self._pid = "sender", os.getpid()
-        self._model_id, self._context, self._model = model_id, context, model
+        self._topic, self._context, self._model = model_id or "", context, model
         self._devices, self._sources, self._carrier = chosen, sources, transport
 
     def init_on_receiver(
@@ -247,7 +255,7 @@ class SchemeCore(SchemeState, ABC):
         self._reset()
         self._reconnect = reconnect
         self._role, self._pid = "receiver", os.getpid()
-        self._model_id, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
+        self._topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
         self._receiving, self._carrier = receiving, transport
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
@@ -276,7 +284,7 @@ class SchemeCore(SchemeState, ABC):
         link = self._bus._open_receiver(self._worker_idx)
         link.subscriber.session.reconnects = self._reconnect
         receiving.register(link, self._carrier, self._context)
-        self._carrier.start(self._worker_idx)
+        self._carrier._start(self._worker_idx)
         self._registered = True
 
     async def _initial(self, weights: Any) -> Extract | None:
@@ -290,8 +298,8 @@ class SchemeCore(SchemeState, ABC):
         link = self._bus._open_sender()
         start = link.loop.time()
         transport = self._transport()
-        transport.start(None)
-        await transport.ready(timeout)
+        transport._start(None)
+        await transport._ready(timeout)
         version = None
         if initial is not None:
             extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
@@ -314,7 +322,7 @@ class SchemeCore(SchemeState, ABC):
         first = receiving.returned is None
         start = link.loop.time()
         await link.receiving.connected(self._topic, timeout)
-        await self._transport().ready(max(0.0, start + timeout - link.loop.time()))
+        await self._transport()._ready(max(0.0, start + timeout - link.loop.time()))
         if first:
             receiving.returned = link.receiving.mark(self._topic)
 
@@ -373,12 +381,6 @@ class SchemeCore(SchemeState, ABC):
             return None
         return await self._receiving.current(link)
 
-    async def _fetch(self, timeout: float) -> TensorDict:
-        check_timeout(timeout)
-        self._check_open()
-        link, receiving = self._receiver()
-        return await receiving.fetch(link, timeout)
-
     async def _shutdown(self, timeout: float) -> None:
         if self._pid not in (0, os.getpid()):
             return
@@ -394,4 +396,4 @@ class SchemeCore(SchemeState, ABC):
 
     async def _end_transport(self, timeout: float) -> None:
         if self._carrier is not None:
-            await self._carrier.end(timeout)
+            await self._carrier._end(timeout)

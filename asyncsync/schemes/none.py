@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
@@ -19,8 +18,7 @@ from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 __all__ = ["BlockingNoSync", "NoSyncCore", "NoWeightSyncScheme"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 class NoSyncCore(SchemeCore):
@@ -66,17 +64,15 @@ class NoSyncCore(SchemeCore):
         return {}
 
 
-class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None."""
+class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
+    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None."""
 
-    # The other API has the same methods, as coroutines: hence ``self: Any`` in those.
-
-    def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
+    def create_transport(self, **kwargs: Any) -> ZMQTransport:
         """A transport that moves nothing, either."""
-        return BlockingZMQTransport()
+        return ZMQTransport()
 
-    def connect(
-        self: Any,
+    async def connect(
+        self,
         *,
         worker_idx: int | None = None,
         weights: Any = None,
@@ -88,31 +84,22 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         if worker_idx is not None:
             self._worker_idx = worker_idx
 
-    def publish(self: Any, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+    async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         """Count; returns the version."""
-        return int(self._count_up())
-
-    async def publish_async(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         return self._count_up()
 
-    def wait_version(
-        self: Any, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    async def wait_version(
+        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         """Nobody is waited for."""
         self._check_open()
 
-    def send(
-        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
-    ) -> None:
-        """Count."""
-        self._count_up()
-
-    def receive(self: Any, timeout: float | None = None) -> TensorDict | None:
+    async def receive(self, timeout: float | None = None) -> TensorDict | None:
         """None: nothing comes."""
         self._check_open()
         return None
 
-    def fetch(self: Any, timeout: float = 30.0) -> TensorDict:
+    async def fetch(self, timeout: float = 30.0) -> TensorDict:
         """Nothing can be fetched.
 
         Raises:
@@ -121,28 +108,30 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
 
-def _awaited(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """An ordinary method as a coroutine function."""
+class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
+    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None."""
 
-    @wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return method(*args, **kwargs)
-
-    return call
-
-
-class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None."""
-
-    def create_transport(self, **kwargs: Any) -> ZMQTransport:
+    def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
         """A transport that moves nothing, either."""
-        return ZMQTransport()
+        return BlockingZMQTransport()
 
-    connect = _awaited(BlockingNoSync.connect)
-    publish = _awaited(BlockingNoSync.publish)
-    wait_version = _awaited(BlockingNoSync.wait_version)
-    receive = _awaited(BlockingNoSync.receive)
-    fetch = _awaited(BlockingNoSync.fetch)
+    connect = blocking.ordinary(NoWeightSyncScheme.connect)
+    publish = blocking.ordinary(NoWeightSyncScheme.publish)
+    wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version)
+    receive = blocking.ordinary(NoWeightSyncScheme.receive)
+    fetch = blocking.ordinary(NoWeightSyncScheme.fetch)
+
+    def _run(self, make: blocking.Make[T]) -> T:
+        return blocking.now(make())
+
+    async def publish_async(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+        return self._count_up()
+
+    def send(
+        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        """Count."""
+        self._count_up()
 
 
 register("none", NoWeightSyncScheme, BlockingNoSync, "direct")

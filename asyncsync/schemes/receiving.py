@@ -22,21 +22,15 @@ __all__ = ["Receiving"]
 
 
 class Receiving:
-    """The receiver of one model.
+    """The receiver of one model; most arguments are those of ``init_on_receiver``.
 
     Args:
-        topic: the model's name on the bus.
-        model, strategy, cast, inplace, apply, gate: as for ``init_on_receiver``.
         adopts: whether Parameters may get their memory in a slab.
         custom: the user's own way of applying weights, if there is one.
         options: for ``create_transport``.
 
     Raises:
         ValueError: an unknown ``apply`` or ``gate``, or a compiled or scripted module whose calls cannot be seen.
-
-    Attributes:
-        device: where returned weights go; None: they stay in the host's memory.
-        returned: which update was returned last.
     """
 
     def __init__(
@@ -59,8 +53,8 @@ class Receiving:
             raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
         self.topic = topic
         self.options = options
-        self.device: torch.device | None = None
-        self.returned: Mark | None = None
+        self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
+        self.returned: Mark | None = None  # which update was returned last
         self.binding = Binding(
             model, strategy, cast=cast, inplace=inplace is not False, repoints=inplace is None and adopts, apply=custom
         )
@@ -122,6 +116,5 @@ class Receiving:
         return weights
 
     def _owned(self, slab: Slab) -> TensorDict:
-        """A received slab's copy as the TensorDict that the caller owns."""
         weights = slab.weights()
         return weights.to(self.device) if self.device is not None and self.device.type != "cpu" else weights

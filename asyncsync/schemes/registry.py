@@ -6,24 +6,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync.schemes.core import SchemeCore
 from asyncsync.transports.blocking import in_sync_as
 
 __all__ = ["convert", "register", "scheme_class"]
 
-_backends: dict[str, tuple[type[SchemeCore], type[SchemeCore]]] = {}
+_backends: dict[str, tuple[type[Any], type[Any]]] = {}
 _aliases: dict[str, str] = {}
-_twins: dict[type, type[SchemeCore]] = {}
+_twins: dict[type, type[Any]] = {}
 
 
-def register(backend: str, asyncio_class: type[SchemeCore], blocking_class: type[SchemeCore], *aliases: str) -> None:
-    """Add a scheme.
-
-    Args:
-        backend: its name; ``aliases``: further ones.
-        asyncio_class: users find it in asyncsync.
-        blocking_class: users find it in asyncsync.sync, by the same name, which it shows from now on.
-    """
+def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], *aliases: str) -> None:
+    """Add a scheme, whose blocking class users find in asyncsync.sync by the name that the other has in asyncsync."""
     in_sync_as(asyncio_class.__name__)(blocking_class)
     _backends[backend] = asyncio_class, blocking_class
     _aliases.update(dict.fromkeys(aliases, backend))
@@ -31,11 +24,7 @@ def register(backend: str, asyncio_class: type[SchemeCore], blocking_class: type
 
 
 def scheme_class(backend: str, *, is_blocking: bool) -> Any:
-    """The class behind a backend's name or alias.
-
-    Raises:
-        ValueError: there is none of this name; lists those that there are.
-    """
+    """The class behind a backend's name or alias."""
     pair = _backends.get(_aliases.get(backend, backend)) if isinstance(backend, str) else None
     if pair is None:
         choices = ", ".join(map(repr, (*_backends, *_aliases)))
@@ -43,13 +32,8 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
     return pair[is_blocking]
 
 
-def convert(scheme: SchemeCore, package: str) -> Any:
-    """A scheme's twin with the other API, which this package has.
-
-    Raises:
-        RuntimeError: the scheme is connected.
-        TypeError: it is of a class of the user's own, which has no twin.
-    """
+def convert(scheme: Any, package: str) -> Any:
+    """A scheme's twin with the other API, which this package has."""
     kind = _twins.get(type(scheme))
     if kind is None:
         raise TypeError(

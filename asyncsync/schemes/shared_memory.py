@@ -28,14 +28,7 @@ __all__ = [
 
 
 class SlotCore(SchemeCore):
-    """What both schemes have in common, in both APIs.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
-    """
+    """What both schemes have in common, in both APIs."""
 
     _transport_class: ClassVar[type[SlotTransport]]
 
@@ -91,6 +84,12 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     worker writes into them stays its own, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
     memory that they have: for a worker that trains its own copy, and where something else refers to that memory (CUDA
     graphs, a flat view of all parameters).
+
+    Args:
+        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
+            which are behind still read. With all of them in use, publishing waits.
+        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
     """
 
     _adopts = True
@@ -98,7 +97,14 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
+
+    Args:
+        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
+            which are behind still read. With all of them in use, publishing waits.
+        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
+    """
 
     _adopts = True
     _transport_class = BlockingSharedMemTransport
@@ -118,13 +124,27 @@ class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
 
 
 class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`."""
+    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`.
+
+    Args:
+        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
+            which are behind still read. With all of them in use, publishing waits.
+        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
+    """
 
     _transport_class = MPTransport
 
 
 class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own, with the blocking API."""
+    """Weights for workers on this host, each with a copy of its own, with the blocking API.
+
+    Args:
+        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
+            which are behind still read. With all of them in use, publishing waits.
+        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
+    """
 
     _transport_class = BlockingMPTransport
 

@@ -1,8 +1,11 @@
-"""Where the weights that a sender sends come from: an argument, the registered source, or a context."""
+"""Where the weights that a sender sends come from: an argument, the registered source, or a context, which has
+``get_model(model_id)``, or its models under attribute paths such as ``env.transform[0].module``."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +13,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy, flat_weights
-from asyncsync.schemes.context import find_model, resolve_model
 from asyncsync.weights.packing import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 
-__all__ = ["Sources", "as_tensordict", "by_worker", "count_workers"]
+__all__ = ["Sources", "as_tensordict", "by_worker", "count_workers", "find_model", "follow", "resolve_model"]
+
+logger = logging.getLogger("asyncsync")
+
+_STEP = re.compile(
+    r"""(?:^|\.)(?P<name>[^.\[\]]+) | \[(?P<index>-?\d+)\]
+      | \[(?P<quote>['"])(?P<key>.*?)(?P=quote)\] | \[(?P<bare>[^\]]+)\]""",
+    re.VERBOSE,
+)
 
 Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
 """A ``prepare_weights`` of a user's own."""
@@ -33,14 +43,10 @@ class EachWorkers(dict[int, Any]):
 
 
 class Sources:
-    """The sources of one model.
-
-    Args:
-        model_id: the model's name.
-        context, params_map, weights, model, device_map_fn: as for ``init_on_sender``.
+    """The sources of one model; the arguments are those of ``init_on_sender``.
 
     Attributes:
-        context: resolves models by name.
+        registered: the model, or the weights; None: neither.
 
     Raises:
         ValueError: several sources, or weights that look like one dict for each worker.
@@ -65,15 +71,11 @@ class Sources:
             )
         self.model = model
         self.weights = weights if params_map is None else dict(params_map)
+        self.registered = self.weights if model is None else model
         self.device_map_fn = device_map_fn
         self._is_mapped = params_map is not None
         self._model_id = model_id
         self.context = context
-
-    @property
-    def registered(self) -> Any:
-        """The model, or the weights; None: neither was registered."""
-        return self.model if self.model is not None else self.weights
 
     def exist(self) -> bool:
         """Whether there is anything to be sent without an argument."""
@@ -82,11 +84,8 @@ class Sources:
         return find_model(self.context, self._model_id) is not None
 
     def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
-        """What an argument stands for: None for the registered source, a string for a path in the context.
-
-        Raises:
-            ValueError: it stands for nothing.
-        """
+        """What an argument stands for: None for the registered source, a string for a path in the context. Raises
+        ValueError if it stands for nothing."""
         if weights is None:
             weights = self.registered
         if weights is None and context is not None:
@@ -109,16 +108,19 @@ class Sources:
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
         if not by_worker(weights):
-            return await self._prepare_one(weights, strategy, hook)
-        prepared = EachWorkers([(w, await self._prepare_one(each, strategy, hook)) for w, each in weights.items()])
+            if hook is None:
+                return self.resolve(weights, self._model_id, self.context)
+            return await self._hooked(weights, strategy, hook)
+        if hook is None:
+            prepared = EachWorkers({w: self.resolve(each, self._model_id, self.context) for w, each in weights.items()})
+        else:
+            prepared = EachWorkers([(w, await self._hooked(each, strategy, hook)) for w, each in weights.items()])
         if not self._is_mapped:
             prepared.unsure = frozenset(w for w, each in weights.items() if _is_plain(each))
         prepared.are_extracted = hook is None
         return prepared
 
-    async def _prepare_one(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
-        if hook is None:
-            return self.resolve(weights, self._model_id, self.context)
+    async def _hooked(self, weights: Any, strategy: WeightStrategy, hook: Hook) -> FlatWeights:
         prepared = hook(weights, self._model_id, strategy, self.context)
         if inspect.isawaitable(prepared):
             prepared = await prepared
@@ -132,13 +134,8 @@ class Sources:
         count: int | None,
         sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a prepared source's values, in the caller's thread.
-
-        Args:
-            workers: whom it is for; None: everybody.
-            count: how many workers there are; None: they come and go.
-            sent: returns the keys of what was sent last; None: nothing was.
-        """
+        """Take a prepared source's values, in the caller's thread, for these workers of so many. ``sent`` returns the
+        keys of what was sent last; None: nothing was."""
         if isinstance(source, EachWorkers):
             wrong = [
                 w
@@ -147,17 +144,21 @@ class Sources:
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            each = {worker: _noted(_flat(strategy, weights)) for worker, weights in source.items()}
+            each = {worker: _flat(strategy, weights) for worker, weights in source.items()}
             if source.unsure:
                 known = sent()
                 self._check_unsure(source, each, self._known_keys(source, strategy) if known is None else known)
-            return each
-        flat = _flat(strategy, source)
-        if self.device_map_fn is None:
-            return _noted(flat)
-        chosen = range(count or 0) if workers is None else workers
-        weights = as_tensordict(flat)
-        return {worker: _noted(flatten(self.device_map_fn(worker, weights))) for worker in chosen}
+        else:
+            flat = _flat(strategy, source)
+            if self.device_map_fn is None:
+                flat.ready = cuda_events(flat)
+                return flat
+            chosen = range(count or 0) if workers is None else workers
+            weights = as_tensordict(flat)
+            each = {worker: flatten(self.device_map_fn(worker, weights)) for worker in chosen}
+        for flat in each.values():  # what the caller's current streams have still to do before the values are there
+            flat.ready = cuda_events(flat)
+        return each
 
     def _known_keys(self, source: EachWorkers, strategy: WeightStrategy) -> set[Path]:
         """The keys of what is registered."""
@@ -184,11 +185,7 @@ class Sources:
 def count_workers(
     num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None
 ) -> int | None:
-    """How many workers there are by the arguments of ``init_on_sender``; None: they do not say.
-
-    Raises:
-        ValueError: they disagree.
-    """
+    """How many workers there are by the arguments of ``init_on_sender``, which must agree; None: they do not say."""
     for name, entries in (("devices", devices), ("params_map", params_map)):
         if entries is not None:
             if num_workers not in (None, len(entries)):
@@ -201,12 +198,6 @@ def count_workers(
 
 def _flat(strategy: WeightStrategy, source: Any) -> FlatWeights:
     return source if isinstance(source, FlatWeights) else flat_weights(strategy, source)
-
-
-def _noted(flat: FlatWeights) -> FlatWeights:
-    """With what the current streams of this thread, the caller's, have still to do before the values are there."""
-    flat.ready = cuda_events(flat)
-    return flat
 
 
 def by_worker(weights: Any) -> bool:
@@ -225,3 +216,67 @@ def _is_plain(weights: Any) -> bool:
 
 def as_tensordict(flat: FlatWeights) -> TensorDict:
     return nest(flat.tensors, flat.values)
+
+
+# -- contexts ---------------------------------------------------------------------------------------------------------
+
+
+def resolve_model(context: Any, model_id: str | None) -> Any:
+    """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path. Raises
+    ValueError if it knows none."""
+    model, reason = _look(context, model_id)
+    if model is not None:
+        return model
+    kind = type(context).__name__
+    kind = "the context" if kind.startswith("_") else kind
+    if not model_id:
+        raise ValueError(
+            f"{kind} cannot tell which model is meant: pass model_id (a name for its get_model(), or an attribute path)"
+        )
+    hint = "get_model() does not know it either" if hasattr(context, "get_model") else "it has no get_model()"
+    raise ValueError(f"{kind} has no model {model_id!r}: {reason}; {hint}") from reason
+
+
+def find_model(context: Any, model_id: str | None) -> Any:
+    """The model that a context knows under this name; None: there is none, or no context."""
+    return None if context is None else _look(context, model_id)[0]
+
+
+def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
+    """The model, or why there is none."""
+    get_model = getattr(context, "get_model", None)
+    if get_model is not None:
+        try:
+            model = get_model(model_id)
+        except LookupError as error:
+            logger.debug("%s.get_model(%r) raised %r", type(context).__name__, model_id, error)
+        else:
+            if model is not None:
+                return model, None
+    if not model_id:
+        return None, None
+    try:
+        return follow(context, model_id), None
+    except (AttributeError, LookupError, TypeError) as error:
+        return None, error
+
+
+def follow(target: Any, path: str) -> Any:
+    """What an attribute path leads to: names, ``[0]`` and ``['key']``, from this object on. Nothing is evaluated.
+
+    Raises:
+        AttributeError, LookupError, TypeError: it leads nowhere.
+    """
+    position = 0
+    while position < len(path):
+        step = _STEP.match(path, position)
+        if step is None or path.startswith("."):
+            raise AttributeError(f"{path!r} is no attribute path: {path[position:]!r} is neither a name nor an index")
+        position = step.end()
+        if (name := step["name"]) is not None:
+            target = getattr(target, name)
+        elif (index := step["index"]) is not None:
+            target = target[int(index)]
+        else:
+            target = target[step["key"] if step["bare"] is None else step["bare"]]
+    return target

@@ -25,9 +25,8 @@ from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.protocol.fields import MAX_NAME
-from asyncsync.schemes.context import find_model
 from asyncsync.schemes.receiving import Receiving
-from asyncsync.schemes.sources import Sources, as_tensordict, by_worker
+from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.weights.copying import copy_flat
@@ -37,7 +36,7 @@ __all__ = ["LOCAL", "SchemeState"]
 
 
 class SchemeState:
-    """The state of a scheme; see :class:`asyncsync.WeightSyncScheme` for the arguments behind it."""
+    """The state of a scheme."""
 
     _bus_class: ClassVar[type[BusCore]]
 
@@ -52,8 +51,23 @@ class SchemeState:
         min_workers: int = 1,
         allow_plaintext: bool = False,
     ) -> None:
-        resolved = resolve_strategy(strategy)
-        own_bus = bus is None
+        """Configuration only: nothing is bound or connected before ``connect``.
+
+        Args:
+            strategy: ``"tensordict"`` (default), ``"state_dict"``, or a :class:`WeightStrategy` instance.
+            endpoint: where the sender binds; None draws a private ipc path.
+            connect: where workers connect, if that differs.
+            bus: a :class:`Bus` of the same API, shared with other schemes, instead of one of its own.
+            num_workers: fixed number of workers; None: elastic.
+            min_workers: how many an elastic sender needs; 0: it can start alone.
+            allow_plaintext: allow addresses beyond this host, unencrypted.
+
+        Raises:
+            ValueError: an unknown strategy, an address that is not safe or cannot work, or counts that disagree.
+            TypeError: a bus of the other API.
+        """
+        self.strategy = resolve_strategy(strategy)
+        self._own_bus = bus is None
         if bus is None:
             bus = self._bus_class(
                 endpoint,
@@ -75,10 +89,8 @@ class SchemeState:
             )
         elif num_workers is not None:
             bus._set_workers(num_workers, private=False)
-        self.strategy = resolved
-        self._own_bus = own_bus
         self._bus = bus
-        self._model_id: str | None = None
+        self._topic = ""  # the model's name on the bus
         self._devices: list[torch.device] | None = None
         self._reset()
 
@@ -104,10 +116,6 @@ class SchemeState:
         self.__dict__.update(state)
 
     @property
-    def _topic(self) -> str:
-        return self._model_id or ""
-
-    @property
     def bus(self) -> BusCore:
         """The bus that this scheme is on."""
         return self._bus
@@ -115,13 +123,13 @@ class SchemeState:
     @property
     def model_id(self) -> str | None:
         """Name of the model; None when unset."""
-        return self._model_id
+        return self._topic or None
 
     @property
     def model(self) -> Any:
         """The registered model, on a sender with a context that one's; None when unset."""
         if self._role == "sender" and self._sources.registered is None:
-            return find_model(self._context, self._model_id)
+            return find_model(self._context, self.model_id)
         return self._model
 
     @property
@@ -227,7 +235,7 @@ class SchemeState:
         return self._bus.hold()
 
     def __repr__(self) -> str:
-        about = f"model_id={self._model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"
+        about = f"model_id={self.model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"
         return f"{type(self).__name__}({self.strategy!r}, {about})"
 
     # -- what is refused -----------------------------------------------------------------------------------------------
@@ -287,7 +295,7 @@ class SchemeState:
             raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
         self._check_open()
 
-    def _check_not_held(self, timeout: float | None) -> None:
+    def _check_not_held(self, timeout: float | None = None) -> None:
         """In the caller's thread: refuse what would never end."""
         gate = self._bus._gate
         if timeout is None and gate is not None and gate.held_by_caller:

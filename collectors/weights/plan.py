@@ -16,8 +16,7 @@ from asyncsync.collectors.weights.in_process import fitted
 from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, pushing
 from asyncsync.collectors.weights.receivers import Receivers
 from asyncsync.collectors.weights.senders import Senders
-from asyncsync.schemes.context import follow
-from asyncsync.schemes.sources import by_worker
+from asyncsync.schemes.sources import by_worker, follow
 
 __all__ = ["Planned", "_RegisteredModels", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
 

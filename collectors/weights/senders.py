@@ -18,8 +18,8 @@ from torch import nn
 from asyncsync.bus.sharing import join_buses
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.context import resolve_model
 from asyncsync.schemes.none import BlockingNoSync
+from asyncsync.schemes.sources import resolve_model
 
 __all__ = ["Senders", "as_blocking", "connect_all", "shut_down_all"]
 

@@ -10,6 +10,7 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
+import asyncsync.transports
 from asyncsync import errors
 
 SCHEMES = ["WeightSyncScheme", "MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme", "NoWeightSyncScheme"]
@@ -26,6 +27,29 @@ def test_r049_r050_r209_both_packages_have_the_documented_names(package: ModuleT
             assert issubclass(getattr(package, name), base), name
     assert "WeightStrategy" in package.__all__
     assert package.WeightStrategy is asyncsync.WeightStrategy
+
+
+def test_the_package_of_transports_has_all_that_a_user_may_name() -> None:
+    for name in [*TRANSPORTS, "ZMQTransport"]:
+        assert name in asyncsync.transports.__all__
+        assert getattr(asyncsync.transports, name) is getattr(asyncsync, name)
+
+
+@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
+def test_a_transport_has_no_public_names_but_those_that_users_call_or_define(package: ModuleType) -> None:
+    of_users = {"send_weights", "receive_weights", "supports_timeout", "close"}
+    of_users |= {"setup_connection_and_weights_on_sender", "setup_connection_and_weights_on_receiver"}
+    of_the_bus = {"offer", "serve", "retire", "attach", "fetch", "pool", "is_at_hand", "describe"}
+    for name in [*TRANSPORTS, "ZMQTransport"]:
+        assert {n for n in dir(getattr(package, name)) if not n.startswith("_")} == of_users | of_the_bus
+
+
+def test_a_transport_at_hand_without_descriptors_is_told_what_to_define() -> None:
+    class AtHand(asyncsync.ZMQTransport):
+        is_at_hand = True
+
+    with pytest.raises(NotImplementedError, match=r"AtHand must define describe\(slab\)"):
+        AtHand().describe(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])

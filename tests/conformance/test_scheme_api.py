@@ -270,6 +270,14 @@ def test_r080_prepare_weights_takes_every_documented_form(api: Api) -> None:
         prepare(None)
 
 
+def test_r080_a_receiver_has_no_source_to_prepare(api: Api) -> None:
+    scheme = api.scheme()
+    scheme.init_on_receiver("policy", model=Model(1), worker_idx=0)
+    with pytest.raises(ValueError, match="no weights to send"):
+        scheme.prepare_weights(None, "policy", scheme.strategy)
+    assert read(scheme.prepare_weights(Model(2), "policy", scheme.strategy)) == {2}
+
+
 class Doubling:
     def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> Any:
         return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]

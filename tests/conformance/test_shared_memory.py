@@ -20,7 +20,7 @@ import asyncsync
 from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
 from asyncsync.protocol import messages
 from asyncsync.transports import attachments
-from asyncsync.transports.shared_memory import BORROWED_BYTES
+from asyncsync.transports.attachments import BORROWED_BYTES
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.slab import is_foreign
 from helpers.apis import Api, bare, in_thread, is_instant

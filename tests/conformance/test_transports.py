@@ -174,6 +174,38 @@ async def test_r040_the_given_strategy_maps_and_applies(api: Api) -> None:
         assert read(await call(api, receive, 5.0)) == {6}, "it was not delivered, so it comes again"
 
 
+class Stateful(Model):
+    """With extra state, which cannot always be set."""
+
+    state = 0
+    broken = False
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        if self.broken:
+            raise OSError("the state cannot be set")
+        self.state = state
+
+
+@pytest.mark.parametrize("strategy", [None, Halves()])
+async def test_r040_the_given_model_gets_its_extra_state_too(api: Api, strategy: Any) -> None:
+    own = Stateful()
+    async with api.crew(1, source=Stateful(1), models=[own]) as (sender, (receiver,), _):
+        receive = receiver.receiver_transport.receive_weights
+        other = Stateful()
+        await sender.send_async(Stateful(2))
+        await call(api, receive, 5.0, model=other, strategy=strategy)
+        assert (other.state, own.state, read(own)) == (7, 7, {2})
+        assert read(other) == ({1} if strategy else {2})
+        other.broken = True
+        await sender.send_async(Stateful(4))
+        with pytest.raises(OSError, match="cannot be set"):
+            await call(api, receive, 5.0, model=other)
+        assert read(await call(api, receive, 5.0)) == {4}, "it was not delivered, so it comes again"
+
+
 async def test_r039_the_schemes_own_model_is_left_to_the_bus_and_its_gate(api: Api) -> None:
     async with api.crew(1, source=Model(1)) as (sender, (receiver,), (own,)):
         await sender.send_async(Model(2))

@@ -375,12 +375,12 @@ def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def receiving(lane: Lane) -> AsyncIterator[ChannelReceiver]:
     receiver = ChannelReceiver(BoardTransport(lane))
-    receiver.start(0)
-    await receiver.ready(5)
+    receiver._start(0)
+    await receiver._ready(5)
     try:
         yield receiver
     finally:
-        await receiver.end(1)
+        await receiver._end(1)
 
 
 ONE, TWO = bytes(16), bytes(range(16))
@@ -391,11 +391,11 @@ async def test_r214_weights_that_overtake_their_instruction_are_kept(named: tupl
     loop = asyncio.get_running_loop()
     async with receiving(lanes[0]) as receiver:
         first, second = slab_of(-1), slab_of(-1)
-        waiting = asyncio.create_task(receiver.fetch_slab(ONE, first, loop.time() + 20))
+        waiting = asyncio.create_task(receiver._fetch_slab(ONE, first, loop.time() + 20))
         lanes[0].messages.put(message(slab_of(2), TWO))
         await until(lambda: lanes[0].received == [2])
         with Clock(1.0):
-            await receiver.fetch_slab(TWO, second, loop.time() + 20)
+            await receiver._fetch_slab(TWO, second, loop.time() + 20)
         assert [read(first.weights()), read(second.weights())] == [{-1}, {2}]
         with pytest.raises(TimeoutError, match="a newer update"):
             await waiting
@@ -417,7 +417,7 @@ async def test_r192_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_fo
     async with receiving(lanes[0]) as receiver:
         slab = slab_of(-1)
         lanes[0].messages.put(message(slab_of(1), ONE))
-        fetching = asyncio.create_task(receiver.fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
+        fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
         await in_thread(writing.wait, 5)
         for _ in range(3):
             fetching.cancel()

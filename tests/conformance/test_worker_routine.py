@@ -277,7 +277,7 @@ async def test_what_goes_wrong_in_a_routine_goes_the_long_way(api: Api) -> None:
         await begin(everybody)
         link = link_of(everybody)
         (transport,) = link._fetches.transports.values()
-        transport.slot_window = 32  # a user's own attribute, by bad luck
+        transport._slot_window = 32  # a user's own attribute, by bad luck
         routine_of(everybody)._windows.clear()
         await send(everybody, 10, 11, 12)
         assert link.failure is None
