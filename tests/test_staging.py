@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ def test_coverage_counts_bytes_as_a_set_would(added: list[tuple[int, int]]) -> N
 # -- bytes that arrive -------------------------------------------------------------------------------------------------
 
 
+def plain(pool: SlabPool) -> Callable[[Part, Layout], Slab]:
+    return lambda part, layout: pool.acquire(layout)
+
+
 def layout_of(nbytes: int) -> Layout:
     return Layout([(("w",), torch.uint8, (nbytes,))])
 
@@ -58,7 +63,7 @@ def incoming(
         for i, layout in enumerate(layouts)
     )
     update, count = Update(EPOCH, 5, False, parts), len(sizes)
-    return IncomingUpdate(update, layouts, values or [b""] * count, SlabPool(), 0.0, attached or [None] * count)
+    return IncomingUpdate(update, layouts, values or [b""] * count, plain(SlabPool()), 0.0, attached or [None] * count)
 
 
 def test_pieces_in_any_order_and_number_fill_the_slabs() -> None:
@@ -127,7 +132,7 @@ def test_values_are_limited_before_any_slab_is_taken() -> None:
     pool = SlabPool()
     update = Update(EPOCH, 1, False, (Part("m", 1, DIGEST, 64),))
     with pytest.raises(ProtocolError):
-        IncomingUpdate(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0, [None])
+        IncomingUpdate(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], plain(pool), 0.0, [None])
     assert (pool.slabs, pool.peak) == (0, 0)
 
 
@@ -144,7 +149,7 @@ def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pool, "acquire", scarce)
     parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
     with pytest.raises(MemoryError):
-        IncomingUpdate(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0, [None, None])
+        IncomingUpdate(Update(EPOCH, 1, False, parts), layouts, [b"", b""], plain(pool), 0.0, [None, None])
     assert pool._in_use == 0
 
 
@@ -175,7 +180,7 @@ def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> Non
     slab, pool = at_hand(64, b"a"), SlabPool()
     parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 64))
     layouts = [layout_of(64), layout_of(64)]
-    slabs = fill_eagerly(parts, layouts, [b"v", b"w", b"", b"b" * 64], pool, [slab, None])
+    slabs = fill_eagerly(parts, layouts, [b"v", b"w", b"", b"b" * 64], plain(pool), [slab, None])
     assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
     assert [one.values for one in slabs] == [b"v", b"w"]
     assert (slab.references, pool.slabs) == (2, 1)
@@ -185,7 +190,7 @@ def test_an_eager_update_with_a_wrong_piece_lets_go_of_what_was_at_hand() -> Non
     slab, pool = at_hand(64, b"a"), SlabPool()
     parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), Part("m1", 1, DIGEST, 4, crc=1))
     with pytest.raises(ProtocolError, match="checksum"):
-        fill_eagerly(parts, [layout_of(64), layout_of(4)], [b"", b"", b"", b"oops"], pool, [slab, None])
+        fill_eagerly(parts, [layout_of(64), layout_of(4)], [b"", b"", b"", b"oops"], plain(pool), [slab, None])
     assert (slab.references, pool._in_use) == (1, 0)
 
 

@@ -54,7 +54,7 @@ def fill_eagerly(
     parts: Sequence[Part],
     layouts: Sequence[Layout],
     payload: Sequence[Buffer],
-    pool: SlabPool,
+    acquire: Callable[[Part, Layout], Slab],
     attached: Sequence[Slab | None],
 ) -> list[Slab]:
     """The slabs of an update that has brought all its bytes: a frame of values per part, then a frame of bytes each.
@@ -77,8 +77,8 @@ def fill_eagerly(
             if (known := attached[i]) is not None:
                 slabs.append(slab := known.retain())
             else:
-                slabs.append(slab := pool.acquire(layouts[i]))
-                slab.memory[:] = data
+                slabs.append(slab := acquire(part, layouts[i]))
+                slab.write(0, data)
             slab.values = bytes(values)
     except BaseException:
         for slab in slabs:
@@ -106,7 +106,7 @@ class IncomingUpdate:
         update: Update,
         layouts: Sequence[Layout],
         values: Sequence[Buffer],
-        pool: SlabPool,
+        acquire: Callable[[Part, Layout], Slab],
         now: float,
         attached: Sequence[Slab | None],
     ) -> None:
@@ -124,7 +124,7 @@ class IncomingUpdate:
                 if part.in_place:
                     self.slabs.append(None)
                     continue
-                self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
+                self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
         except BaseException:
             self.release()
@@ -138,9 +138,7 @@ class IncomingUpdate:
         }
         self.total = self._ends[-1]
         self.coverage = Coverage()
-        self.granted = 0
-        self.restarts = 0
-        self.fruitless = 0
+        self.granted = self.restarts = self.fruitless = 0
         self.last_progress = now
 
     @property
@@ -176,7 +174,7 @@ class IncomingUpdate:
             return False
         slab = self.slabs[part]
         assert slab is not None  # what is read in place has no streamed bytes
-        slab.memory[offset : offset + len(data)] = data
+        slab.write(offset, data)
         return True
 
     def fill(self, payload: Sequence[Buffer]) -> None:
@@ -220,6 +218,7 @@ class Incoming:
         update: the one whose bytes are missing.
         fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
         bytes_received: of all updates.
+        acquire: a slab for the bytes of a part.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class Incoming:
         self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
         self.bytes_received = 0
         self._settings = settings
-        self._pool = pool
+        self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
         self._attach = attach
         self._copy = copy
         self._send = send
@@ -284,8 +283,8 @@ class Incoming:
                         attached[i] = self._copy(slab)
                         slab.release()
             if whole:
-                return fill_eagerly(parts, layouts, payload, self._pool, attached)
-            incoming = IncomingUpdate(update, layouts, payload[:count], self._pool, now, attached)
+                return fill_eagerly(parts, layouts, payload, self.acquire, attached)
+            incoming = IncomingUpdate(update, layouts, payload[:count], self.acquire, now, attached)
         finally:
             for slab in attached:
                 if slab is not None:
@@ -317,13 +316,16 @@ class Incoming:
         update = self.update
         if update is None or chunk.serial != update.serial:
             return
-        if update.write(chunk.part, chunk.offset, data, chunk.crc):
-            update.last_progress = now
-            update.fruitless = 0
-            self.bytes_received += len(data)
-        if self._check_complete(update) or update.granted == update.total:
+        try:
+            if update.write(chunk.part, chunk.offset, data, chunk.crc):
+                update.last_progress = now
+                update.fruitless = 0
+                self.bytes_received += len(data)
+        except MemoryError as error:
+            self._give_up(update, error)
             return
-        if update.ahead <= self._settings.window_bytes // 2:
+        is_credit_due = update.granted < update.total and update.ahead <= self._settings.window_bytes // 2
+        if not self._check_complete(update) and is_credit_due:
             self._grant_credit(update)
 
     def granted(self, granted: Granted, now: float) -> None:
