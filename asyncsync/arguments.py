@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["as_version", "as_workers", "check_count", "check_forward", "check_quorum", "check_timeout"]
+__all__ = ["as_version", "as_workers", "check_bytes", "check_count", "check_forward", "check_quorum", "check_timeout"]
 
 MAX_VERSION = 1 << 62  # of a checkpoint: there is room left to count on
 
@@ -54,6 +54,11 @@ def check_count(name: str, value: int, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         kind = "a positive integer" if least else "an integer from 0"
         raise ValueError(f"{name} must be {kind}, not {value!r}")
+
+
+def check_bytes(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} must be a number of bytes, not {value!r}")
 
 
 def check_quorum(num_workers: int | None, min_workers: int) -> None:

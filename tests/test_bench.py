@@ -55,7 +55,8 @@ def test_a_quick_run_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
     wanted |= {
         ("stall", "4 MiB", workers, system + running)
         for workers in (1, 2)
-        for system in ("no send", *(f"asyncsync {kind}" for kind in ("tcp", "ipc", "shared", "process")))
+        for kind in ("tcp", "ipc", "shared", "process")
+        for system in ("no send", f"asyncsync {kind}", f"asyncsync {kind}, worker")
         for running in ("", ", without waiting for a CPU")
     }
     memory = ("payload", "sender's slabs", "trainer's peak growth", "worker's peak growth")
@@ -462,6 +463,12 @@ def test_the_bars_of_stalls_are_the_longest_of_all_without_the_wait_for_a_cpu() 
         " with MultiProcess, 256 MiB ≤ 20 ms",
     ]
     assert bars([one for one in figures if one.case != "256 MiB"]) == []
+    for system, running in (("tcp", 12), ("ipc", 25), ("shared", 5), ("process", 40)):
+        figures.append(
+            figure("stall", "256 MiB", 1, f"asyncsync {system}, worker, without waiting for a CPU", 1, running)
+        )
+    workers = bars(figures)[len(found) :]
+    assert [(bar.measured, bar.reached, bar.counts) for bar in workers] == [(25, False, False), (5, True, False)]
 
 
 def one_host(section: str, peer: dict[str, float] | None) -> list[Figure]:

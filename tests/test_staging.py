@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ DIGEST = bytes(16)
 # -- bytes that arrive -------------------------------------------------------------------------------------------------
 
 
+def plain(pool: SlabPool) -> Callable[[Part, Layout], Slab]:
+    return lambda part, layout: pool.acquire(layout)
+
+
 def layout_of(nbytes: int) -> Layout:
     return Layout([(("w",), torch.uint8, (nbytes,))])
 
@@ -40,7 +45,7 @@ def incoming(
         for i, layout in enumerate(layouts)
     )
     update, count = Update(EPOCH, 5, False, parts), len(sizes)
-    return IncomingUpdate(update, layouts, values or [b""] * count, SlabPool(), 0.0, attached or [None] * count)
+    return IncomingUpdate(update, layouts, values or [b""] * count, plain(SlabPool()), 0.0, attached or [None] * count)
 
 
 def test_pieces_of_any_size_fill_the_slabs_one_after_the_other() -> None:
@@ -111,7 +116,7 @@ def test_values_are_limited_before_any_slab_is_taken() -> None:
     pool = SlabPool()
     update = Update(EPOCH, 1, False, (Part("m", 1, DIGEST, 64),))
     with pytest.raises(ProtocolError):
-        IncomingUpdate(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], pool, 0.0, [None])
+        IncomingUpdate(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], plain(pool), 0.0, [None])
     assert (pool.slabs, pool.peak) == (0, 0)
 
 
@@ -128,7 +133,7 @@ def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pool, "acquire", scarce)
     parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
     with pytest.raises(MemoryError):
-        IncomingUpdate(Update(EPOCH, 1, False, parts), layouts, [b"", b""], pool, 0.0, [None, None])
+        IncomingUpdate(Update(EPOCH, 1, False, parts), layouts, [b"", b""], plain(pool), 0.0, [None, None])
     assert pool._in_use == 0
 
 
@@ -158,7 +163,7 @@ def test_a_part_that_is_at_hand_is_not_waited_for_and_keeps_a_reference_of_its_o
 def eager(slab: Slab, pool: SlabPool, second: Part, data: bytes) -> IncomingUpdate:
     parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), second)
     layouts, payload = [layout_of(part.nbytes) for part in parts], [b"v", b"w", b"", data]
-    return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, pool, 0.0, [slab, None])
+    return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, plain(pool), 0.0, [slab, None])
 
 
 def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> None:

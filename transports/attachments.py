@@ -1,8 +1,7 @@
 """Attachments: a worker's mappings of the slots that are leased to it. No asyncio.
 
-A mapping is private, copy on write: reading it costs no copy, and what a worker writes there (an optimiser's step,
-BatchNorm) stays its own. The price is that a page it has written shows nothing newer any more, so such pages are
-thrown away before the slot is used for another version.
+A mapping is private (:mod:`asyncsync.transports.private_memory`): reading it costs no copy, and what a worker writes
+there stays its own.
 
 A slot can have a *short lease*: an update is applied from it, and then it is copied out. No Parameter lies there.
 
@@ -24,11 +23,12 @@ import torch
 
 from asyncsync.model.gate import any_applying
 from asyncsync.net.memory_file import MemoryPlace, map_private, open_place
+from asyncsync.transports.private_memory import PrivateMapping, PrivateSlab
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
-from asyncsync.weights.layout import Entry, Layout
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import FOREIGN, Slab
+from asyncsync.weights.slab import Slab
 
 __all__ = ["Attachment", "Attachments"]
 
@@ -40,39 +40,19 @@ REMEDY = (
 SMALL_BYTES = 256 << 10
 # Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
 BORROWED_BYTES = 1 << 20
-# Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 MADV_POPULATE_WRITE = 23  # Python has no name for it
-_THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
-class Mapped(Slab):
+class Mapped(PrivateSlab):
     """A slab that is read in its slot."""
 
     leased = True
 
     def __init__(self, layout: Layout, attachment: Attachment, *, short_lease: bool) -> None:
-        super().__init__(layout, attachment.buffer[: layout.nbytes])
+        super().__init__(layout, attachment.mapping)
         self._attachment = attachment
         self.short_lease = short_lease
         self.may_hold_parameters = not short_lease
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout, each a storage of its own: a Parameter that is pickled, saved, or
-        shared with another process, takes along its bytes, not the whole slab's."""
-        if self.short_lease:  # no Parameter ever lies here
-            return super().views
-        if self._views is None:
-            with normal_tensors():
-                self._views = [self._attachment.tensor(entry) for entry in self.layout.entries]
-        return self._views
-
-    def forget_moved(self) -> None:
-        """``share_memory()`` on a model, or its way into a spawned process, moves a storage with all its views."""
-        begin = self._attachment.address
-        pairs = zip(self._views or (), self.layout.entries, strict=False)
-        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
-            self._views = None
 
     @property
     def sent(self) -> torch.Tensor:
@@ -104,37 +84,27 @@ class Attachment:
         file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
         number = open_place(file, "the sender's", REMEDY)
         try:
-            self._size = os.fstat(number).st_size
-            self._map = map_private(number, self._size)
+            size = os.fstat(number).st_size
+            self.mapping = PrivateMapping(number, size)
             # A second time for readers of what was sent: where Parameters lie, a worker may write.
-            self._other = map_private(number, self._size) if place.mapped else self._map
+            other = map_private(number, size) if place.mapped else self.mapping.memory
         except (OSError, ValueError) as error:
             raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
         finally:
             os.close(number)
-        self.buffer = _tensor(self._map)
-        self._untouched = _tensor(self._other)
+        with normal_tensors():
+            self._untouched = torch.frombuffer(other, dtype=torch.uint8)
         self.is_detached = False
-        self._memory = memoryview(self._map)
+        self._memory = memoryview(self.mapping.memory)
         self._slab: Mapped | None = None
         self._forks: list[int] = []
         self._lock = threading.Lock()  # the loop, a thread that detaches and one that forks use them
-        self.address = self.buffer.data_ptr()
-        token = FOREIGN.add(self.address, self.address + self._size)
-        weakref.finalize(self._map, FOREIGN.discard, token)  # tensors may outlive this object
         _attachments.add(self)
-
-    def tensor(self, entry: Entry) -> torch.Tensor:
-        """One of the tensors that lie here."""
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        area = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
-        return area.view(entry.dtype).view(entry.shape)
 
     @property
     def untouched(self) -> torch.Tensor:
         """What the slot holds; once it may be written again, what is left of that here."""
-        return self.buffer if self.is_detached else self._untouched
+        return self.mapping.buffer if self.is_detached else self._untouched
 
     @property
     def in_use(self) -> bool:
@@ -156,7 +126,7 @@ class Attachment:
             if nbytes <= SMALL_BYTES:
                 slab.memory[:] = self._memory[:nbytes]
             else:  # other threads run meanwhile
-                copy_tensors([slab.buffer], [self.buffer[:nbytes]])
+                copy_tensors([slab.buffer], [self.mapping.buffer[:nbytes]])
         except BaseException:
             slab.release()
             raise
@@ -177,39 +147,17 @@ class Attachment:
     def clean(self) -> None:
         """If nobody uses it: throw away pages of this process's own, which would hide what the slot holds next."""
         slab = self._slab
-        if slab is None or slab.references or not (slab.holds_parameters or slab.exposed) or self.is_detached:
-            return
-        if self._has_own_pages():
-            self._map.madvise(mmap.MADV_DONTNEED)
-        slab.forget_moved()
-        slab.holds_parameters = slab.holds_all_parameters = slab.exposed = False
-
-    def _has_own_pages(self) -> bool:
-        # Asking the kernel is cheaper than throwing away, and mapping anew, all pages whenever some might be written.
-        first, count = self.address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
-        try:
-            number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return True
-        try:
-            entries = np.frombuffer(os.pread(number, count * 8, first * 8), np.uint64)
-        except OSError:
-            return True
-        finally:
-            os.close(number)
-        if len(entries) < count:
-            return True
-        there, shared = (entries & _THERE).astype(bool), (entries & _SHARED).astype(bool)
-        return bool((there & ~shared).any())
+        if slab is not None and not slab.references and not self.is_detached:
+            slab.show_the_file()
 
     def detach(self) -> None:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
         try:
             # A page that is written is copied, and keeps what it holds. The kernel does it to each page at once: what a
             # thread without the interpreter's lock writes there meanwhile is not lost.
-            self._map.madvise(MADV_POPULATE_WRITE)
+            self.mapping.memory.madvise(MADV_POPULATE_WRITE)
         except OSError:  # a kernel before 5.14
-            pages = np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE]
+            pages = np.frombuffer(self.mapping.memory, np.uint8)[:: mmap.PAGESIZE]
             pages += np.uint8(0)
         self.is_detached = True
 
@@ -299,11 +247,6 @@ class Attachments:
     def _drop(self, key: tuple[int, int]) -> None:
         # The slab refers to the attachment: without this, a garbage collection would have to come to free the memory.
         self._known.pop(key)._slab = None
-
-
-def _tensor(mapping: mmap.mmap) -> torch.Tensor:
-    with normal_tensors():
-        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _ended(pipe: int) -> bool:

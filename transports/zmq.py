@@ -2,7 +2,8 @@
 
 A ZMQTransport moves nothing itself. It offers no descriptor, and that tells the bus to carry the bytes: up to 64 KiB in
 the instruction, more in chunks on the same socket, which the publisher sends on the worker's credit, and which the
-subscriber writes where they belong.
+subscriber writes where they belong: in a slab, from which they are copied into the model, or, where there are more of
+them, in memory that a module's Parameters are given (:mod:`asyncsync.transports.received`).
 
 Usage, in a scheme of one's own::
 
@@ -15,12 +16,29 @@ from __future__ import annotations
 
 from asyncsync.transports import blocking
 from asyncsync.transports.base import TransportBackend, TransportCore
+from asyncsync.transports.received import ReceivedPool
+from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import Slab
 
-__all__ = ["BlockingZMQTransport", "ZMQTransport"]
+__all__ = ["BlockingZMQTransport", "ChunkTransport", "ZMQTransport"]
 
 
-class ZMQTransport(TransportBackend):
-    """The bus's own transport: no descriptor, the bytes come as chunks on the same socket."""
+class ChunkTransport(TransportCore):
+    """The bus's own transport, whichever API is put over it.
+
+    Args:
+        map_above: a module's Parameters may get their memory in received weights of more bytes.
+    """
+
+    def __init__(self, map_above: int = COPY_BYTES) -> None:
+        self.map_above = map_above
+        self.received = ReceivedPool()
+
+    def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
+        """Memory that Parameters may be given, where that pays."""
+        return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Never asked: without a descriptor, the subscriber writes the chunks itself.
@@ -30,11 +48,15 @@ class ZMQTransport(TransportBackend):
         """
         await TransportCore.fetch(self, descriptor, into, deadline)
 
+    def close(self) -> None:
+        """Release free memory; what a model shows stays with it."""
+        self.received.close()
+
+
+class ZMQTransport(ChunkTransport, TransportBackend):
+    """The bus's own transport: no descriptor, the bytes come as chunks on the same socket."""
+
 
 @blocking.in_sync_as("ZMQTransport")
-class BlockingZMQTransport(blocking.TransportBackend):
+class BlockingZMQTransport(ChunkTransport, blocking.TransportBackend):
     """:class:`asyncsync.ZMQTransport` with ordinary methods."""
-
-    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Never asked, as :meth:`ZMQTransport.fetch`."""
-        await super().fetch(descriptor, into, deadline)

@@ -37,7 +37,7 @@ SECTIONS = {
     "throughput": "send → applied by all, beside hand-written gloo",
     "tensors": "1000 small tensors beside one of as many bytes",
     "latency": "empty and small updates, beside a bare zmq.asyncio round trip",
-    "stall": "the longest stall of the trainer's event loop during large sends",
+    "stall": "the longest stall of the trainer's event loop, and of the workers', during large sends",
     "shared": "SharedMem: send → applied by all, beside TorchRL's scheme of that name",
     "process": "MultiProcess: the same",
     "collect": "collectors, beside TorchRL's and a bare loop over a vector environment",

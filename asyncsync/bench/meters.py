@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PeakMemory", "Stall", "longest_stall"]
+__all__ = ["TICK", "PeakMemory", "Stall", "longest_stall"]
 
 TICK = 1e-3  # seconds that the watching coroutine sleeps
 

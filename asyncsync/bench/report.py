@@ -198,11 +198,11 @@ def _stall(figures: Figures) -> Table:
             rows.append([figure.system, f"{figure.workers}", *map(_ms, values)])
     note = (
         f"Milliseconds, {_trials(figures)} interleaved trials with {figures[0].case}: the longest time between two "
-        "turns of a coroutine that sleeps 1 ms. Running: without the time for which the loop's thread was ready to "
-        "run and waited for a CPU."
+        "turns of a coroutine that sleeps 1 ms, in the trainer, or in that worker where it is longer. Running: without "
+        "the time for which the loop's thread was ready to run and waited for a CPU."
     )
     columns = ["", "workers", "raw, median", "raw, longest", "running, median", "running, longest"]
-    return Table("Stalls of the trainer's event loop", columns, rows, note)
+    return Table("Stalls of the event loops", columns, rows, note)
 
 
 def _memory(figures: Figures) -> Table:

@@ -138,29 +138,34 @@ async def latency(stage: Stage) -> list[Figure]:
 # -- stalls and memory -------------------------------------------------------------------------------------------------
 
 
+async def _idle() -> None:
+    await asyncio.sleep(0.1)
+
+
 async def stall(stage: Stage) -> list[Figure]:
-    """The trainer's loop during large sends, and during none."""
+    """The trainer's loop and the workers' during large sends, and the former during none."""
     payload = stage.plan.largest
     stalls: dict[tuple[str, int], list[Stall]] = {}
     trials = stage.plan.often(payload.nbytes)
-    weights, module = payload.weights(), payload.module()
+    module = payload.module()
     for workers in (1, 2):
         stage.progress(f"stalls, {payload.name} to {workers}")
-        await stage.crew.ask_all(range(workers), "load", payload)
-        actions: dict[str, Callable[[], Awaitable[object]]] = {"no send": lambda: asyncio.sleep(0.1)}
+        actions: dict[str, Callable[[], Awaitable[object]]] = {"no send": _idle}
         async with AsyncExitStack() as stack:
-            for kind in ("tcp", "ipc"):
-                scheme = await stack.enter_async_context(ours.opened(stage.crew, payload, weights, workers, kind))
-                actions[f"asyncsync {kind}"] = ours.updating(scheme, weights)
-            for kind in ONE_HOST:
+            for kind in ("tcp", "ipc", *ONE_HOST):
                 await stage.crew.ask_all(range(workers), "load", payload, module=kind)
                 scheme = await stack.enter_async_context(ours.opened(stage.crew, kind, module, workers, kind))
                 actions[f"asyncsync {kind}"] = ours.updating(scheme, module)
             for trial in range(-WARM, trials):
                 for name, action in actions.items():
+                    await stage.crew.ask_all(range(workers), "stalls_from_now")
                     found = await longest_stall(action)
+                    theirs = await stage.crew.ask_all(range(workers), "longest_stall")
                     if trial >= 0:
                         stalls.setdefault((name, workers), []).append(found)
+                        if action is not _idle:
+                            worst = max(theirs, key=lambda one: one.raw if one.running is None else one.running)
+                            stalls.setdefault((f"{name}, worker", workers), []).append(worst)
         await stage.crew.ask_all(range(workers), "close")
     return [figure for (name, workers), found in stalls.items() for figure in _stalls(payload, name, workers, found)]
 

@@ -23,7 +23,7 @@ from torch import nn
 from asyncsync import WeightSyncScheme
 from asyncsync.bench.cases import Payload
 from asyncsync.bench.collection import Collection
-from asyncsync.bench.meters import PeakMemory
+from asyncsync.bench.meters import TICK, PeakMemory, Stall, longest_stall
 from asyncsync.bench.peers import Gloo, digest, echo
 from asyncsync.bench.pipe import Pipe, end_with_parent
 from asyncsync.bench.theirs import TorchRL
@@ -128,6 +128,16 @@ class Worker:
             assert self._gloo is not None
             return digest([self._gloo.flat])
         return digest(self._parameters(model))
+
+    async def stalls_from_now(self) -> None:
+        """Watch this process's loop until ``longest_stall``."""
+        self._watched = asyncio.Event()
+        self._watching = asyncio.create_task(longest_stall(self._watched.wait))
+        await asyncio.sleep(10 * TICK)  # it watches by now
+
+    async def longest_stall(self) -> Stall:
+        self._watched.set()
+        return await self._watching
 
     async def memory_from_now(self) -> None:
         self._memory = PeakMemory()

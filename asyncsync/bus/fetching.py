@@ -32,6 +32,7 @@ class Fetches:
         self.transports: dict[str, Carrier] = {}
         self._subscriber = subscriber
         subscriber.attach = self.attach
+        subscriber.incoming.acquire = self.acquire
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -56,6 +57,13 @@ class Fetches:
         """The part's slab, if its transport has it at hand. Raises what that raises."""
         assert part.descriptor is not None
         return self._transport(part).attach(part.descriptor, layout, self._subscriber.pool)
+
+    def acquire(self, part: Part, layout: Layout) -> Slab:
+        """A slab for the part's bytes, in which Parameters may lie if they come over the bus."""
+        subscriber = self._subscriber
+        if part.descriptor is None and subscriber.models[subscriber.session.local(part.model_id)].repoints:
+            return self._transport(part)._acquire(layout, subscriber.pool)
+        return subscriber.pool.acquire(layout)
 
     def window(self, part: Part, layout: Layout, descriptor: bytes) -> memoryview | None:
         """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than this part's."""

@@ -45,6 +45,7 @@ class Binding:
 
     Attributes:
         bound: the model as updates see it; None: there is no model.
+        repoints: whether Parameters may get their memory in a slab.
 
     Raises:
         TypeError: any other model.
@@ -62,13 +63,14 @@ class Binding:
         apply: Callable[[Any], None] | None = None,
     ) -> None:
         self.strategy = strategy
-        self.repoints = repoints and not _has_compiled(model)
         self._model = model
         self.inplace = inplace
         self._converts = type(strategy).convert is not WeightStrategy.convert
         if apply is None and type(strategy).apply_weights is not WeightStrategy.apply_weights and model is not None:
             apply = self._strategy_apply
         self._custom = apply
+        is_written_here = not self._converts and apply is None
+        self.repoints = repoints and is_written_here and _can_be_repointed(model)
         self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
         self.bound: BoundModel | None = None
         if model is not None:
@@ -183,9 +185,9 @@ def _specs(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return specs
 
 
-def _has_compiled(model: Any) -> bool:
-    """Whether what runs the module may have its tensors' addresses."""
-    if not isinstance(model, nn.Module):
+def _can_be_repointed(model: Any) -> bool:
+    """Whether a module has Parameters in the host's memory, or will have, and nothing that runs it has addresses."""
+    if not isinstance(model, nn.Module) or all(parameter.is_cuda for parameter in model.parameters()):
         return False
     inner = any(isinstance(module, torch.jit.ScriptModule) or is_optimized(module) for module in model.modules())
-    return inner or is_compiled(model)
+    return not (inner or is_compiled(model))

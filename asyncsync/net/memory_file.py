@@ -57,8 +57,9 @@ class MemoryPlace(NamedTuple):
         return cls(os.getpid(), number, found.st_dev, found.st_ino, found.st_size)
 
 
-def create(size: int) -> int:
-    """The descriptor of a new memory file, all of whose pages are there.
+def create(size: int, *, reserved: bool = True) -> int:
+    """The descriptor of a new memory file, all of whose pages are there; ``reserved=False``: each comes when it is
+    written.
 
     Raises:
         WeightSyncError: this system has none, or there are too few file descriptors.
@@ -76,8 +77,10 @@ def create(size: int) -> int:
     except OSError as error:
         raise WeightSyncError(f"no shared memory can be had: {error}; use ZMQWeightSyncScheme") from error
     try:
-        # All pages at once: afterwards, memory cannot run out in the middle of a copy (SIGBUS).
-        os.posix_fallocate(number, 0, size)
+        if reserved:  # afterwards, memory cannot run out in the middle of a copy (SIGBUS)
+            os.posix_fallocate(number, 0, size)
+        else:
+            os.ftruncate(number, size)
     except OSError as error:
         os.close(number)
         raise no_memory(size, error) from error

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from asyncsync.protocol.fields import Epoch, InUse
 from asyncsync.protocol.messages import Part
 from asyncsync.protocol.staging import Staging
-from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
 
@@ -142,8 +141,7 @@ class Holdings:
         """A slab of this worker's own with the same content."""
         mine = self._pool.acquire(slab.layout)
         try:
-            copy_tensors([mine.buffer], [slab.sent])
-            mine.values = slab.values
+            slab.copy_to(mine)
         except BaseException:
             mine.release()
             raise

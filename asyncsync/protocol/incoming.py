@@ -36,7 +36,7 @@ class IncomingUpdate:
         update: Update,
         layouts: Sequence[Layout],
         payload: Sequence[Buffer],
-        pool: SlabPool,
+        acquire: Callable[[Part, Layout], Slab],
         now: float,
         attached: Sequence[Slab | None],
     ) -> None:
@@ -58,7 +58,7 @@ class IncomingUpdate:
                 if part.in_place:
                     self.slabs.append(None)
                     continue
-                self.slabs.append(mine := pool.acquire(layout) if slab is None else slab.retain())
+                self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
             for i, frame in enumerate(payload[len(values) :]):
                 self.write(i, 0, frame, self.parts[i].crc)
@@ -103,7 +103,7 @@ class IncomingUpdate:
             return False
         slab = self.slabs[part]
         assert slab is not None  # what is read in place has no streamed bytes
-        slab.memory[offset : offset + len(data)] = data
+        slab.write(offset, data)
         self.received += len(data)
         return True
 
@@ -137,6 +137,7 @@ class Incoming:
         update: the one whose bytes are missing.
         fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
         bytes_received: of all updates.
+        acquire: a slab for the bytes of a part.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Incoming:
         self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
         self.bytes_received = 0
         self._settings = settings
-        self._pool = pool
+        self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
         self._attach = attach
         self._copy = copy
         self._send = send
@@ -197,7 +198,7 @@ class Incoming:
                     if slab is not None and slab.short_lease:
                         attached[i] = self._copy(slab)
                         slab.release()
-            incoming = IncomingUpdate(update, layouts, payload, self._pool, now, attached)
+            incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
         finally:
             for slab in attached:
                 if slab is not None:
@@ -227,10 +228,14 @@ class Incoming:
         update = self.update
         if update is None or chunk.serial != update.serial:
             return
-        if update.write(chunk.part, chunk.offset, data, chunk.crc):
-            update.last_progress = now
-            update.fruitless = 0
-            self.bytes_received += len(data)
+        try:
+            if update.write(chunk.part, chunk.offset, data, chunk.crc):
+                update.last_progress = now
+                update.fruitless = 0
+                self.bytes_received += len(data)
+        except MemoryError as error:
+            self._give_up(update, error)
+            return
         if self._check_complete(update) or update.granted == update.total:
             return
         if update.granted - update.received <= self._settings.window_bytes // 2:

@@ -260,8 +260,8 @@ class Subscriber:
         # Otherwise the same in fewer steps: nothing is on its way or waits, and the layout fits.
         try:
             if payload:
-                slab = self.pool.acquire(layout)
-                slab.memory[:] = payload[0]
+                slab = self.incoming.acquire(part, layout)
+                slab.write(0, payload[0])
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return

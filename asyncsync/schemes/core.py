@@ -204,7 +204,7 @@ class SchemeCore(SchemeState, ABC):
                 them.
             apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only.
             inplace: True: copy into the model's own memory; False: give its tensors new storage; None: as the scheme
-                does it best, which is True but for the Parameters of a module in shared memory.
+                does it best, which is True but for the Parameters of a module above ``map_above``.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
             reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from asyncsync.arguments import check_bytes
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
@@ -47,8 +48,7 @@ class SlotCore(SchemeCore):
     ) -> None:
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
             raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
-        if not isinstance(map_above, int) or isinstance(map_above, bool) or map_above < 0:
-            raise ValueError(f"map_above must be a number of bytes, not {map_above!r}")
+        check_bytes("map_above", map_above)
         super().__init__(
             strategy,
             endpoint=endpoint,

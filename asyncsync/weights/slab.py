@@ -36,7 +36,7 @@ MAPPED_BYTES = 1 << 20
 
 
 class Ranges:
-    """Where mappings of other processes' memory begin and end, in which this one's Parameters may lie."""
+    """Where memory that slabs use again begins and ends, in which Parameters may lie meanwhile."""
 
     def __init__(self) -> None:
         # Replaced, not changed: mappings may end in a garbage collection while another thread reads this.
@@ -68,7 +68,7 @@ FOREIGN = Ranges()
 
 
 def is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in a mapping of another process's memory."""
+    """Whether a tensor lies in memory that a slab uses again: another process's, or this one's."""
     return tensor.is_cpu and tensor.untyped_storage().data_ptr() in FOREIGN
 
 
@@ -175,11 +175,19 @@ class Slab:
         """The content as a nested TensorDict of views into the slab."""
         return nest(self.tensors(), unpack_values(self.values, self.layout))
 
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes that have come where they belong. Raises MemoryError where there is none for them."""
+        self.memory[offset : offset + len(data)] = data
+
+    def copy_to(self, other: Slab) -> None:
+        """Give another slab of the same layout what was sent."""
+        copy_tensors([other.buffer], [self.sent])
+        other.values = self.values
+
     def copy(self) -> Slab:
         """An independent slab with the same content, of no pool."""
         twin = Slab(self.layout, allocate(self.nbytes, pinned=False))
-        copy_tensors([twin.buffer], [self.sent])
-        twin.values = self.values
+        self.copy_to(twin)
         return twin
 
     def retain(self) -> Slab:

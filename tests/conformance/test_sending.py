@@ -584,7 +584,7 @@ async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> Non
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
         # What workers read where it is, they ask for first.
-        short = not api.options
+        short = not api.options or api.kind == "ZMQ"
         if not api.is_fast:
             assert said.count(messages.Again) + said.count(messages.Update) == 8
             return

@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync import ClosedError, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
+from asyncsync import (
+    ClosedError,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    ZMQWeightSyncScheme,
+)
 from asyncsync.weights.slab import Slab
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, eventually
@@ -21,7 +27,9 @@ from helpers.shared_workers import MIB, BatchNormed, SharedWorker, is_repointed
 pytestmark = pytest.mark.timeout(90)
 
 every_kind = pytest.mark.parametrize(
-    "kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared", "process"]
+    "kind",
+    [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, ZMQWeightSyncScheme],
+    ids=["shared", "process", "zmq"],
 )
 every_way = pytest.mark.parametrize("inplace", [None, True], ids=["re-pointed", "in place"])
 
@@ -56,7 +64,7 @@ async def test_batch_norm_in_one_worker_leaves_the_others_alone(
         sender.connect(), *(w.connect_normed(fresh(sender), i, 2 * MIB, inplace) for i, w in enumerate(workers))
     )
     # BatchNorm's own Parameters are re-pointed as well, its running statistics are not.
-    repointed = kind is SharedMemWeightSyncScheme and inplace is None
+    repointed = kind is not MultiProcessWeightSyncScheme and inplace is None
     assert await workers[0].is_repointed() == [repointed] * 10
     for value in range(2, 9):
         await sender.send_async(source.fill(value))

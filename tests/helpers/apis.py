@@ -200,7 +200,9 @@ class Api:
         return face(made) if self.is_blocking else made
 
     def scheme(self, *args: Any, **options: Any) -> Any:
-        """A scheme of this kind."""
+        """A scheme of this kind. ZeroMQ's has no slots: this option is left out."""
+        if self.kind == "ZMQ":
+            options.pop("slots", None)
         return self.make(self.scheme_class, *args, **{**self.options, **options})
 
     def bus(self, *args: Any, **options: Any) -> Any:
@@ -223,7 +225,7 @@ class Api:
 ASYNCIO = Api("asyncio", asyncsync)
 BLOCKING = Api("blocking", asyncsync.sync)
 
-# Test models are small: they are copied out of shared memory, unless the scheme is told to leave everything there.
+# Test models are small: they are copied, unless the scheme is told to give Parameters their memory in every slab.
 _ALL = [
     ASYNCIO,
     BLOCKING,
@@ -233,10 +235,13 @@ _ALL = [
     Api("blocking-mapped", asyncsync.sync, "SharedMem", map_above=0),
     Api("asyncio-process", asyncsync, "MultiProcess"),
     Api("blocking-process", asyncsync.sync, "MultiProcess", map_above=0),
+    Api("asyncio-received", asyncsync, map_above=0),
+    Api("blocking-received", asyncsync.sync, map_above=0),
     Api("asyncio-general", asyncsync, "SharedMem", is_fast=False),
     Api("blocking-shared-general", asyncsync.sync, "SharedMem", is_fast=False),
 ]
-_EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped")]
+_EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped", "blocking-received")]
+_RECEIVED = [api for api in _ALL if api.name.endswith("-received")]
 _IN_PLACE = [api for api in _ALL if api.name.endswith(("-mapped", "-process"))]
 
 SETS: dict[str, list[Api]] = {
@@ -249,15 +254,19 @@ SETS: dict[str, list[Api]] = {
     "copied": [api for api in _ALL if api.kind != "ZMQ" and not api.options and api.is_fast],
     "general": [api for api in _ALL if not api.is_fast],
     "in place": _IN_PLACE,
+    "map_above": [*_IN_PLACE, *_RECEIVED],
     "shared": [api for api in _ALL if api.kind == "SharedMem"],
     "instant": [api for api in _ALL if api.is_instant],
     "mapped": [api for api in _ALL if api.kind == "SharedMem" and api.options],
+    "received": _RECEIVED,
+    "re-pointed": [api for api in _ALL if api.name.endswith(("-mapped", "-received"))],
     "process": [api for api in _ALL if api.kind == "MultiProcess"],
 }
 """What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
 them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
-which they are copied; … "general" is without the fast paths, "in
-place" for tests that set ``map_above`` themselves."""
+which they are copied; "received": Parameters lie in what came over ZeroMQ; "re-pointed": they do, over
+ZeroMQ or in slots; … "general" is without the fast paths, "in place" and "map_above" are for tests that set
+``map_above`` themselves, the latter with ZeroMQ's scheme, too."""
 
-QUICK = {"asyncio", "blocking-shared", "asyncio-mapped", "blocking-process"}
-"""What the quick suite runs of each set: both APIs, every scheme, and both ways out of shared memory."""
+QUICK = {"asyncio", "blocking-shared", "asyncio-mapped", "blocking-process", "asyncio-received"}
+"""What the quick suite runs of each set: both APIs, every scheme, and all ways into a model."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncsync.bench.meters import longest_stall
 from asyncsync.bus import publishing
 from asyncsync.model import update
 from asyncsync.weights.slab import is_foreign
@@ -68,6 +69,10 @@ def _address_space() -> int:
     found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_too_early(self: Any, last: int, kept: Any) -> None:
@@ -230,6 +235,17 @@ class SharedWorker(_Hurt, Worker):
     async def abandon(self) -> None:
         """Forget the scheme without a word."""
         self.scheme = None
+
+    async def resident(self) -> int:
+        """Bytes of this process's resident memory."""
+        return _resident()
+
+    async def stall_until(self, version: int) -> float:
+        """Seconds for which this worker's loop stands still, at most, until it has this version; without the time for
+        which it waited for a CPU, where the kernel tells that."""
+        self.emit("watching")
+        stall = await longest_stall(lambda: self.scheme.wait_version(version, timeout=60))
+        return stall.raw if stall.running is None else stall.running
 
     # -- forks ------------------------------------------------------------------------------------------------------
 
