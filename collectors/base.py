@@ -26,7 +26,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
-from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.context import follow
 
 __all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller"]
@@ -64,14 +64,11 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
-        thread = WorkThread("asyncsync-collector-pause")
         try:
-            await finish(thread.submit(lambda: self._entered.enter_context(self._block(task))))
+            await elsewhere("asyncsync-collector-pause", lambda: self._entered.enter_context(self._block(task)))
         except asyncio.CancelledError:
             self._entered.close()
             raise
-        finally:
-            thread.abandon()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -142,14 +139,12 @@ class BaseCollector(WeightsAPI, ABC):
         Cancelled, it raises when what was being made has been shut down again.
         """
         made: list[Self] = []
-        thread = WorkThread("asyncsync-collector-start")
         try:
-            await finish(thread.submit(lambda: made.append(cls(*args, **kwargs))))
+            await elsewhere("asyncsync-collector-start", lambda: made.append(cls(*args, **kwargs)))
         except asyncio.CancelledError:
-            await finish(thread.submit(lambda: [one.shutdown() for one in made]))
+            for collector in made:
+                await collector._shutdown_elsewhere()
             raise
-        finally:
-            thread.abandon()
         return made[0]
 
     # -- iteration ----------------------------------------------------------------------------------------------------
@@ -197,11 +192,7 @@ class BaseCollector(WeightsAPI, ABC):
 
     async def _shutdown_elsewhere(self) -> None:
         """:meth:`shutdown` without blocking the running loop."""
-        thread = WorkThread("asyncsync-collector-end")
-        try:
-            await finish(thread.submit(self.shutdown))
-        finally:
-            thread.abandon()
+        await elsewhere("asyncsync-collector-end", self.shutdown)
 
     def __enter__(self) -> Self:
         return self

@@ -189,7 +189,8 @@ class Collector(BaseCollector, metaclass=Chooses):
             self.policy = placed(self._original_policy, rollouts.devices.policy, bool(trust_policy))
             rollouts.set_policy(self.policy, bool(trust_policy), compile_policy)
             arguments.postproc = on_device(postproc, rollouts.devices.storing)
-            self._set_up_senders(weight_sync_schemes, weight_updater)
+            sources = self if self.policy is self._original_policy else _RegisteredModels(self)
+            self._set_up_senders(weight_sync_schemes, weight_updater, sources)
             self._connect_senders(CONNECT_SECONDS)
             if weight_recv_schemes is not None:
                 self.register_scheme_receiver(weight_recv_schemes)
@@ -353,15 +354,12 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _registered(self, model_id: str) -> Any:
         # The one that acts may be a copy on another device. If it is what is received, the original is out of date.
-        if model_id in self._receivers.schemes or self.policy is self._original_policy:
+        if model_id in self._weights.schemes or self.policy is self._original_policy:
             return super()._registered(model_id)
         try:
             return find_model(self, model_id, self._original_policy)
         except LookupError as error:
             raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
-
-    def _sources(self) -> Any:
-        return self if self.policy is self._original_policy else _RegisteredModels(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

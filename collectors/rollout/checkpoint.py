@@ -49,7 +49,7 @@ class Checkpoint:
         if "versions" in state:
             collector._carry_on(state["versions"])
         if "policy_state_dict" in state:
-            collector._between_steps(lambda: self._load_policy(state["policy_state_dict"], strict))
+            collector._local.apply(lambda: self._load_policy(state["policy_state_dict"], strict))
         rollouts.frames = state.get("frames", rollouts.frames)
         iteration.count = state.get("iter", iteration.count)
         if rollouts.arguments.track_traj_ids:

@@ -93,6 +93,12 @@ class WeightUpdaterBase:
             )
         self._collector = weakref.ref(collector)
 
+    def _serve(self, collector: Any) -> None:
+        """Belong to this collector, and count its version up with each push."""
+        self.register_collector(collector)
+        if self._count_push not in self.post_hooks:  # it may have served one that is gone
+            self.register_post_hook(self._count_push)
+
     @property
     def collector(self) -> Any:
         """The collector that this updater belongs to; None when unset, or gone."""
@@ -240,7 +246,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
                 counted.append(None)
                 self.increment_version()
 
-        collector._between_steps(copy_and_count)
+        collector._local.apply(copy_and_count)
 
     def _copy(self, weights: Any) -> None:
         WeightStrategy().apply_weights(self.policy_weights, weights)
