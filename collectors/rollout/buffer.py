@@ -7,10 +7,10 @@
 
 The first step of a rollout determines the :class:`BatchLayout`: the key paths, shapes, dtypes and devices of its
 leaves. For a layout, the memory of the whole batch is asked for once per rollout, through ``allocate(layout)``, and
-every step is written with one ``torch._foreach_copy_`` into views that were split beforehand: no TensorDict is made
-per step, nothing is stacked at the end, and what was appended is a snapshot. A step that does not fit (other keys,
-shapes or dtypes) or is no plain nested TensorDict of strided tensors (NonTensorData, lazy stacks, nested tensors)
-makes the rest of that rollout a list of clones, which ``finish`` stacks (lazily, where shapes differ).
+steps are copied into it: no TensorDict is made per step, nothing is stacked at the end, and what was appended is a
+snapshot. A step that does not fit (other keys, shapes or dtypes) or is no plain nested TensorDict of strided tensors
+(NonTensorData, lazy stacks, nested tensors) makes the rest of that rollout a list of clones, which ``finish`` stacks
+(lazily, where shapes differ).
 
 What an ``allocate`` of one's own can rely on (MultiSync and MultiAsync put batches into shared memory with it):
 
