@@ -18,7 +18,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -57,10 +56,8 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     def __enter__(self) -> None:
         self._entered.enter_context(self._block(None))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self._entered.close()
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
@@ -70,10 +67,8 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             self._entered.close()
             raise
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, traceback)
+    async def __aexit__(self, *exc: object) -> None:
+        self._entered.close()
 
 
 def is_caller(owners: Iterable[object]) -> bool:
@@ -197,17 +192,13 @@ class BaseCollector(WeightsAPI, ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._shutdown_elsewhere()
 
     # -- running free -------------------------------------------------------------------------------------------------

@@ -63,8 +63,7 @@ class Iteration:
 
     def rollout(self) -> TensorDictBase | None:
         """One rollout, between its hooks: see :meth:`asyncsync.collectors.Collector.rollout`."""
-        with self._lock.rolling():
-            return _outcome(self._hooked_rollout)
+        return self._in_turn(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
         if (hook := self._collector.pre_collect_hook) is not None:
@@ -80,8 +79,15 @@ class Iteration:
 
     def next_batch(self) -> TensorDictBase | None:
         """A rollout and all that follows it: what the caller gets, or None if it went to the replay buffer."""
+        return self._in_turn(self._whole_batch)
+
+    def _in_turn(self, function: Callable[[], T]) -> T:
+        """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
         with self._lock.rolling():
-            return _outcome(self._whole_batch)
+            try:
+                return function()
+            except (StopIteration, StopAsyncIteration) as error:
+                raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
 
     def _whole_batch(self) -> TensorDictBase | None:
         arguments, rollouts = self._rollouts.arguments, self._rollouts
@@ -235,14 +241,6 @@ def _state_of(environment: Any) -> Any:
     # Of a TransformedEnv, it is the transforms that have a state.
     owner = getattr(environment, "transform", environment)
     return owner.state_dict() if isinstance(owner, nn.Module) or hasattr(owner, "state_dict") else {}
-
-
-def _outcome(function: Callable[[], T]) -> T:
-    """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
-    try:
-        return function()
-    except (StopIteration, StopAsyncIteration) as error:
-        raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
 
 
 async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
