@@ -18,7 +18,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -26,7 +25,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
-from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.sources import follow
 
 __all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller"]
@@ -57,26 +56,19 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     def __enter__(self) -> None:
         self._entered.enter_context(self._block(None))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self._entered.close()
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
-        thread = WorkThread("asyncsync-collector-pause")
         try:
-            await finish(thread.submit(lambda: self._entered.enter_context(self._block(task))))
+            await elsewhere("asyncsync-collector-pause", lambda: self._entered.enter_context(self._block(task)))
         except asyncio.CancelledError:
             self._entered.close()
             raise
-        finally:
-            thread.abandon()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, traceback)
+    async def __aexit__(self, *exc: object) -> None:
+        self._entered.close()
 
 
 def is_caller(owners: Iterable[object]) -> bool:
@@ -142,14 +134,12 @@ class BaseCollector(WeightsAPI, ABC):
         Cancelled, it raises when what was being made has been shut down again.
         """
         made: list[Self] = []
-        thread = WorkThread("asyncsync-collector-start")
         try:
-            await finish(thread.submit(lambda: made.append(cls(*args, **kwargs))))
+            await elsewhere("asyncsync-collector-start", lambda: made.append(cls(*args, **kwargs)))
         except asyncio.CancelledError:
-            await finish(thread.submit(lambda: [one.shutdown() for one in made]))
+            for collector in made:
+                await collector._shutdown_elsewhere()
             raise
-        finally:
-            thread.abandon()
         return made[0]
 
     # -- iteration ----------------------------------------------------------------------------------------------------
@@ -197,26 +187,18 @@ class BaseCollector(WeightsAPI, ABC):
 
     async def _shutdown_elsewhere(self) -> None:
         """:meth:`shutdown` without blocking the running loop."""
-        thread = WorkThread("asyncsync-collector-end")
-        try:
-            await finish(thread.submit(self.shutdown))
-        finally:
-            thread.abandon()
+        await elsewhere("asyncsync-collector-end", self.shutdown)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._shutdown_elsewhere()
 
     # -- running free -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-__all__ = ["BatchLayout", "Leaf", "Node", "empty_batch", "layout_of", "with_time"]
+__all__ = ["BatchLayout", "Leaf", "Node", "empty_batch", "layout_of", "layout_of_steps", "with_time"]
 
 Path = tuple[str, ...]
 
@@ -83,33 +83,53 @@ def empty_batch(layout: BatchLayout) -> TensorDict:
 
 def layout_of(batch: TensorDictBase) -> BatchLayout | None:
     """The layout of a batch (time last); None where none describes it: lazy stacks, entries that are no tensors."""
-    *batch_size, steps = batch.batch_size
     leaves: list[Leaf] = []
     nodes: list[Node] = []
-    if not _scan(batch, (), batch.batch_size, leaves, nodes):
+    if not _scan(batch, (), batch.batch_size, None, leaves, nodes, is_batch=True):
         return None
+    *batch_size, steps = batch.batch_size
     return BatchLayout(torch.Size(batch_size), steps, batch.device, tuple(nodes), tuple(leaves))
 
 
-# Not a function within the other: that would be a cycle of references, which keeps the batch alive for a while.
-def _scan(td: TensorDictBase, path: tuple[str, ...], size: torch.Size, leaves: list[Leaf], nodes: list[Node]) -> bool:
-    n = len(size) - 1
-    if type(td) is not TensorDict or td.batch_size[: n + 1] != size:
+def layout_of_steps(step: TensorDictBase, steps: int, device: torch.device | None) -> BatchLayout | None:
+    """The layout of a batch of so many steps like this one, on a device (None: each leaf where it is); None where none
+    describes it."""
+    leaves: list[Leaf] = []
+    nodes: list[Node] = []
+    if not _scan(step, (), step.batch_size, device, leaves, nodes, is_batch=False):
+        return None
+    return BatchLayout(step.batch_size, steps, device, tuple(nodes), tuple(leaves))
+
+
+# Not a function within the others: that would be a cycle of references, which keeps the batch alive for a while.
+def _scan(
+    td: TensorDictBase,
+    path: Path,
+    size: torch.Size,
+    device: torch.device | None,
+    leaves: list[Leaf],
+    nodes: list[Node],
+    *,
+    is_batch: bool,
+) -> bool:
+    n = len(size)
+    if type(td) is not TensorDict or td.batch_size[:n] != size:
         return False
-    nested = []  # after the leaves, as of a step
+    nested = []  # after the leaves
     for name, value in td.items():
         here = (*path, name)
         if not isinstance(value, torch.Tensor):
             nested.append((here, value))
-        elif type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
+        elif value.is_nested or value.layout is not torch.strided or (is_batch and type(value) is not torch.Tensor):
             return False
         else:
-            leaves.append(Leaf(here, torch.Size([*value.shape[:n], *value.shape[n + 1 :]]), value.dtype, value.device))
+            shape = torch.Size([*value.shape[: n - 1], *value.shape[n:]]) if is_batch else value.shape
+            leaves.append(Leaf(here, shape, value.dtype, value.device if device is None else device))
     for here, value in nested:
-        if not isinstance(value, TensorDictBase):
+        if type(value) is not TensorDict:
             return False
-        nodes.append(Node(here, value.batch_size[n + 1 :]))
-        if not _scan(value, here, size, leaves, nodes):
+        nodes.append(Node(here, value.batch_size[n:]))
+        if not _scan(value, here, size, device, leaves, nodes, is_batch=is_batch):
             return False
     return True
 

@@ -12,7 +12,6 @@ Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCol
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,10 +35,9 @@ from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Po
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.construct import Chooses, several
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.step_limit import limited
-from asyncsync.collectors.rollout.checkpoint import PARTS, Checkpoint
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
-from asyncsync.collectors.rollout.iteration import Iteration
+from asyncsync.collectors.rollout.iteration import PARTS, Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import as_module, placed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
@@ -175,21 +173,17 @@ class Collector(BaseCollector, metaclass=Chooses):
         env = environments.make_environment(create_env_fn, create_env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, traj_pool)
         self._iteration = Iteration(self, rollouts, lock)
-        self._checkpoint = Checkpoint(self, rollouts, self._iteration)
         try:
-            rollouts.place(RolloutDevices(device, storing_device, policy_device, env_device, no_cuda_sync))
-            rollouts.env = limited(rollouts.env, arguments.max_frames_per_traj)
-            rollouts.make_carrier()
-            if "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING")):
-                rollouts.profile()
+            rollouts.set_up(RolloutDevices(device, storing_device, policy_device, env_device, no_cuda_sync))
             arguments.fit(rollouts.n_env)
-            rollouts.make_buffer()
+            rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing)
             given = with_spec(policy if policy_factory is None else policy_factory(), rollouts.env)
             self._original_policy = as_module(given)
             self.policy = placed(self._original_policy, rollouts.devices.policy, bool(trust_policy))
             rollouts.set_policy(self.policy, bool(trust_policy), compile_policy)
             arguments.postproc = on_device(postproc, rollouts.devices.storing)
-            self._set_up_senders(weight_sync_schemes, weight_updater)
+            sources = self if self.policy is self._original_policy else _RegisteredModels(self)
+            self._set_up_senders(weight_sync_schemes, weight_updater, sources)
             self._connect_senders(CONNECT_SECONDS)
             if weight_recv_schemes is not None:
                 self.register_scheme_receiver(weight_recv_schemes)
@@ -283,7 +277,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             return empty_batch(layout) if batch is None else batch
 
         self._rollouts.signals = signals
-        self._rollouts.allocate = allocate
+        self._rollouts.buffer.allocate = allocate
         self._weights.counted_above = signals.counted
 
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
@@ -333,7 +327,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         may also be asked for after ``shutdown()``.
         """
         with self._lock.standing(PAUSE_SECONDS), self._weights.holds():
-            return self._checkpoint.save()
+            return self._iteration.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Go on from what :meth:`state_dict` returned, with new trajectories. Versions go on, too: no frame that is
@@ -347,21 +341,18 @@ class Collector(BaseCollector, metaclass=Chooses):
                 f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
             )
         with self._standing():
-            self._checkpoint.load(state_dict, strict)
+            self._iteration.load_state_dict(state_dict, strict)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _registered(self, model_id: str) -> Any:
         # The one that acts may be a copy on another device. If it is what is received, the original is out of date.
-        if model_id in self._receivers.schemes or self.policy is self._original_policy:
+        if model_id in self._weights.schemes or self.policy is self._original_policy:
             return super()._registered(model_id)
         try:
             return find_model(self, model_id, self._original_policy)
         except LookupError as error:
             raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
-
-    def _sources(self) -> Any:
-        return self if self.policy is self._original_policy else _RegisteredModels(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

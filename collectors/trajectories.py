@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-__all__ = ["_TrajectoryPool", "_aggregate_end_of_traj", "on_device", "processed", "split_trajectories"]
+__all__ = ["_TrajectoryPool", "_aggregate_end_of_traj", "beside", "on_device", "processed", "split_trajectories"]
 
 Key = str | tuple[str, ...]
 
@@ -75,6 +75,11 @@ def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> to
     if ended is None:
         return torch.zeros(data.batch_size, dtype=torch.bool, device=data.device)
     return ended
+
+
+def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A mask of the batch's shape, for ``torch.where`` with an entry."""
+    return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
 
 
 def split_trajectories(

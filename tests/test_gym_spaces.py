@@ -14,7 +14,7 @@ from asyncsync.collectors.envs.gym_specs import BoxSpec, Spec, leaves_of
 
 
 def spec_of(space: Any, categorical: bool = False) -> Spec:
-    (leaf,) = leaves_of(space, "it", categorical=categorical, device=None)
+    (leaf,) = leaves_of(space, "it", categorical=categorical)
     return leaf.spec
 
 
@@ -165,14 +165,14 @@ def test_a_spec_moves_with_its_bounds() -> None:
 )
 def test_a_space_without_a_tensor_form_is_refused_by_name(space: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        leaves_of(space, "it", categorical=False, device=None)
+        leaves_of(space, "it", categorical=False)
 
 
 def test_a_composite_draws_nested_values() -> None:
     from asyncsync.collectors.envs.gym_specs import CompositeSpec
 
     space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Dict(c=spaces.Box(-1, 1, (3,))))
-    leaves = leaves_of(space, "it", categorical=False, device=None)
+    leaves = leaves_of(space, "it", categorical=False)
     assert [leaf.key for leaf in leaves] == ["a", ("b", "c")]
     composite = CompositeSpec({leaf.key: leaf.spec.batched((4,)) for leaf in leaves}, torch.Size([4]), None)
     for td in (composite.rand(), composite.zero()):

@@ -15,7 +15,17 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["LOOK_SECONDS", "WorkThread", "as_exception", "finish", "interruptibly", "join", "settle", "until_done"]
+__all__ = [
+    "LOOK_SECONDS",
+    "WorkThread",
+    "as_exception",
+    "elsewhere",
+    "finish",
+    "interruptibly",
+    "join",
+    "settle",
+    "until_done",
+]
 
 T = TypeVar("T")
 
@@ -158,3 +168,12 @@ class WorkThread:
             self._jobs.put(None)
             await finish(last)
             thread.join(1.0)
+
+
+async def elsewhere(name: str, function: Callable[[], T]) -> T:
+    """Run a function in a daemon thread of its own, which ends with it. Cancelled, this raises when it has run."""
+    thread = WorkThread(name)
+    try:
+        return await finish(thread.submit(function))
+    finally:
+        thread.abandon()

@@ -19,7 +19,8 @@ from asyncsync.collectors.envs.gym_specs import (
     Spec,
     leaves_of,
 )
-from asyncsync.collectors.envs.gym_vector import Resets, beside, check_environment, make_vector, resets_of, zeroed
+from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
+from asyncsync.collectors.trajectories import beside
 
 __all__ = ["GymEnv"]
 
@@ -101,17 +102,15 @@ class GymEnv:
         self.is_closed = False
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
-        self._shape: tuple[int, ...] = ()
         self._resets: Resets | None = None
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
                 self._resets = resets_of(env)
-                self._shape = (env.num_envs,)
-                self.batch_size = torch.Size(self._shape)
+                self.batch_size = torch.Size((env.num_envs,))
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (
-                leaves_of(space, name, categorical=categorical_action_encoding, device=None)
+                leaves_of(space, name, categorical=categorical_action_encoding)
                 for space, name in ((observation_space, "observation"), (action_space, "action"))
             )
         except ValueError:
@@ -183,18 +182,16 @@ class GymEnv:
             The first observations, and "done", "terminated", "truncated", which are false.
         """
         mask = None if tensordict is None else tensordict.pop("_reset", None)
-        if mask is not None and not bool(mask.all()):
-            assert tensordict is not None
-            return self._reset_some(tensordict, mask.reshape(self.batch_size)) if bool(mask.any()) else tensordict
-        first = self._reset(seed=seed, options=options)
-        return first if tensordict is None else tensordict.update(first)
-
-    def _reset_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
-        assert self._resets is not None  # a single environment is reset or not: both have been dealt with
-        first = self._first(self._resets.reset(mask.cpu().numpy()))
-        for key in first.keys(True, True):
-            new, old = first.get(key), tensordict.get(key)
-            tensordict.set(key, torch.where(beside(mask, new), new, old))
+        if tensordict is None or mask is None or bool(mask.all()):
+            first = self._reset(seed=seed, options=options)
+            return first if tensordict is None else tensordict.update(first)
+        if bool(mask.any()):
+            assert self._resets is not None  # a single environment is reset or not
+            mask = mask.reshape(self.batch_size)
+            first = self._first(self._resets.reset(mask.cpu().numpy()))
+            for key in first.keys(True, True):
+                new = first.get(key)
+                tensordict.set(key, torch.where(beside(mask, new), new, tensordict.get(key)))
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -305,8 +302,11 @@ class GymEnv:
 
     def _write(self, views: Sequence[Array], observation: Any) -> None:
         for leaf, view in zip(self._observations, views, strict=True):
+            value = observation
             try:
-                leaf.spec.write(view, _follow(observation, leaf.path))
+                for name in leaf.path:
+                    value = value[name]
+                leaf.spec.write(view, value)
             except (LookupError, TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(
@@ -320,18 +320,19 @@ class GymEnv:
 
     def _are_plain(self, reward: Any, terminated: Any, truncated: Any) -> bool:
         """Whether they are as most environments return them; others take :meth:`_number`'s time."""
-        if not self._shape:
+        shape = self.batch_size
+        if not shape:
             return type(reward) in NUMBERS and type(terminated) in FLAGS and type(truncated) in FLAGS
         return (
             type(reward) is type(terminated) is type(truncated) is np.ndarray
-            and reward.shape == terminated.shape == truncated.shape == self._shape
+            and reward.shape == terminated.shape == truncated.shape == shape
             and not (reward.dtype.hasobject or terminated.dtype.hasobject or truncated.dtype.hasobject)
         )
 
     def _number(self, name: str, value: Any) -> Any:
         """One of a step's results that may yet be a number, or as many as there are environments: not None, which
         would pass for False, nor another shape, which would be broadcast."""
-        shape, array = self._shape, np.asarray(value)
+        shape, array = self.batch_size, np.asarray(value)
         wanted = f"{self._name}: step() must return {'one number' if not shape else f'{shape[0]} numbers'} as {name}"
         if array.dtype.kind not in "biuf" and (array.dtype.kind != "O" or None in array.ravel().tolist()):
             raise TypeError(f"{wanted}, not {value!r}")
@@ -384,9 +385,3 @@ class GymEnv:
 
     def _no_choice(self, leaf: Leaf, error: ValueError) -> ValueError:
         return ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}")
-
-
-def _follow(value: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        value = value[name]
-    return value

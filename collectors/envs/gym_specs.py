@@ -40,10 +40,10 @@ DONE_KEYS = ("done", "terminated", "truncated")
 class Spec(ABC):
     """One entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.device = device if device is not None else torch.device("cpu")
+        self.device = torch.device("cpu")
 
     @abstractmethod
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
@@ -96,11 +96,11 @@ class Spec(ABC):
 class BoxSpec(Spec):
     """Numbers between ``low`` and ``high`` (each of the shape of one environment's entry), both of them included."""
 
-    def __init__(self, low: Array, high: Array, dtype: torch.dtype, device: torch.device | None = None) -> None:
-        super().__init__(low.shape or (1,), dtype, device)  # a scalar has one element, as in TorchRL
+    def __init__(self, low: Array, high: Array, dtype: torch.dtype) -> None:
+        super().__init__(low.shape or (1,), dtype)  # a scalar has one element, as in TorchRL
         self._scalar = not low.shape
-        self.low = torch.as_tensor(low, dtype=dtype, device=self.device).reshape(self.shape)
-        self.high = torch.as_tensor(high, dtype=dtype, device=self.device).reshape(self.shape)
+        self.low = torch.as_tensor(low, dtype=dtype).reshape(self.shape)
+        self.high = torch.as_tensor(high, dtype=dtype).reshape(self.shape)
 
     def to(self, device: torch.device) -> Self:
         moved = super().to(device)
@@ -140,16 +140,8 @@ class CategoricalSpec(Spec):
     floats, say.
     """
 
-    def __init__(
-        self,
-        nvec: Array,
-        start: Array,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-        *,
-        binary: bool = False,
-    ) -> None:
-        super().__init__(nvec.shape, dtype, device)
+    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype, *, binary: bool = False) -> None:
+        super().__init__(nvec.shape, dtype)
         self.nvec = nvec
         self._start = start if start.any() else None
         self._binary = binary
@@ -193,8 +185,8 @@ class CategoricalSpec(Spec):
 class OneHotSpec(Spec):
     """Choices among ``n``, each with a dimension of its own, the last; ``start`` has the shape of the choices."""
 
-    def __init__(self, n: int, start: Array, device: torch.device | None = None) -> None:
-        super().__init__((*start.shape, n), torch.int64, device)
+    def __init__(self, n: int, start: Array) -> None:
+        super().__init__((*start.shape, n), torch.int64)
         self.n = n
         self._start = start if start.any() else None
         self._values = np.arange(n) + start[..., None]
@@ -214,8 +206,8 @@ class OneHotSpec(Spec):
 class MultiOneHotSpec(Spec):
     """Several choices among different numbers: their one-hot vectors side by side in the last dimension."""
 
-    def __init__(self, nvec: Array, start: Array, device: torch.device | None = None) -> None:
-        super().__init__((int(nvec.sum()),), torch.int64, device)
+    def __init__(self, nvec: Array, start: Array) -> None:
+        super().__init__((int(nvec.sum()),), torch.int64)
         self.nvec = nvec
         ends = np.cumsum(nvec)
         self._parts = [slice(int(end - n), int(end)) for n, end in zip(nvec, ends, strict=True)]
@@ -254,17 +246,11 @@ class CompositeSpec(Mapping[NestedKey, Spec]):
 
     def rand(self) -> TensorDict:
         """A random value of each."""
-        return self._filled({key: spec.rand() for key, spec in self._specs.items()})
+        return TensorDict({key: spec.rand() for key, spec in self._specs.items()}, self.shape, device=self.device)
 
     def zero(self) -> TensorDict:
         """Zeros."""
-        return self._filled({key: spec.zero() for key, spec in self._specs.items()})
-
-    def _filled(self, values: dict[NestedKey, torch.Tensor]) -> TensorDict:
-        filled = TensorDict({}, batch_size=self.shape, device=self.device)
-        for key, value in values.items():
-            filled[key] = value
-        return filled
+        return TensorDict({key: spec.zero() for key, spec in self._specs.items()}, self.shape, device=self.device)
 
     def __repr__(self) -> str:
         return f"CompositeSpec({self._specs})"
@@ -281,7 +267,7 @@ class Leaf(NamedTuple):
     """Whether one environment takes a Python int for it."""
 
 
-def leaves_of(space: Any, name: str, *, categorical: bool, device: torch.device | None) -> list[Leaf]:
+def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     """The entries of a Gymnasium space of one environment.
 
     Args:
@@ -289,7 +275,6 @@ def leaves_of(space: Any, name: str, *, categorical: bool, device: torch.device 
             ``Dict``.
         name: the key, if the space is not a ``Dict``.
         categorical: whether choices are numbers; else they are one-hot.
-        device: of the specs.
 
     Raises:
         ValueError: a space that has no such form.
@@ -298,7 +283,7 @@ def leaves_of(space: Any, name: str, *, categorical: bool, device: torch.device 
 
     def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
         if not isinstance(space, spaces.Dict):
-            spec = _spec(space, ".".join(path) or name, categorical, device)
+            spec = _spec(space, ".".join(path) or name, categorical)
             key = key or (name,)
             yield Leaf(key[0] if len(key) == 1 else key, path, spec, isinstance(space, spaces.Discrete))
             return
@@ -310,14 +295,14 @@ def leaves_of(space: Any, name: str, *, categorical: bool, device: torch.device 
     return list(walk(space, (), ()))
 
 
-def _spec(space: Any, name: str, categorical: bool, device: torch.device | None) -> Spec:
+def _spec(space: Any, name: str, categorical: bool) -> Spec:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):
-        return BoxSpec(space.low, space.high, _torch_dtype(space.dtype, name), device)
+        return BoxSpec(space.low, space.high, _torch_dtype(space.dtype, name))
     if isinstance(space, spaces.MultiBinary):
         nvec = np.full(space.shape, 2)
-        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), device, binary=True)
+        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), binary=True)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         nvec = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
         start = np.broadcast_to(np.asarray(space.start), nvec.shape)
@@ -328,8 +313,8 @@ def _spec(space: Any, name: str, categorical: bool, device: torch.device | None)
                 "form; flatten it with a gymnasium.wrappers.TransformAction or TransformObservation"
             )
         if categorical:
-            return CategoricalSpec(nvec, start, _torch_dtype(space.dtype, name), device)
-        return OneHotSpec(int(nvec.flat[0]), start, device) if same else MultiOneHotSpec(nvec, start, device)
+            return CategoricalSpec(nvec, start, _torch_dtype(space.dtype, name))
+        return OneHotSpec(int(nvec.flat[0]), start) if same else MultiOneHotSpec(nvec, start)
     raise ValueError(
         f"{name!r}: a {type(space).__name__} space has no tensor form here; use gymnasium.wrappers.FlattenObservation "
         "or TransformObservation, or torchrl.envs.GymEnv, which knows more kinds of spaces"

@@ -12,7 +12,6 @@ next. Gymnasium has three ways (see https://farama.org/Vector-Autoreset-Mode):
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,18 +19,19 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["Resets", "beside", "check_environment", "make_vector", "resets_of", "zeroed"]
+from asyncsync.collectors.trajectories import beside
+
+__all__ = ["Resets", "check_environment", "make_vector", "resets_of", "zeroed"]
 
 Array = np.ndarray[Any, Any]
 
 
-class Resets(ABC):
-    """How the environments of a vector that have finished begin anew."""
+class Resets:
+    """How the environments of a vector that have finished begin anew: here, by a reset with a mask."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
 
-    @abstractmethod
     def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
         """After a step by which some have finished: last observations that the step has not returned.
 
@@ -42,8 +42,8 @@ class Resets(ABC):
         Returns:
             Index and observation of each.
         """
+        return []
 
-    @abstractmethod
     def first(self, observation: Any, finished: Array) -> Any:
         """After :meth:`last`: the observations for the next step, first ones for those that have finished.
 
@@ -51,6 +51,7 @@ class Resets(ABC):
             observation: what the step returned; may change.
             finished: bool [num_envs].
         """
+        return self.reset(finished)
 
     def reset(self, mask: Array) -> Any:
         """Reset the environments of a mask, bool [num_envs], at any other time.
@@ -65,17 +66,10 @@ class Resets(ABC):
 class Disabled(Resets):
     """The environment waits for the caller's reset."""
 
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self._returns_all = _is_gymnasiums(env)
-
-    def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
-        return []
-
     def first(self, observation: Any, finished: Array) -> Any:
         # A mask that is the environment's own: ours changes with the next step.
         first = self.reset(finished.copy())
-        return first if self._returns_all else _merged(finished, first, observation)
+        return first if _is_gymnasiums(self.env) else _merged(finished, first, observation)
 
 
 class SameStep(Resets):
@@ -106,12 +100,6 @@ class CartPole(Resets):
     """Gymnasium's CartPoleVectorEnv has only the next step's resets; all of its state is in three arrays, so that those
     that have finished can be reset at once, in the way and with the generator that it would use a step later."""
 
-    def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
-        return []
-
-    def first(self, observation: Any, finished: Array) -> Any:
-        return self.reset(finished)
-
     def reset(self, mask: Array) -> Any:
         env = self.env
         env.state[:, mask] = env.np_random.uniform(env.low, env.high, (4, np.count_nonzero(mask)))
@@ -122,16 +110,10 @@ class CartPole(Resets):
 
 def resets_of(env: Any) -> Resets:
     """Raises ValueError: the environment makes steps that are none."""
-    from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-    from gymnasium.vector import AutoresetMode
-
+    kind = _resets_of_kind(type(env), env.metadata)  # no wrapper: it would not see the observations of a reset of ours
+    if kind is not None:
+        return kind(env)
     mode = env.metadata.get("autoreset_mode")
-    if mode is AutoresetMode.DISABLED:
-        return Disabled(env)
-    if mode is AutoresetMode.SAME_STEP:
-        return SameStep(env)
-    if type(env) is CartPoleVectorEnv:  # no wrapper: it would not see the observations of the reset
-        return CartPole(env)
     raise ValueError(
         f"{env} resets a finished environment with the step after ({mode or 'no autoreset mode in its metadata'}): "
         "that step has no action and no reward, and would be a false frame in a batch. Create it with "
@@ -151,13 +133,18 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
         kwargs: for ``gymnasium.make_vec``.
     """
     import gymnasium
+    from gymnasium.envs.registration import load_env_creator
     from gymnasium.vector import AutoresetMode
 
     given: Mapping[str, Any] = kwargs.pop("vector_kwargs", {})
     if mode is None:
         found = gymnasium.spec(name) if isinstance(name, str) else name
         plain = not (given or kwargs.get("wrappers") or found.additional_wrappers)  # else gymnasium refuses
-        mode = "vector_entry_point" if plain and _is_known(found.vector_entry_point) else "sync"
+        mode = "sync"
+        if plain and (entry := found.vector_entry_point) is not None:
+            made = load_env_creator(entry) if isinstance(entry, str) else entry
+            if _resets_of_kind(made, getattr(made, "metadata", {})) is not None:
+                mode = "vector_entry_point"
     if mode == "vector_entry_point":
         return gymnasium.make_vec(name, num_envs, mode, **kwargs)
     # Observations are copied into tensors anyway. Between processes a mask would cost a round trip of its own; within
@@ -168,17 +155,17 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
     return gymnasium.make_vec(name, num_envs, mode, vector_kwargs=vector_kwargs, **kwargs)
 
 
-def _is_known(entry_point: Any) -> bool:
-    """Whether an id's own vector environment does not make steps that are none."""
+def _resets_of_kind(kind: Any, metadata: Mapping[str, Any]) -> type[Resets] | None:
+    """How vector environments of this class begin anew; None: with the step after, in a way that is not known here."""
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-    from gymnasium.envs.registration import load_env_creator
     from gymnasium.vector import AutoresetMode
 
-    if entry_point is None:
-        return False
-    made = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    mode = getattr(made, "metadata", {}).get("autoreset_mode")
-    return made is CartPoleVectorEnv or mode in (AutoresetMode.DISABLED, AutoresetMode.SAME_STEP)
+    mode = metadata.get("autoreset_mode")
+    if mode is AutoresetMode.DISABLED:
+        return Disabled
+    if mode is AutoresetMode.SAME_STEP:
+        return SameStep
+    return CartPole if kind is CartPoleVectorEnv else None
 
 
 def _is_gymnasiums(env: Any) -> bool:
@@ -210,11 +197,6 @@ def check_environment(env: Any) -> None:
     for name in ("observation_space", "action_space"):
         if not hasattr(env, name):
             raise TypeError(f"{type(env).__name__} has no {name}: an environment has to set it, in __init__ say")
-
-
-def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A mask of the batch's shape, for ``torch.where`` with an entry."""
-    return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
 
 
 def zeroed(value: Any, finished: Array) -> Any:

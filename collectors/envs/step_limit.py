@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.trajectories import beside
 
 __all__ = ["StepLimit", "limited"]
 
@@ -155,6 +156,5 @@ class StepLimit:
         for key in fresh.keys(True, True):
             new, old = fresh.get(key), root.get(key, None)
             if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == old.shape:
-                there = rows.to(old.device).reshape(*rows.shape, *[1] * (old.ndim - rows.ndim))
-                chosen.set(key, torch.where(there, new, old))
+                chosen.set(key, torch.where(beside(rows, old), new, old))
         return chosen

@@ -286,7 +286,7 @@ class MultiCollector(Driver, metaclass=Chooses):
             for index, own_policy in enumerate(policies)
         ]
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
-        self._set_up_senders(sent, updater, num_workers=count)
+        self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
                 scheme._context = scheme._sources.context = _RegisteredModels(self)
@@ -374,7 +374,7 @@ class MultiCollector(Driver, metaclass=Chooses):
 
     def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
         """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
-        if not self._receivers.schemes.keys() <= self._senders.schemes.keys():
+        if not self._weights.schemes.keys() <= self._senders.schemes.keys():
             root = None  # some updates end here
         self._group.follow(root, index)
 

@@ -110,8 +110,8 @@ class WorkersWeights(WeightsAPI):
 
     @property
     def policy_version(self) -> int:
-        is_root = self._sender_schemes and not self._receivers
-        return self._group.counted + (self._senders.version if is_root else self._receivers.version)
+        is_root = self._sender_schemes and not self._weights.come_from_above
+        return self._group.counted + (self._senders.version if is_root else self._weights.received())
 
     def increment_version(self) -> None:
         """Count the policy's version up by one: for weights that reach the workers by other ways than schemes. Frames

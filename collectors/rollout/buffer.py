@@ -7,10 +7,10 @@
 
 The first step of a rollout determines the :class:`BatchLayout`: the key paths, shapes, dtypes and devices of its
 leaves. For a layout, the memory of the whole batch is asked for once per rollout, through ``allocate(layout)``, and
-every step is written with one ``torch._foreach_copy_`` into views that were split beforehand: no TensorDict is made
-per step, nothing is stacked at the end, and what was appended is a snapshot. A step that does not fit (other keys,
-shapes or dtypes) or is no plain nested TensorDict of strided tensors (NonTensorData, lazy stacks, nested tensors)
-makes the rest of that rollout a list of clones, which ``finish`` stacks (lazily, where shapes differ).
+steps are copied into it: no TensorDict is made per step, nothing is stacked at the end, and what was appended is a
+snapshot. A step that does not fit (other keys, shapes or dtypes) or is no plain nested TensorDict of strided tensors
+(NonTensorData, lazy stacks, nested tensors) makes the rest of that rollout a list of clones, which ``finish`` stacks
+(lazily, where shapes differ).
 
 What an ``allocate`` of one's own can rely on (MultiSync and MultiAsync put batches into shared memory with it):
 
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Node, Path, empty_batch, with_time
+from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of_steps, with_time
 
 __all__ = ["RolloutBuffer"]
 
@@ -51,6 +51,9 @@ class RolloutBuffer:
         batch_size: the environment's.
         device: where leaves are copied to (``storing_device``); None: each stays on the device where it was created.
         allocate: gives memory for a layout; see the module's documentation.
+
+    Attributes:
+        count: steps of this rollout so far.
     """
 
     def __init__(
@@ -63,25 +66,18 @@ class RolloutBuffer:
         self.device = device
         self.allocate = allocate
         self.count = 0
-        """Steps of this rollout so far."""
         self._steps = steps
         self._batch_size = torch.Size(batch_size)
-        self._scan: _Scan | None = None
-        self._stage: _Stage | None = None
+        self._writer: _Writer | None = None  # of the last rollout that had a layout
         self._batch: TensorDictBase | None = None
         self._loose: list[TensorDictBase] | None = None
-
-    @property
-    def layout(self) -> BatchLayout | None:
-        """The layout of the last rollout that had one."""
-        return None if self._scan is None else self._scan.layout
 
     def begin(self) -> None:
         """Forget the steps of an earlier rollout, finished or not."""
         self.count = 0
         self._batch = self._loose = None
-        if self._stage is not None:
-            self._stage.detach()
+        if self._writer is not None:
+            self._writer.detach()
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
         """Copy one step. If this raises, the step is not part of the rollout.
@@ -91,12 +87,14 @@ class RolloutBuffer:
                 far as the order of work there allows, with ``non_blocking``).
             non_blocking: as for ``Tensor.copy_``.
         """
-        values = self._values(step) if self._loose is None else None
-        if values is None:
+        if self._batch is None and self._loose is None:
+            self._allocate(step)
+        writer = self._writer
+        values = None if self._loose is not None or writer is None else writer.values(step)
+        if writer is None or values is None:
             self._append_clone(step, non_blocking)
         else:
-            assert self._stage is not None
-            self._stage.write(self.count, values, non_blocking)
+            writer.write(self.count, values, non_blocking)
         self.count += 1
 
     def finish(self) -> TensorDictBase:
@@ -117,32 +115,28 @@ class RolloutBuffer:
     def _written(self) -> TensorDictBase:
         """What has been written to memory so far, as a batch of so many steps."""
         assert self._batch is not None
-        assert self._stage is not None
-        self._stage.flush(self.count)
+        assert self._writer is not None
+        self._writer.flush(self.count)
         return self._batch if self.count == self._steps else self._batch[..., : self.count]
 
-    def _values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
-        """The step's leaves in the layout's order, or None if it does not fit."""
-        values = None if self._scan is None else self._scan.values(step)
-        if self._batch is not None:
-            return values
+    def _allocate(self, step: TensorDictBase) -> None:
+        """Memory for the rollout that begins with this step, if a layout describes it."""
         # Within a rollout, what comes from another device is copied to where the others are.
-        if values is None or (self._scan is not None and not self._scan.has_devices_of(values)):
-            self._scan = self._stage = None
-            try:
-                scan = _Scan(step, self._steps, self._batch_size, self.device)
-            except _NotPlain:
-                return None
-            values = scan.values(step)
-            assert values is not None
-            self._scan = scan
-        assert self._scan is not None
-        if self._stage is None:
-            self._stage = _Stage(self._scan.layout)
-        batch = self.allocate(self._scan.layout)
-        self._stage.attach(batch)
+        if self._writer is None or not self._writer.is_for(step):
+            self._writer = None
+            if step.batch_size != self._batch_size:
+                raise ValueError(
+                    f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
+                    f"{tuple(self._batch_size)}: look for a policy or an environment that returns TensorDicts of "
+                    "another shape"
+                )
+            layout = layout_of_steps(step, self._steps, self.device)
+            if layout is None:
+                return
+            self._writer = _Writer(layout, step)
+        batch = self.allocate(self._writer.layout)
+        self._writer.attach(batch)
         self._batch = batch
-        return values
 
     def _append_clone(self, step: TensorDictBase, non_blocking: bool) -> None:
         # a cast that copies would be a snapshot by itself, but one to the device where it is already is none
@@ -158,16 +152,32 @@ class RolloutBuffer:
         self._loose.append(clone)
 
 
-class _Stage:
-    """Where steps are written, one ``torch._foreach_copy_`` each: views of the batch, one per step and leaf.
+class _Writer:
+    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the batch.
 
     Making such views takes longer than copying a small step. Small steps therefore go through a few steps' worth of
     memory, whose views are made once, and from there to the batch many at a time.
+
+    Args:
+        layout: of the batches.
+        step: one that has it.
     """
 
-    def __init__(self, layout: BatchLayout) -> None:
-        self._layout = layout
-        self._dim = len(layout.batch_size)
+    def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
+        self.layout = layout
+        self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
+        """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
+        takes its leaves."""
+        paths: list[Path] = [(), *(node.path for node in layout.nodes)]
+        for path in paths:
+            own = [leaf.path[-1] for leaf in layout.leaves if leaf.path[:-1] == path]
+            count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
+            self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
+        values = [step.get(leaf.path) for leaf in layout.leaves]
+        self._shapes = [value.shape for value in values]
+        self._types = [type(value) for value in values]
+        self._dtypes = [value.dtype for value in values]
+        self._devices = [value.device for value in values]
         self._flushed = 0
         self._targets: list[torch.Tensor] = []
         self._views: list[tuple[torch.Tensor, ...]] = []
@@ -180,20 +190,47 @@ class _Stage:
             ]
             self._views = list(zip(*(memory.unbind(0) for memory in self._memory), strict=True))
 
+    def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
+        """The step's leaves in the layout's order; None: the step has another layout."""
+        found: list[Any] = []
+        tables: list[dict[str, Any]] = []
+        try:
+            for parent, name, count, leaves in self._parts:
+                part = tables[parent][name] if tables else step
+                if type(part) is not TensorDict:
+                    return None
+                # Not part.get(): in a rollout of small tensors, that would be as dear as copying them.
+                entries = dict(part.items())
+                if len(entries) != count:
+                    return None
+                tables.append(entries)
+                found += leaves(entries)
+            # of a nested tensor, the shape raises
+            if [value.shape for value in found] != self._shapes or [type(value) for value in found] != self._types:
+                return None
+        except (KeyError, RuntimeError):
+            return None
+        return found if [value.dtype for value in found] == self._dtypes else None
+
+    def is_for(self, step: TensorDictBase) -> bool:
+        """Whether the step has this layout, and its leaves are on the layout's devices or copied there anyway."""
+        values = self.values(step)
+        if values is None or self.layout.device is not None:
+            return values is not None
+        return [value.device for value in values] == self._devices
+
     def attach(self, batch: TensorDictBase) -> None:
         """Write to this batch from now on."""
         self._flushed = 0
-        leaves = [batch.get(leaf.path) for leaf in self._layout.leaves]
+        dim = len(self.layout.batch_size)
+        leaves = [batch.get(leaf.path) for leaf in self.layout.leaves]
         if self._length:
-            self._targets = [leaf.movedim(self._dim, 0) for leaf in leaves]
+            self._targets = [leaf.movedim(dim, 0) for leaf in leaves]
         else:
-            self._views = list(zip(*(leaf.unbind(self._dim) for leaf in leaves), strict=True))
+            self._views = list(zip(*(leaf.unbind(dim) for leaf in leaves), strict=True))
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
-        if not self._length:
-            torch._foreach_copy_(self._views[index], values, non_blocking)
-            return
-        if index - self._flushed == self._length:
+        if self._length and index - self._flushed == self._length:
             self.flush(index)
         torch._foreach_copy_(self._views[index - self._flushed], values, non_blocking)
 
@@ -212,93 +249,7 @@ class _Stage:
             self._views = []
 
 
-class _NotPlain(Exception):
-    """A step that no layout describes."""
-
-
-class _Branch:
-    """The keys of one TensorDict of a step, split into leaves and nested ones."""
-
-    __slots__ = ("count", "leaves", "nested")
-
-    def __init__(self, leaves: list[str], nested: list[tuple[str, _Branch]]) -> None:
-        self.count = len(leaves) + len(nested)
-        self.leaves = _getter(leaves)
-        self.nested = nested
-
-
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     if len(names) < 2:
         return lambda entries: tuple(entries[name] for name in names)
     return itemgetter(*names)
-
-
-class _Scan:
-    """A layout, and the quick way from a step to its leaves. Raises _NotPlain."""
-
-    def __init__(self, step: TensorDictBase, steps: int, batch_size: torch.Size, device: torch.device | None) -> None:
-        self._leaves: list[Leaf] = []
-        self._nodes: list[Node] = []
-        self._own_device = device
-        self._batch_dims = len(batch_size)
-        if step.batch_size != batch_size:
-            raise ValueError(
-                f"a step has batch size {tuple(step.batch_size)}, but the environment's is {tuple(batch_size)}: look "
-                "for a policy or an environment that returns TensorDicts of another shape"
-            )
-        self._root = self._branch(step, ())
-        self.layout = BatchLayout(batch_size, steps, device, tuple(self._nodes), tuple(self._leaves))
-        self._shapes = [leaf.shape for leaf in self._leaves]
-        self._dtypes = [leaf.dtype for leaf in self._leaves]
-        self._devices = [leaf.device for leaf in self._leaves]
-        found: list[Any] = []
-        _collect(self._root, step, found)
-        self._types = [type(value) for value in found]
-
-    def _branch(self, step: TensorDictBase, path: Path) -> _Branch:
-        if type(step) is not TensorDict:
-            raise _NotPlain
-        leaves, nested = [], []
-        for name, value in step.items():
-            if isinstance(value, torch.Tensor):
-                if value.is_nested or value.layout is not torch.strided:
-                    raise _NotPlain
-                leaves.append(name)
-                device = value.device if self._own_device is None else self._own_device
-                self._leaves.append(Leaf((*path, name), value.shape, value.dtype, device))
-            else:
-                nested.append((name, value))
-        branches = []
-        for name, value in nested:
-            if type(value) is not TensorDict:
-                raise _NotPlain
-            self._nodes.append(Node((*path, name), value.batch_size[self._batch_dims :]))
-            branches.append((name, self._branch(value, (*path, name))))
-        return _Branch(leaves, branches)
-
-    def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
-        found: list[Any] = []
-        try:
-            _collect(self._root, step, found)
-            # of a nested tensor, the shape raises
-            if [value.shape for value in found] != self._shapes or [type(value) for value in found] != self._types:
-                return None
-        except (KeyError, _NotPlain, RuntimeError):
-            return None
-        return None if [value.dtype for value in found] != self._dtypes else found
-
-    def has_devices_of(self, values: list[torch.Tensor]) -> bool:
-        """Whether the layout has these leaves where they are; always, if the batch has a device of its own."""
-        return self._own_device is not None or [value.device for value in values] == self._devices
-
-
-def _collect(branch: _Branch, step: TensorDictBase, found: list[Any]) -> None:
-    # Not step.get(): in a rollout of small tensors, that would be as dear as copying them.
-    if type(step) is not TensorDict:
-        raise _NotPlain
-    entries = dict(step.items())
-    if len(entries) != branch.count:
-        raise _NotPlain
-    found += branch.leaves(entries)
-    for name, inner in branch.nested:
-        _collect(inner, entries[name], found)

@@ -54,6 +54,7 @@ class RolloutDevices:
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
         cast_to_policy_device, cast_to_env_device: whether the carrier is copied before the policy or the environment
             reads it.
+        carrier_has_no_device: whether policy and environment cannot share one; known after :meth:`place`.
     """
 
     def __init__(
@@ -84,12 +85,8 @@ class RolloutDevices:
             self.sync_env = synchronisation(own)
         if exact_device(device_of(environment)) != self.storing:
             self.cast_to_env_device = True
+        self.carrier_has_no_device = self.env is None or self.policy not in (None, self.env)
         return environment
-
-    @property
-    def carrier_has_no_device(self) -> bool:
-        """Whether policy and environment cannot share one."""
-        return self.env is None or self.policy not in (None, self.env)
 
     def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """A copy may return before it is done only if something waits for it, or the device's own order does."""

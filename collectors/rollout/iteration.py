@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from tensordict import TensorDictBase
+from torch import nn
 
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.envs import environment as environments
@@ -21,13 +24,16 @@ from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import processed
 from asyncsync.errors import ClosedError
-from asyncsync.runtime.threads import WorkThread, until_done
+from asyncsync.runtime.threads import WorkThread, settle, until_done
 
-__all__ = ["Iteration"]
+__all__ = ["PARTS", "Iteration"]
 
 logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
+
+PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
+"""Of a checkpoint: what must be there."""
 
 
 class Iteration:
@@ -57,8 +63,7 @@ class Iteration:
 
     def rollout(self) -> TensorDictBase | None:
         """One rollout, between its hooks: see :meth:`asyncsync.collectors.Collector.rollout`."""
-        with self._lock.rolling():
-            return _outcome(self._hooked_rollout)
+        return self._in_turn(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
         if (hook := self._collector.pre_collect_hook) is not None:
@@ -74,8 +79,15 @@ class Iteration:
 
     def next_batch(self) -> TensorDictBase | None:
         """A rollout and all that follows it: what the caller gets, or None if it went to the replay buffer."""
+        return self._in_turn(self._whole_batch)
+
+    def _in_turn(self, function: Callable[[], T]) -> T:
+        """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
         with self._lock.rolling():
-            return _outcome(self._whole_batch)
+            try:
+                return function()
+            except (StopIteration, StopAsyncIteration) as error:
+                raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
 
     def _whole_batch(self) -> TensorDictBase | None:
         arguments, rollouts = self._rollouts.arguments, self._rollouts
@@ -157,6 +169,46 @@ class Iteration:
             return error
         return None
 
+    # -- checkpoints: what is saved for another program, by whoever sees to it that no step is under way --------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`asyncsync.collectors.Collector.state_dict`."""
+        rollouts = self._rollouts
+        state: dict[str, Any] = {
+            "policy_state_dict": _copied(self._collector.policy.state_dict()),
+            "env_state_dict": _copied(_state_of(rollouts.env)),
+            "frames": rollouts.frames,
+            "iter": self.count,
+            "versions": self._collector._versions(),
+        }
+        if rollouts.arguments.track_traj_ids:
+            state["traj_pool"] = rollouts.traj_pool.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        """See :meth:`asyncsync.collectors.Collector.load_state_dict`."""
+        collector, rollouts = self._collector, self._rollouts
+
+        def load_policy() -> None:
+            collector.policy.load_state_dict(state["policy_state_dict"], strict=strict)
+            # Where no scheme counts: the frames that follow are not the earlier ones' version.
+            collector.increment_version()
+
+        if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
+            rollouts.env.load_state_dict(env_state)
+        if "versions" in state:
+            collector._carry_on(state["versions"])
+        if "policy_state_dict" in state:
+            collector._local.apply(load_policy)
+        rollouts.frames = state.get("frames", rollouts.frames)
+        self.count = state.get("iter", self.count)
+        if rollouts.arguments.track_traj_ids:
+            if "traj_pool" in state:
+                rollouts.traj_pool.load_state_dict(state["traj_pool"])
+            rollouts.begin_trajectories(rollouts.carrier)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
     def abandon(self) -> None:
         """End the thread of ``async for`` when it has finished what it does."""
         self._thread.abandon()
@@ -171,28 +223,28 @@ class Iteration:
             environments.close(self._rollouts.env)
 
 
-def _outcome(function: Callable[[], T]) -> T:
-    """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
-    try:
-        return function()
-    except (StopIteration, StopAsyncIteration) as error:
-        raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
+def _copied(state: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, TensorDictBase):
+        return state.clone()
+    if not isinstance(state, Mapping):
+        return copy.deepcopy(state)
+    mine: Any = copy.copy(state)  # with what a module's has beside its entries: the versions of its parts
+    for key, value in state.items():
+        mine[key] = _copied(value)
+    return mine
+
+
+def _state_of(environment: Any) -> Any:
+    # Of a TransformedEnv, it is the transforms that have a state.
+    owner = getattr(environment, "transform", environment)
+    return owner.state_dict() if isinstance(owner, nn.Module) or hasattr(owner, "state_dict") else {}
 
 
 async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
     """Wait until it is done. asyncio.wrap_future would cancel it, and complain of exceptions that another awaits."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def settle() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def ended_elsewhere(_: object) -> None:
-        try:
-            loop.call_soon_threadsafe(settle)
-        except RuntimeError:
-            pass  # that loop was closed meanwhile: the batch is for a later one
-
-    pending.add_done_callback(ended_elsewhere)
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    pending.add_done_callback(lambda _: settle(ended))
     await ended

@@ -12,6 +12,7 @@ carrier.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,14 +23,14 @@ from torch import nn
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
-from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import Key
+from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import wrapped
-from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
+from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool, beside
 from asyncsync.collectors.weights.acting import ActingWeights
 
 __all__ = ["LAG_SECONDS", "Rollouts"]
@@ -49,14 +50,13 @@ class Rollouts:
         traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
-        env: the environment; after :meth:`place`, on its device.
-        devices: after :meth:`place`.
-        policy: what acts, as a module that takes a TensorDict; set after :meth:`make_carrier`.
+        env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
+        policy: what acts, as a module that takes a TensorDict.
         carrier: what the next call of the policy reads.
+        buffer: where the steps of each rollout go.
         frames: how many have been collected.
         random: whether whoever runs this collector as its worker wants the policy left out.
         signals: of whoever runs this collector as its worker; None: nobody does.
-        allocate: memory for a batch: see :mod:`asyncsync.collectors.rollout.buffer`.
     """
 
     devices: RolloutDevices
@@ -78,14 +78,8 @@ class Rollouts:
         self.random: bool | None = False
         self.signals: Signals | None = None
         self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
-        self.allocate: Callable[[BatchLayout], TensorDictBase] = empty_batch
         self._weights = weights
         self._lock = lock
-
-    def place(self, devices: RolloutDevices) -> None:
-        """Move the environment to its device."""
-        self.devices = devices
-        self.env = devices.place(self.env)
 
     def set_policy(self, policy: nn.Module, trust: bool, compiled: bool | Mapping[str, Any] | None) -> None:
         """Act with this policy, which is on its device; ``trust`` and ``compiled`` as of the collector."""
@@ -101,20 +95,16 @@ class Rollouts:
         if compiled:
             self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
 
-    def make_buffer(self) -> None:
-        """Where the steps of each rollout go."""
-        self.buffer = RolloutBuffer(
-            self.arguments.steps, self.batch_size, self.devices.storing, lambda layout: self.allocate(layout)
-        )
-
-    def profile(self) -> None:
-        """Have torch's profiler show parts of a rollout as ranges."""
-        self._act = _recorded("Collector.policy", self._act)  # type: ignore[method-assign]
-        self._step_env = _recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
-        self._advance = _recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
-        self.roll = _recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
-
     # -- the carrier --------------------------------------------------------------------------------------------------
+
+    def set_up(self, devices: RolloutDevices) -> None:
+        """Move the environment to its device, limit its steps, and begin."""
+        self.devices = devices
+        self.env = devices.place(self.env)
+        self.env = limited(self.env, self.arguments.max_frames_per_traj)
+        self.make_carrier()
+        if "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING")):
+            self._profile()
 
     def make_carrier(self) -> None:
         """Reset the environment; its result is the carrier, with trajectory ids and the policy's version."""
@@ -126,7 +116,6 @@ class Rollouts:
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
                 f"but its own batch_size is {tuple(self.batch_size)}"
             )
-        self._carrier_has_no_device = self.devices.carrier_has_no_device
         self._done_keys = environments.done_keys(self.env, root)
         self._state_keys = environments.state_end_keys(self._done_keys)
         self._own_keys = environments.own_keys(self.env, root, self._done_keys)
@@ -139,6 +128,13 @@ class Rollouts:
         self.metadata = TensorDict({}, self.batch_size, device=self.devices.env)
         self._acting_version = -1
         self.begin_trajectories(root)
+
+    def _profile(self) -> None:
+        """Have torch's profiler show parts of a rollout as ranges."""
+        self._act = _recorded("Collector.policy", self._act)  # type: ignore[method-assign]
+        self._step_env = _recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
+        self._advance = _recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
+        self.roll = _recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def _reset(self) -> TensorDictBase:
@@ -159,7 +155,7 @@ class Rollouts:
 
     def _carry(self, root: TensorDictBase) -> None:
         """Make this the carrier."""
-        if self._carrier_has_no_device and root.device is not None:
+        if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
         root.set("collector", self.metadata)
         self.carrier = root
@@ -218,21 +214,21 @@ class Rollouts:
         output, root = self.env.step_and_maybe_reset(given)
         if output is not carrier:
             after = output.get("next")
-            if self._carrier_has_no_device and after.device is not None:
+            if devices.carrier_has_no_device and after.device is not None:
                 after = after.copy().clear_device_()
             carrier.set("next", after)
         if written is not None:
             _keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
         return root
 
-    def _advance(self, carrier: TensorDictBase, root: TensorDictBase) -> None:
+    def _advance(self, root: TensorDictBase) -> None:
         """From one step's carrier to the next's."""
         if self.arguments.track_traj_ids:
-            self._update_traj_ids(carrier)
+            self._update_traj_ids(self.carrier)
         self._carry(root)
 
-    def _step(self, random: bool) -> tuple[TensorDictBase, TensorDictBase]:
-        """Policy and environment, once; returns what is to be stored, and the root of the next step.
+    def _step(self, random: bool) -> TensorDictBase:
+        """Policy and environment, once; the carrier is what is to be stored then. Returns the root of the next step.
 
         If it raises, the carrier is as good as before.
         """
@@ -260,13 +256,9 @@ class Rollouts:
                 carrier.del_(key)
             carrier.update(known)
             raise
-        return carrier, root
+        return root
 
     # -- one rollout --------------------------------------------------------------------------------------------------
-
-    def _acts_randomly(self) -> bool:
-        """Whether this rollout ignores the policy: whole rollouts do."""
-        return bool(self.random) or self.frames < self.arguments.init_random_frames
 
     @torch.no_grad()
     def roll(self) -> TensorDictBase | None:
@@ -276,7 +268,8 @@ class Rollouts:
         weights.check()
         if arguments.reset_at_each_iter:
             self.reset_all()
-        random, adds, max_lag, left = self._acts_randomly(), arguments.adds, arguments.max_lag, arguments.steps
+        random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
+        adds, max_lag, left = arguments.adds, arguments.max_lag, arguments.steps
         device = self.devices.storing
         non_blocking = device is not None and self.devices.is_non_blocking(device, self.devices.sync_storage)
         buffer.begin()
@@ -313,20 +306,18 @@ class Rollouts:
         Returns:
             A clone for the replay buffer, if frames are added one by one.
         """
-        stepped = None
+        root = self._step(random)
         try:
-            stepped = self._step(random)
             if adds:
-                clone: TensorDictBase = stepped[0].clone()
+                clone: TensorDictBase = self.carrier.clone()
                 return clone
-            self.buffer.append(stepped[0], non_blocking)
+            self.buffer.append(self.carrier, non_blocking)
             devices = self.devices
             if devices.storing is not None and not devices.no_cuda_sync:
                 devices.sync_storage()
             return None
-        finally:
-            if stepped is not None:  # the environment has moved on, whatever became of the frame
-                self._advance(*stepped)
+        finally:  # the environment has moved on, whatever became of the frame
+            self._advance(root)
 
     def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
@@ -375,5 +366,4 @@ def _keep_written(
     for key in keys:
         state = written.get(key)
         after.set(key, state)
-        mask = ended.to(state.device).reshape(*ended.shape, *[1] * (state.ndim - ended.ndim))
-        root.set(key, torch.where(mask, torch.zeros_like(state), state))
+        root.set(key, torch.where(beside(ended, state), torch.zeros_like(state), state))

@@ -1,60 +1,157 @@
-"""The weights that act in this process: blocks in which they do not change, and which version they are."""
+"""The weights that act in this process: the schemes by which they come from the collector or trainer above, blocks in
+which they do not change, and which version they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from asyncsync.arguments import check_timeout
-from asyncsync.collectors.weights.receivers import Receivers
+from asyncsync.bus.core import BusCore
+from asyncsync.collectors.weights.senders import as_blocking, buses_of, connect_all, shut_down_all
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
+from asyncsync.schemes.blocking import Bus, WeightSyncScheme
+from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes.none import NoSyncCore
 
 __all__ = ["ActingWeights", "Holds"]
 
 
 class ActingWeights:
-    """Of one collector: held by each of its steps, and the number that its frames are labelled with.
+    """Of one collector: held by each of its steps. What schemes receive is applied as it comes, between two steps.
 
     Args:
         gate: of updates that are applied here without schemes.
-        receivers: schemes by which weights come from above.
 
     Attributes:
+        schemes: those that receive, by model id.
         own: how many updates were applied here without schemes.
         counted_above: how many versions updaters above have counted; None: nobody is above.
         newest_above: the newest version that was published for this collector, from a place that is quicker than its
             schemes; None: there is no such place.
     """
 
-    def __init__(self, gate: Gate, receivers: Receivers) -> None:
+    def __init__(self, gate: Gate) -> None:
+        self.schemes: dict[str, WeightSyncScheme] = {}
         self.own = 0
         self.counted_above: Callable[[], int] | None = None
         self.newest_above: Callable[[], int] | None = None
         self._gate = gate
-        self._receivers = receivers
+        self._gates = [gate]  # and those of the buses
+        self._buses: list[Bus] = []  # of the schemes, each once
+        self._joined: dict[str, SchemeCore] = {}  # by the user, with the collector as their context
+        self._main: BusCore | None = None  # whose versions frames are labelled with
+
+    # -- from above ---------------------------------------------------------------------------------------------------
+
+    @property
+    def come_from_above(self) -> bool:
+        """Whether any scheme brings them."""
+        return self._main is not None
+
+    def joined(self, scheme: SchemeCore) -> None:
+        """A scheme has been initialised with the collector as its context: here, or by the user. Its updates come as it
+        was told; frames are labelled with its versions, and no step is under way when they are applied."""
+        self._joined[scheme.model_id or ""] = scheme
+        self._find_buses()
+
+    def register(self, schemes: Mapping[str, Any], context: Any) -> None:
+        """Initialise schemes, where the user has not, and keep them. Without communication.
+
+        Args:
+            schemes: ``{model_id: scheme}``.
+            context: knows the models, and its ``worker_idx``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: schemes that cannot serve as receivers, or a context that does not know
+                which worker it is.
+        """
+        if known := sorted(schemes.keys() & self.schemes.keys()):
+            raise ValueError(f"{known} are being received already: register each model once")
+        blocking = as_blocking("weight_recv_schemes", schemes)
+        fresh = {m: s for m, s in blocking.items() if s._role != "receiver" or s._pid != os.getpid()}
+        for model_id, scheme in blocking.items():
+            if model_id in fresh:
+                try:
+                    context.get_model(model_id)
+                except LookupError as error:
+                    raise ValueError(f"weight_recv_schemes[{model_id!r}]: {error}") from error
+                scheme._check_fresh("receiver")
+            elif scheme.model_id != model_id:
+                raise ValueError(
+                    f"weight_recv_schemes[{model_id!r}] was initialised with model_id={scheme.model_id!r}: "
+                    "use one name, or leave init_on_receiver() to the collector"
+                )
+        begun = []
+        try:
+            for model_id, scheme in fresh.items():
+                scheme.init_on_receiver(model_id, context, worker_idx=context.worker_idx, gate="hold")
+                begun.append(scheme)
+        except BaseException:
+            shut_down_all(begun, 0.0)  # all are registered, or none
+            self._joined = {m: s for m, s in self._joined.items() if s not in begun}
+            self._find_buses()
+            raise
+        self.schemes |= blocking
+        self._find_buses()
+
+    def _find_buses(self) -> None:
+        self._buses = buses_of(self.schemes.values())
+        known = self._joined | self.schemes
+        self._gates = [self._gate, *(bus._gate for bus in buses_of(known.values()) if bus._gate is not None)]
+        moving = buses_of([known[m] for m in ("policy", *known) if m in known])
+        self._main = moving[0] if moving else None
+
+    def connect(self, schemes: Mapping[str, Any], timeout: float) -> None:
+        """The rendezvous with the sender: when this returns, its initial weights have been applied."""
+        connect_all([self.schemes[model_id] for model_id in schemes], timeout)
+
+    def check(self) -> None:
+        """Raises Fenced: another has this worker's place, and nothing newer will ever come here."""
+        for bus in self._buses:
+            bus._check_fenced()
+
+    def take_in(self) -> None:
+        """Apply what has come but waits to be received (``apply="on_receive"``). Never waits for more.
+
+        Raises:
+            ClosedError, Fenced: nothing has come, and nothing will.
+        """
+        for scheme in self.schemes.values():
+            if not isinstance(scheme, NoSyncCore):
+                scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
+
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def holds(self) -> Holds:
         """For steps, policy and environment: no weights of this collector change within."""
-        return Holds([self._gate, *self._receivers.gates])
+        return Holds(self._gates)
 
     def version(self) -> int:
         """What frames are labelled with: the version that acts; with a trainer above, that of its schemes and what its
         updaters have counted."""
-        if self.counted_above is not None:
-            return self._receivers.version + self.counted_above()
-        return self.applied()
+        if self.counted_above is None:
+            return self.applied()
+        return self.received() + self.counted_above()
+
+    def received(self) -> int:
+        """The version that has come by schemes: of several buses, that of the policy's (or of the first). Each counts
+        its own; in a tree of collectors, its root does."""
+        return 0 if self._main is None else self._main._shown_origin()
 
     def applied(self) -> int:
-        """The version that acts: of the policy's bus where there are receiver schemes (else of the first), else the
-        count of updates applied here."""
-        return self._receivers.version if self._receivers else self.own
+        """The version that acts: :meth:`received`, or where nothing brings weights from above the count of updates
+        applied here."""
+        return self.own if self._main is None else self.received()
 
     def newest(self) -> int:
         """The newest version that the trainer has published, as far as is known here, by the count of
         :meth:`applied`."""
         if self.newest_above is not None:
             return self.newest_above()
-        return self._receivers.newest if self._receivers else self.own
+        return self.own if self._main is None else self.applied() + self._main._target() - self._main.version
 
     def wait(self, version: int, timeout: float) -> None:
         """Wait, outside any hold, until this version or a newer one acts.
@@ -64,7 +161,8 @@ class ActingWeights:
             ClosedError, Fenced: it will not come.
         """
         check_timeout(timeout)
-        self._receivers.wait(version, timeout)
+        if isinstance(self._main, Bus):
+            self._main._wait_origin(version, timeout)
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
         """Wait, outside any hold, until the acting weights are at most so many versions behind the newest, on each bus
@@ -74,13 +172,11 @@ class ActingWeights:
             AckTimeout: not within the timeout (seconds), for any of the waits.
             ClosedError, Fenced: it will not come.
         """
-        self._receivers.keep_up(max_lag, timeout)
+        for bus in self._buses:
+            while (target := bus._target()) - bus.version > max_lag:
+                bus.wait_version(target - max_lag, timeout=timeout)
         while self.newest_above is not None and (newest := self.newest_above()) - self.applied() > max_lag:
             self.wait(newest - max_lag, timeout)
-
-    def check(self) -> None:
-        """Raises Fenced: another has this worker's place, and nothing newer will ever come here."""
-        self._receivers.check()
 
 
 class Holds:

@@ -9,20 +9,28 @@ Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.weights.acting import ActingWeights
 from asyncsync.collectors.weights.in_process import LocalUpdates, fitted
-from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted
-from asyncsync.collectors.weights.plan import Planned, as_update, chosen, find_model, plan, worker_indices
-from asyncsync.collectors.weights.receivers import Receivers
-from asyncsync.collectors.weights.senders import Senders, shut_down_all
-from asyncsync.runtime.threads import WorkThread, finish
-from asyncsync.schemes.blocking import Bus
+from asyncsync.collectors.weights.legacy_updaters import (
+    WeightUpdaterBase,
+    WorkerIds,
+    make_updater,
+    mark_counted,
+    pushing,
+)
+from asyncsync.collectors.weights.plan import Planned, as_update, check_keywords, chosen, find_model, worker_indices
+from asyncsync.collectors.weights.senders import Senders, connect_all, shut_down_all
+from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes.sources import by_worker
 
 __all__ = ["WeightsAPI"]
 
@@ -42,9 +50,8 @@ class WeightsAPI:
     def __init__(self) -> None:
         self._weight_updater: WeightUpdaterBase | None = None
         self._senders = Senders({})
-        self._receivers = Receivers()
         self._local = LocalUpdates()
-        self._weights = ActingWeights(self._local.gate, self._receivers)
+        self._weights = ActingWeights(self._local.gate)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -70,12 +77,7 @@ class WeightsAPI:
 
     def _apply_locally(self, weights: Mapping[str, Any]) -> None:
         """Copy weights into this collector's own models, all of them or none, and count the version up. Called between
-        two steps.
-
-        Raises:
-            ValueError: a model that is not here.
-            SchemaMismatch: they do not fit; nothing was changed.
-        """
+        two steps. Raises ValueError, SchemaMismatch: nothing was changed."""
         for prepared in [fitted(self._acting(model_id), source) for model_id, source in weights.items()]:
             if prepared is not None:
                 prepared.apply()
@@ -88,19 +90,12 @@ class WeightsAPI:
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def _set_up_senders(
-        self,
-        schemes: Mapping[str, Any] | None,
-        weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None,
-        *,
-        num_workers: int | None = None,
+        self, schemes: Mapping[str, Any] | None, weight_updater: Any, context: Any, num_workers: int | None = None
     ) -> None:
-        """Prepare schemes (those with private addresses come onto one bus) and the updater. Without communication.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: what they cannot be, and what to do about it.
-        """
+        """Prepare schemes and the updater, without communication. ``context`` has the models that are sent where no
+        weights are given: ``get_model(model_id)``. Raises TypeError, ValueError, RuntimeError: what these cannot be."""
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
-        self._senders = Senders(schemes or {}, self._sources(), num_workers)
+        self._senders = Senders(schemes or {}, context, num_workers)
         self.weight_updater = updater
 
     @property
@@ -113,14 +108,8 @@ class WeightsAPI:
     def weight_updater(self, given: Any) -> None:
         updater = None if given is None else make_updater(given, self.policy)
         if updater is not None:
-            updater.register_collector(self)
-            if updater._count_push not in updater.post_hooks:  # it may have served one that is gone
-                updater.register_post_hook(updater._count_push)
+            updater._serve(self)
         self._weight_updater = updater
-
-    def _sources(self) -> Any:
-        """What knows the models that sender schemes send where no weights are given: ``get_model(model_id)``."""
-        return self
 
     @property
     def _sender_schemes(self) -> dict[str, Any]:
@@ -128,16 +117,11 @@ class WeightsAPI:
 
     @property
     def _receiver_schemes(self) -> dict[str, Any]:
-        return self._receivers.schemes
-
-    @property
-    def _bus(self) -> Bus | None:
-        """The bus of the sender schemes."""
-        return self._senders.bus
+        return self._weights.schemes
 
     def _connect_senders(self, timeout: float) -> None:
         """The rendezvous with the workers. Raises NotConnected, PartialSendError."""
-        self._senders.connect(timeout)
+        connect_all(self._senders.schemes.values(), timeout)
         if version := self._senders.version:
             self._published(version)
 
@@ -161,24 +145,24 @@ class WeightsAPI:
             NotConnected, SchemaMismatch: as the schemes' ``connect``.
         """
         # Between two steps: those under way do not hold the new gates, those that follow do.
-        self._local.apply(lambda: self._receivers.register(weight_recv_schemes, self), timeout)
+        self._local.apply(lambda: self._weights.register(weight_recv_schemes, self), timeout)
         self._pass_versions_on()
         if synchronize_weights:
-            self._receivers.connect(weight_recv_schemes, timeout)
+            self._weights.connect(weight_recv_schemes, timeout)
 
     def _connect_receivers(self, schemes: Mapping[str, Any], timeout: float) -> None:
-        """The rendezvous of schemes that were registered without it. Raises NotConnected, SchemaMismatch."""
-        self._receivers.connect(schemes, timeout)
+        """For those registered with ``synchronize_weights=False``. Raises NotConnected, SchemaMismatch."""
+        self._weights.connect(schemes, timeout)
 
     def _joined_by(self, scheme: Any) -> None:
         """A receiver's scheme has this collector as its context."""
-        self._receivers.joined(scheme)
+        self._weights.joined(scheme)
         self._pass_versions_on()
 
     def _pass_versions_on(self) -> None:
         """What is sent from now on stands for a version from above."""
         for bus in self._senders.buses:
-            bus._stand_for(lambda: self._receivers.version)
+            bus._stand_for(self._weights.received)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the weight updater's ``init`` with these arguments; without an updater, nothing happens."""
@@ -223,15 +207,7 @@ class WeightsAPI:
             NotConnected, ClosedError: there are no workers to send to.
         """
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        self._carry_out(plan(self, given, worker_ids, kwargs), wait)
-
-    def _carry_out(self, update: Planned, wait: bool) -> None:
-        if update.push is not None:
-            update.push()
-        if update.sent is not None:
-            self._send(update.sent, update.workers, update.timeout if wait else None)
-        if (applied := update.applied) is not None:
-            self._local.apply(lambda: self._apply_locally(applied), update.timeout)
+        self._carry_out(self._planned(given, worker_ids, kwargs), wait)
 
     async def update_policy_weights_async(
         self,
@@ -248,40 +224,84 @@ class WeightsAPI:
         """:meth:`update_policy_weights_` for a coroutine of any event loop. The source must not change until it
         returns."""
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        await self._carry_out_async(plan(self, given, worker_ids, kwargs), wait)
+        await self._carry_out_async(self._planned(given, worker_ids, kwargs), wait)
+
+    def _planned(self, given: Mapping[str, Any], worker_ids: WorkerIds, kwargs: dict[str, Any]) -> Planned:
+        """Check an update ``{model_id: weights}``, and which way each model goes; nothing is done yet. None as a
+        model's weights stands for those that are registered."""
+        name, senders, updater = type(self).__name__, self._senders, self.weight_updater
+        timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
+        check_timeout(timeout)
+        check_keywords(kwargs, takes_any=updater is not None)
+        if worker_ids is not None and updater is None and not senders.schemes:
+            raise TypeError(
+                f"worker_ids={worker_ids!r}, but this {name} has neither weight_sync_schemes nor a weight_updater: "
+                "there are no workers to choose from"
+            )
+        if updater is not None and "policy" in given:
+            if len(given) > 1:
+                raise ValueError(
+                    f"a weight updater pushes the policy alone, not {sorted(given)} together: use weight_sync_schemes"
+                )
+            return Planned(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
+        sent = {m: w for m, w in given.items() if m in senders.schemes}
+        own = {m: w for m, w in given.items() if m not in sent and m not in self._weights.schemes}
+        if sent and (apart := sorted(m for m in own if not self._goes_with_workers(m))):
+            raise ValueError(
+                f"{apart} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
+                "alone, or give every model one in weight_sync_schemes"
+            )
+        if by_worker_alone := sorted(m for m, w in own.items() if by_worker(w)):
+            raise ValueError(
+                f"{{worker_idx: weights}} was given for {by_worker_alone}, but no workers of this {name} receive that: "
+                "pass the weights themselves, or give it a scheme in weight_sync_schemes"
+            )
+        if own and worker_ids is not None:
+            raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
+        applied = {m: self._registered(m) if w is None else w for m, w in own.items()}
+        if sent:
+            for model_id, source in applied.items():  # before anything is sent
+                fitted(self._acting(model_id), source)
+            senders.bus_of(sent)
+        elif not own and not self.cascades:
+            raise ValueError(
+                f"{sorted(given)} comes to this {name} by its weight_recv_schemes, and nobody is below it: update it "
+                "where it is sent"
+            )
+        return Planned(timeout, sent=sent, applied=applied, workers=worker_indices(worker_ids, self._workers_of))
+
+    def _carry_out(self, update: Planned, wait: bool) -> None:
+        if update.push is not None:
+            update.push()
+        if update.sent:
+            with self._publishing(update.workers):
+                self._senders.send(update.sent, update.workers, update.timeout if wait else None)
+        if update.applied:
+            self._local.apply(partial(self._apply_locally, update.applied), update.timeout)
 
     async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
-            thread = WorkThread("asyncsync-updater")
-            try:
-                await finish(thread.submit(update.push))
-            finally:
-                thread.abandon()
-        if update.sent is not None:
-            before = self._senders.version
-            try:
+            await elsewhere("asyncsync-updater", update.push)
+        if update.sent:
+            with self._publishing(update.workers):
                 await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
-            finally:
-                self._count_published(before, update.workers)
-        if (applied := update.applied) is not None:
-            await self._local.apply_async(lambda: self._apply_locally(applied), update.timeout)
+        if update.applied:
+            await self._local.apply_async(partial(self._apply_locally, update.applied), update.timeout)
+
+    @contextmanager
+    def _publishing(self, workers: list[int] | None) -> Iterator[None]:
+        """A block that sends. Also a version that not every worker has applied is published: they still converge."""
+        before = self._senders.version
+        try:
+            yield
+        finally:
+            if (version := self._senders.version) > before:
+                mark_counted()
+                self._published(version, workers)
 
     def _goes_with_workers(self, model_id: str) -> bool:
         """Whether a model that acts here may be updated together with what is sent to workers."""
         return False
-
-    def _send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
-        before = self._senders.version
-        try:
-            self._senders.send(update, workers, timeout)
-        finally:
-            self._count_published(before, workers)
-
-    def _count_published(self, before: int, workers: list[int] | None) -> None:
-        # Also of a version that not every worker has applied: it is published, and they still converge.
-        if (version := self._senders.version) > before:
-            mark_counted()
-            self._published(version, workers)
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
         """Called after a version was published; ``workers``: for whom (None: everybody). For subclasses."""
@@ -293,11 +313,9 @@ class WeightsAPI:
                 f"this {type(self).__name__} has no scheme that brings a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
             )
-        self._send({"policy": weights}, worker_indices(self, worker_id), DEFAULT_TIMEOUT)
-
-    def _between_steps(self, function: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Run a function that writes this collector's own models when no step is under way. Raises AckTimeout."""
-        self._local.apply(function, timeout)
+        workers = worker_indices(worker_id, self._workers_of)
+        with self._publishing(workers):
+            self._senders.send({"policy": weights}, workers, DEFAULT_TIMEOUT)
 
     # -- from above ---------------------------------------------------------------------------------------------------
 
@@ -319,38 +337,32 @@ class WeightsAPI:
             ClosedError, Fenced: nothing more will come.
         """
         given = chosen(policy_or_weights, weights, policy)
-        if not self._receivers.schemes:
+        if not self._weights.schemes:
             self._take(given)
         elif given is not None:
             raise ValueError(
-                f"this {type(self).__name__} receives {sorted(self._receivers.schemes)} by weight_recv_schemes: "
+                f"this {type(self).__name__} receives {sorted(self._weights.schemes)} by weight_recv_schemes: "
                 "call receive_weights() without arguments, or send from above"
             )
         else:
-            self._take_in()
+            self._local.apply(self._weights.take_in)
 
     def _take(self, given: Any) -> None:
         """The policy's weights from whoever is above, without schemes; None: the registered policy's."""
         source = self._registered("policy") if given is None else given
-        self._local.apply(lambda: self._apply_locally({"policy": source}), DEFAULT_TIMEOUT)
+        self._local.apply(lambda: self._apply_locally({"policy": source}))
         if "policy" in self._senders.schemes:
             self.update_policy_weights_(source)
 
     def _receive_weights_scheme(self) -> None:
-        """What a remote parent calls (RPC, Ray): every receiver scheme takes in what has come.
-
-        Raises:
-            RuntimeError: there is none.
-        """
-        if not self._receivers.schemes:
+        """What a remote parent calls (RPC, Ray): every receiver scheme takes in what has come. Raises RuntimeError:
+        there is none."""
+        if not self._weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
                 "register_scheme_receiver()"
             )
-        self._take_in()
-
-    def _take_in(self) -> None:
-        self._local.apply(self._receivers.take_in, DEFAULT_TIMEOUT)
+        self._local.apply(self._weights.take_in)
 
     @property
     def cascades(self) -> bool:
@@ -363,7 +375,7 @@ class WeightsAPI:
     def policy_version(self) -> int:
         """The newest version: published, where there are workers below; else the one that acts here. In a tree of
         collectors, that of its root."""
-        published = self._senders.schemes and not self._receivers
+        published = self._senders.schemes and not self._weights.come_from_above
         return self._senders.version if published else self._weights.version()
 
     def increment_version(self) -> None:
@@ -383,4 +395,4 @@ class WeightsAPI:
 
     def _end_weights(self, timeout: float) -> None:
         """Shut every scheme down, within the timeout (seconds) for all of them. Idempotent."""
-        shut_down_all([*self._senders.schemes.values(), *self._receivers.schemes.values()], timeout)
+        shut_down_all([*self._senders.schemes.values(), *self._weights.schemes.values()], timeout)

@@ -6,16 +6,18 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
 
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.errors import AckTimeout
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
-from asyncsync.runtime.threads import interruptibly
+from asyncsync.runtime.threads import interruptibly, settle
 
 __all__ = ["LocalUpdates", "fitted"]
 
@@ -39,11 +41,11 @@ def fitted(model: Any, source: Any) -> Prepared | None:
 
 
 class _Change:
-    __slots__ = ("apply", "begun", "done", "error", "over")
+    __slots__ = ("apply", "begun", "ended", "error", "over")
 
-    def __init__(self, apply: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+    def __init__(self, apply: Callable[[], None], ended: Callable[[], object]) -> None:
         self.apply = apply
-        self.done = done
+        self.ended = ended
         self.begun = False
         self.over = False
         self.error: Exception | None = None
@@ -61,7 +63,7 @@ class LocalUpdates:
         self._changes: deque[_Change] = deque()
         self._lock = threading.Lock()
 
-    def apply(self, update: Callable[[], None], timeout: float) -> None:
+    def apply(self, update: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
         """Run ``update`` now, or as soon as the step under way has ended; returns when it has run.
 
         Raises:
@@ -69,64 +71,45 @@ class LocalUpdates:
             RuntimeError: called from within a step, which would wait for itself.
         """
         ended = threading.Event()
-        outcome: list[BaseException | None] = []
-
-        def done(error: BaseException | None) -> None:
-            outcome.append(error)
-            ended.set()
-
-        change = self._offer(update, done)
+        change = self._offer(update, ended.set)
         try:
             if not interruptibly(ended.wait, timeout) and self._withdraw(change):
-                raise self._late(timeout)
+                raise _late(timeout)
             while not ended.wait(POLL_SECONDS):  # it is being applied right now
                 self.gate.poll()  # unless Ctrl-C has ended that half way: then nobody else need come by
         except BaseException:
             self._withdraw(change)  # an interrupted caller changes nothing afterwards
             raise
-        if (error := outcome[0]) is not None:
-            raise error
+        if change.error is not None:
+            raise change.error
 
     async def apply_async(self, update: Callable[[], None], timeout: float) -> None:
         """:meth:`apply` without blocking the running loop while a step is under way elsewhere."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def settle(error: BaseException | None) -> None:
-            if not ended.done():
-                if error is None:
-                    ended.set_result(None)
-                else:
-                    ended.set_exception(error)
-
-        def done(error: BaseException | None) -> None:
-            try:
-                loop.call_soon_threadsafe(settle, error)
-            except RuntimeError:
-                pass  # the loop was closed meanwhile: nobody awaits this any more
-
-        change = self._offer(update, done)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        change = self._offer(update, partial(settle, ended))
         try:
             await asyncio.wait([ended], timeout=timeout)
             if not ended.done() and self._withdraw(change):
-                raise self._late(timeout)
+                raise _late(timeout)
             while not (await asyncio.wait([ended], timeout=POLL_SECONDS))[0]:
                 self.gate.poll()
-            ended.result()
         except asyncio.CancelledError:
             self._withdraw(change)
             raise
+        if change.error is not None:
+            raise change.error
 
-    def _offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> _Change:
+    def _offer(self, update: Callable[[], None], ended: Callable[[], object]) -> _Change:
         if self.gate.held_by_caller:
             raise RuntimeError(
                 "weights change between two steps, and this is called from within one (by the policy or the "
                 "environment): call it from a hook, or from the code that iterates over the collector"
             )
-        change = _Change(update, done)
+        change = _Change(update, ended)
         with self._lock:
             self._changes.append(change)
-        self.gate.offer(self._run, _ignore)  # in place of a pending one, which would do the same
+        # In place of a pending one, which would do the same. Each change has its own end.
+        self.gate.offer(self._run, lambda error: None)
         return change
 
     def _run(self) -> None:
@@ -145,7 +128,7 @@ class LocalUpdates:
                 except Exception as raised:
                     change.error = raised
                 change.over = True
-            change.done(change.error)
+            change.ended()
             self._changes.popleft()
 
     def _withdraw(self, change: _Change) -> bool:
@@ -157,9 +140,6 @@ class LocalUpdates:
                 self._changes.remove(change)
             return True
 
-    def _late(self, timeout: float) -> AckTimeout:
-        return AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
 
-
-def _ignore(error: BaseException | None) -> None:
-    """Each change has its own ``done``."""
+def _late(timeout: float) -> AckTimeout:
+    return AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")

@@ -93,6 +93,12 @@ class WeightUpdaterBase:
             )
         self._collector = weakref.ref(collector)
 
+    def _serve(self, collector: Any) -> None:
+        """Belong to this collector, and count its version up with each push."""
+        self.register_collector(collector)
+        if self._count_push not in self.post_hooks:  # it may have served one that is gone
+            self.register_post_hook(self._count_push)
+
     @property
     def collector(self) -> Any:
         """The collector that this updater belongs to; None when unset, or gone."""
@@ -227,23 +233,18 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         return None if self.weight_getter is None else self.weight_getter()
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
-        collector = self.collector
-        if collector is None:
-            self._copy(server_weights)
-            return
-
-        counted = _counted.get([])
+        collector, counted = self.collector, _counted.get([])
 
         def copy_and_count() -> None:
-            self._copy(server_weights)
+            WeightStrategy().apply_weights(self.policy_weights, server_weights)
             if not counted:  # in the same hold: no frame that acts with these weights has an older version's label
                 counted.append(None)
                 self.increment_version()
 
-        collector._between_steps(copy_and_count)
-
-    def _copy(self, weights: Any) -> None:
-        WeightStrategy().apply_weights(self.policy_weights, weights)
+        if collector is None:
+            copy_and_count()
+        else:
+            collector._local.apply(copy_and_count)
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):

@@ -1,24 +1,29 @@
-"""The plan of an update: the forms in which weights are given to a collector, and which of its models go where."""
+"""The forms in which weights are given to a collector, the names of its models, and what becomes of an update."""
 
 from __future__ import annotations
 
 import difflib
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.collectors.weights.in_process import fitted
-from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, pushing
-from asyncsync.collectors.weights.receivers import Receivers
-from asyncsync.collectors.weights.senders import Senders
-from asyncsync.schemes.sources import by_worker, follow
+from asyncsync.arguments import as_workers
+from asyncsync.collectors.weights.legacy_updaters import WorkerIds
+from asyncsync.schemes.sources import follow
 
-__all__ = ["Planned", "_RegisteredModels", "as_update", "belongs_to", "chosen", "find_model", "plan", "worker_indices"]
+__all__ = [
+    "Planned",
+    "_RegisteredModels",
+    "as_update",
+    "belongs_to",
+    "check_keywords",
+    "chosen",
+    "find_model",
+    "worker_indices",
+]
 
 _ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
 
@@ -61,11 +66,23 @@ def as_update(
     return dict(weights_dict)
 
 
-def check_spelling(kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError: to ignore it would do something else than what was asked for."""
-    for name in kwargs:
+def check_keywords(kwargs: Mapping[str, Any], *, takes_any: bool) -> None:
+    """Raises TypeError: to ignore one of these would do something else than what was asked for."""
+    if "policy_weights" in kwargs:
+        raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
+    for name in () if takes_any else kwargs:
         if near := difflib.get_close_matches(name, _ARGUMENTS, 1):
             raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")
+
+
+def worker_indices(worker_ids: WorkerIds, workers_of: Callable[[torch.device], list[int]]) -> list[int] | None:
+    """Indices of workers, from indices and devices; None: all of them. ``workers_of`` gives those of a device."""
+    if worker_ids is None:
+        return None
+    indices: list[int] = []
+    for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
+        indices += workers_of(worker) if isinstance(worker, torch.device) else [worker]
+    return as_workers(indices)
 
 
 def belongs_to(owner: str, model_id: str) -> bool:
@@ -110,16 +127,16 @@ class _RegisteredModels:
     In errors, a private name shows as "the context".
     """
 
-    def __init__(self, collector: Collecting) -> None:
-        self._collector = weakref.ref(collector)  # an open bus keeps its schemes, and they this
+    def __init__(self, collector: Any) -> None:
+        self._find = weakref.WeakMethod(collector._registered)  # an open bus keeps its schemes, and they this
 
     def get_model(self, model_id: str) -> Any:
         """Raises LookupError: there is none of this name."""
-        collector = self._collector()
-        if collector is None:
+        find = self._find()
+        if find is None:
             raise LookupError(f"the collector of model {model_id!r} is gone")
         try:
-            return collector._registered(model_id)
+            return find(model_id)
         except ValueError as error:
             raise LookupError(str(error)) from error
 
@@ -129,103 +146,7 @@ class Planned:
     """What one call of ``update_policy_weights_`` is to do, checked."""
 
     timeout: float
-    sent: Mapping[str, Any] | None = None
-    applied: Mapping[str, Any] | None = None
+    sent: Mapping[str, Any] = field(default_factory=dict)
+    applied: Mapping[str, Any] = field(default_factory=dict)
     push: Callable[[], None] | None = None
     workers: list[int] | None = None
-
-
-class Collecting(Protocol):
-    """What a plan asks of a collector."""
-
-    _senders: Senders
-    _receivers: Receivers
-
-    @property
-    def weight_updater(self) -> WeightUpdaterBase | None: ...
-
-    @property
-    def cascades(self) -> bool: ...
-
-    def _acting(self, model_id: str) -> Any: ...
-
-    def _registered(self, model_id: str) -> Any: ...
-
-    def _goes_with_workers(self, model_id: str) -> bool: ...
-
-    def _workers_of(self, device: torch.device) -> list[int]: ...
-
-
-def plan(collector: Collecting, given: Mapping[str, Any], worker_ids: WorkerIds, kwargs: dict[str, Any]) -> Planned:
-    """Check an update ``{model_id: weights}``, and which way each model goes; nothing is done yet.
-
-    Args:
-        collector: whose update it is.
-        given: None as a model's weights stands for those that are registered.
-        worker_ids: whom it is for.
-        kwargs: ``timeout``, and what an updater takes.
-
-    Raises:
-        TypeError, ValueError, SchemaMismatch: as documented of ``update_policy_weights_``.
-    """
-    if "policy_weights" in kwargs:
-        raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
-    name, senders, updater = type(collector).__name__, collector._senders, collector.weight_updater
-    timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
-    check_timeout(timeout)
-    if updater is None:
-        check_spelling(kwargs)
-    if worker_ids is not None and updater is None and not senders.schemes:
-        raise TypeError(
-            f"worker_ids={worker_ids!r}, but this {name} has neither weight_sync_schemes nor a weight_updater: there "
-            "are no workers to choose from"
-        )
-    if updater is not None and "policy" in given:
-        if len(given) > 1:
-            raise ValueError(
-                f"a weight updater pushes the policy alone, not {sorted(given)} together: use weight_sync_schemes"
-            )
-        return Planned(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
-    sent = {m: w for m, w in given.items() if m in senders.schemes}
-    own = {m: w for m, w in given.items() if m not in sent and m not in collector._receivers.schemes}
-    if sent and (apart := sorted(m for m in own if not collector._goes_with_workers(m))):
-        raise ValueError(
-            f"{apart} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
-            "alone, or give every model one in weight_sync_schemes"
-        )
-    applied = None
-    if own:
-        if by_worker_alone := sorted(m for m, w in own.items() if by_worker(w)):
-            raise ValueError(
-                f"{{worker_idx: weights}} was given for {by_worker_alone}, but no workers of this {name} receive that: "
-                "pass the weights themselves, or give it a scheme in weight_sync_schemes"
-            )
-        if worker_ids is not None:
-            raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
-        applied = {m: collector._registered(m) if w is None else w for m, w in own.items()}
-        if not sent:
-            return Planned(timeout, applied=applied)
-        for model_id, source in applied.items():  # before anything is sent
-            fitted(collector._acting(model_id), source)
-    if sent:
-        senders.check(sent)
-    elif not collector.cascades:
-        raise ValueError(
-            f"{sorted(given)} comes to this {name} by its weight_recv_schemes, and nobody is below it: update it where "
-            "it is sent"
-        )
-    return Planned(timeout, sent=sent or None, applied=applied, workers=worker_indices(collector, worker_ids))
-
-
-def worker_indices(collector: Collecting, worker_ids: WorkerIds) -> list[int] | None:
-    """Indices of workers, from indices and devices; None: all of them.
-
-    Raises:
-        ValueError: no worker has its policy on a device.
-    """
-    if worker_ids is None:
-        return None
-    indices: list[int] = []
-    for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
-        indices += collector._workers_of(worker) if isinstance(worker, torch.device) else [worker]
-    return as_workers(indices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -18,10 +18,11 @@ from torch import nn
 from asyncsync.bus.sharing import join_buses
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.none import BlockingNoSync
+from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes.none import BlockingNoSync, NoSyncCore
 from asyncsync.schemes.sources import resolve_model
 
-__all__ = ["Senders", "as_blocking", "connect_all", "shut_down_all"]
+__all__ = ["Senders", "as_blocking", "buses_of", "connect_all", "shut_down_all"]
 
 
 def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSyncScheme]:
@@ -71,51 +72,48 @@ class Senders:
             else:
                 scheme._check_fresh("sender") if not scheme._registered else scheme._bus._check_role("sender")
                 _check_initialised(model_id, scheme, num_workers)
-        self.buses: list[Bus] = list({id(s._bus): s._bus for s in self.schemes.values() if not _is_dummy(s)}.values())
-        self.bus = next(iter(self.buses), None)
+        self.buses = buses_of(self.schemes.values())
         _owners.update({bus: weakref.ref(self) for bus in self.buses})
 
-    def connect(self, timeout: float) -> None:
-        """The rendezvous with the workers; delivers the initial weights where there are some. Raises as the schemes'
-        ``connect``."""
-        connect_all(self.schemes.values(), timeout)
-
-    def check(self, update: Mapping[str, Any]) -> Bus | None:
+    def bus_of(self, update: Mapping[str, Any]) -> Bus | None:
         """The bus that all these models are on; None: one that moves nothing.
 
         Raises:
             ValueError: they are on several, so that no worker could switch them together.
         """
-        buses: dict[int, Bus] = {id(s._bus): s._bus for m in update if not _is_dummy(s := self.schemes[m])}
+        buses = buses_of(self.schemes[model_id] for model_id in update)
         if len(buses) > 1:
             raise ValueError(
                 f"{sorted(update)} cannot be switched together: their schemes were initialised on buses of their own. "
                 "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
             )
-        return next(iter(buses.values()), None)
+        return buses[0] if buses else None
 
     def send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
         """One update; returns when the workers have applied it, or, without a timeout, when it is announced. Raises as
         the schemes' ``send`` or ``publish``."""
-        bus = self.check(update)
-        moved = {m: weights for m, weights in update.items() if not _is_dummy(self.schemes[m])}
+        bus, moved, others = self._divided(update)
         if bus is not None and timeout is None:
             bus.publish(moved, workers)
         elif bus is not None and timeout is not None:
             bus.send(moved, workers, timeout)
-        for model_id in update.keys() - moved.keys():
-            self.schemes[model_id].send()
+        for scheme in others:
+            scheme.send()
 
     async def send_async(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
         """:meth:`send` for a coroutine of any event loop."""
-        bus = self.check(update)
-        moved = {m: weights for m, weights in update.items() if not _is_dummy(self.schemes[m])}
+        bus, moved, others = self._divided(update)
         if bus is not None and timeout is None:
             await bus.publish_async(moved, workers)
         elif bus is not None and timeout is not None:
             await bus.send_async(moved, workers, timeout)
-        for model_id in update.keys() - moved.keys():
-            await self.schemes[model_id].send_async()
+        for scheme in others:
+            await scheme.send_async()
+
+    def _divided(self, update: Mapping[str, Any]) -> tuple[Bus | None, dict[str, Any], list[WeightSyncScheme]]:
+        """The bus of an update, what goes over it, and the schemes that only count."""
+        moved = {m: weights for m, weights in update.items() if not isinstance(self.schemes[m], BlockingNoSync)}
+        return self.bus_of(update), moved, [self.schemes[m] for m in update.keys() - moved.keys()]
 
     @property
     def version(self) -> int:
@@ -148,7 +146,7 @@ _owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyD
 
 def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
     """Raises ValueError: the scheme is somebody else's, or was."""
-    if _is_dummy(scheme) or (bus := scheme._bus) is None:
+    if isinstance(scheme, BlockingNoSync) or (bus := scheme._bus) is None:
         return
     if bus.closed:
         raise ValueError(
@@ -160,10 +158,6 @@ def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
             f"weight_sync_schemes[{model_id!r}] serves the workers of another collector: construct a scheme (or a Bus) "
             "for each"
         )
-
-
-def _is_dummy(scheme: WeightSyncScheme) -> bool:
-    return isinstance(scheme, BlockingNoSync)
 
 
 def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
@@ -180,16 +174,18 @@ def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int
         )
 
 
-def connect_all(schemes: Any, timeout: float) -> None:
+def buses_of(schemes: Iterable[SchemeCore]) -> list[Any]:
+    """The buses of those that move something, each once."""
+    return list(dict.fromkeys(scheme._bus for scheme in schemes if not isinstance(scheme, NoSyncCore)))
+
+
+def connect_all(schemes: Collection[WeightSyncScheme], timeout: float) -> None:
     """Connect schemes, those of one bus together, within one timeout (seconds)."""
     deadline = time.monotonic() + timeout
-    buses: dict[int, Bus] = {}
     for scheme in schemes:
-        if _is_dummy(scheme):
+        if isinstance(scheme, BlockingNoSync):
             scheme.connect()
-        else:
-            buses[id(scheme._bus)] = scheme._bus
-    for bus in buses.values():
+    for bus in buses_of(schemes):
         bus.connect(max(0.0, deadline - time.monotonic()))
 
 

@@ -219,9 +219,9 @@ def test_an_update_from_within_a_step_is_refused() -> None:
 def test_r011_schemes_with_addresses_of_their_own_come_onto_one_bus() -> None:
     given = {"policy": sync.SharedMemWeightSyncScheme(), VALUE: sync.ZMQWeightSyncScheme()}
     with MultiSyncCollector([WithModel] * 2, policy(), weight_sync_schemes=given, **options()) as top:
-        assert {id(s.bus) for s in top._sender_schemes.values()} == {id(top._bus)}
-        assert top._bus is not None
-        assert top._bus.num_workers == 2
+        (bus,) = top._senders.buses
+        assert {id(s.bus) for s in top._sender_schemes.values()} == {id(bus)}
+        assert bus.num_workers == 2
 
 
 def test_r005_asynchronous_schemes_are_run_by_their_blocking_core() -> None:
