@@ -61,7 +61,8 @@ async def worker(scheme, index, pipe):
         await scheme.connect()  # the model has the trainer's weights
         try:
             while True:
-                await asyncio.to_thread(pipe.send, player.play())
+                steps = await asyncio.to_thread(player.play)  # the event loop goes on meanwhile
+                await asyncio.to_thread(pipe.send, steps)
                 await scheme.receive(timeout=60)  # the model has new weights
         except (ClosedError, BrokenPipeError):
             pass  # the trainer has said goodbye, or its process has ended
