@@ -170,25 +170,25 @@ MUTATIONS = {
     "a report says nothing of what is asked for": [(Incoming, "awaited", "not self.update.awaited", "True")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "current.slab.release()", "pass")],
-    "a routine goes on with what it has written, and not who has it": [
+    "the fast path goes on with what it has written, and not who has it": [
         (SteadySender, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],
-    "a routine forgets whom it has not told": [
+    "the fast path forgets whom it has not told": [
         (SteadySender, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
         NO_PONG,
     ],
-    "a routine begins with somebody behind": [(Announcer, "steady", "for peer in peers:", "for peer in ():")],
-    "a routine writes where the newest version is": [
+    "the fast path begins with somebody behind": [(Announcer, "steady", "for peer in peers:", "for peer in ():")],
+    "the fast path writes where the newest version is": [
         (SteadySender, "publish", "slab = self._next", "slab = self._newest")
     ],
-    "a worker's routine goes on whatever else it hears": [
+    "a worker's fast path goes on whatever else it hears": [
         (Subscriber, "receive", "self.end_fast_path()", "pass"),
         (SteadyWorker, "take", "since != self._reports.serial or ", ""),
     ],
-    "a worker's routine writes where the newest version is": [
+    "a worker's fast path writes where the newest version is": [
         (SteadyWorker, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
     ],
-    "a worker's routine takes what waits for a reader as applied": [
+    "a worker's fast path takes what waits for a reader as applied": [
         (SteadyWorker, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
     ],
     "DONE gives nothing back": [
