@@ -1,4 +1,4 @@
-"""The private names of torch, pyzmq and asyncio that this library touches: each stands in a module called ``…_private``,
+"""The private names of torch, pyzmq and asyncio that asyncsync touches: each stands in a module called ``…_private``,
 and in here with what breaks where it is not there any more."""
 
 from __future__ import annotations
@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import pkgutil
 
 import torch
 import zmq
 from torch import nn
 
+import asyncsync
+from asyncsync import collectors, transports
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
@@ -22,6 +25,20 @@ class Own(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1
+
+
+def test_every_module_of_private_names_is_in_here() -> None:
+    found = {
+        module.name
+        for paths, prefix in (
+            (asyncsync.__path__[:1], "asyncsync."),
+            (collectors.__path__, "asyncsync.collectors."),
+            (transports.__path__, "asyncsync.transports."),
+        )
+        for module in pkgutil.walk_packages(paths, prefix)
+        if module.name.endswith("_private")
+    }
+    assert found == {module.__name__ for module in (asyncio_private, model_private, weights_private, zmq_private)}
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:
@@ -108,8 +125,8 @@ async def test_the_running_loop_can_be_told_where_none_runs() -> None:
 
 
 def test_sockets_are_used_below_their_options_and_enums() -> None:
-    """``zmq.backend.Socket.get``, ``recv``, ``send``. Without them a small message costs three times as much: the remedy
-    is to use the methods of ``zmq.Socket`` of the same names."""
+    """``zmq.backend.Socket.get``, ``recv``, ``send``. Without them a small message costs three times as much: the
+    remedy is to use the methods of ``zmq.Socket`` of the same names."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
         a.bind("inproc://private-names")
         b.connect("inproc://private-names")
