@@ -13,6 +13,7 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
+from asyncsync.collectors.workers.group import WorkerGroup
 
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (SOURCE / "docs").glob("*.md"))]
@@ -125,7 +126,8 @@ def test_the_page_on_architecture_names_every_file() -> None:
             folder = path.parent.relative_to(SOURCE).as_posix().removeprefix("asyncsync/")
             if folder not in ("bench", "demo") and not path.name.startswith("__"):
                 found.setdefault(folder, set()).add(path.stem)
-    assert told == found
+    differ = {folder: told.get(folder, set()) ^ found.get(folder, set()) for folder in {*told, *found}}
+    assert {folder: files for folder, files in differ.items() if files} == {}
 
 
 def test_what_the_page_on_architecture_walks_through_is_there() -> None:
@@ -148,3 +150,10 @@ def test_every_path_that_the_page_on_architecture_names_is_there() -> None:
     roots = (SOURCE, SOURCE / "asyncsync", SOURCE / "collectors")
     named = set(re.findall(r"`([\w/]+/[\w.]*)`", text))
     assert [path for path in sorted(named) if not any((root / path).exists() for root in roots)] == []
+
+
+def test_the_page_on_architecture_tells_what_a_group_of_workers_has() -> None:
+    first = " ".join(row[0] for row in rows(ARCHITECTURE, "## How to add a family of workers"))
+    told = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", first))
+    assert WorkerGroup.__abstractmethods__ <= told
+    assert {name for name in told if not hasattr(WorkerGroup, name)} <= set(inspect.get_annotations(WorkerGroup))
