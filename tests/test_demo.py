@@ -75,7 +75,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("scheme", ["shared", "process", "zmq"])
+@pytest.mark.parametrize("scheme", ["shared", "zmq"])
 async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread: None, scheme: str) -> None:
     record = Versions(workers=2, target=40, scheme=scheme)
     await train(Options(target=40, scheme=scheme), record)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = {"asyncsync": "asyncsync", "transports": "asyncsync/transports", "collectors": "asyncsync/collectors"}
-OPTIONAL = ("gymnasium", "matplotlib", "ray", "rich", "submitit", "torchrl", "uvloop")
+OPTIONAL = ("gymnasium", "matplotlib", "rich", "torchrl", "uvloop")
 
 WHERE = """
 import json, asyncsync, asyncsync.transports, asyncsync.collectors
@@ -108,36 +108,25 @@ def test_r215_a_plain_install_works_elsewhere_and_from_the_clones_root(
 ) -> None:
     pip_install(python, str(clone))
     site = site_packages(python).resolve()
+    assert not (site / "transports").exists()
+    assert not (site / "collectors").exists()
+    for name in ("transports", "collectors"):  # a stranger's top-level packages are not taken for ours
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text("raise AssertionError('not ours')\n")
     assert where(python, tmp_path) == ([site / path for path in PACKAGES.values()], [site / "asyncsync"])
     # Started in the clone's root, Python finds the source asyncsync/, which must find the other two beside it.
     assert where(python, clone)[0] == in_the_clone(clone)
 
 
 @pytest.mark.thorough
-def test_r215_an_editable_install_works_elsewhere_and_from_the_clones_root(
-    clone: Path, python: Path, tmp_path: Path
-) -> None:
+def test_r215_an_editable_install_works_elsewhere(clone: Path, python: Path, tmp_path: Path) -> None:
     pip_install(python, "--editable", str(clone))
     assert where(python, tmp_path)[0] == in_the_clone(clone)
-    assert where(python, clone)[0] == in_the_clone(clone)
 
 
 @pytest.mark.thorough
 def test_r215_pythonpath_alone_works(clone: Path, python: Path, tmp_path: Path) -> None:
     assert where(python, tmp_path, PYTHONPATH=str(clone))[0] == in_the_clone(clone)
-    assert where(python, clone)[0] == in_the_clone(clone)
-
-
-@pytest.mark.thorough
-def test_r215_a_strangers_top_level_packages_are_not_taken_for_ours(clone: Path, python: Path, tmp_path: Path) -> None:
-    pip_install(python, str(clone))
-    site = site_packages(python).resolve()
-    assert not (site / "transports").exists()
-    assert not (site / "collectors").exists()
-    for name in ("transports", "collectors"):
-        (site / name).mkdir()
-        (site / name / "__init__.py").write_text("raise AssertionError('not ours')\n")
-    assert where(python, tmp_path) == ([site / path for path in PACKAGES.values()], [site / "asyncsync"])
 
 
 def test_every_module_of_the_checkout_is_installed(clone: Path, python: Path) -> None:

@@ -1,15 +1,21 @@
-"""The private names of torch and asyncio that weights and models touch: each stands in a module called ``…_private``,
+"""The private names of torch, pyzmq and asyncio that asyncsync touches: each stands in a module called ``…_private``,
 and in here with what breaks where it is not there any more."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import pkgutil
 
 import torch
+import zmq
 from torch import nn
 
+import asyncsync
+from asyncsync import collectors, transports
 from asyncsync.model import torch_private as model_private
+from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
 from asyncsync.weights import torch_private as weights_private
 
@@ -19,6 +25,20 @@ class Own(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1
+
+
+def test_every_module_of_private_names_is_in_here() -> None:
+    found = {
+        module.name
+        for paths, prefix in (
+            (asyncsync.__path__[:1], "asyncsync."),
+            (collectors.__path__, "asyncsync.collectors."),
+            (transports.__path__, "asyncsync.transports."),
+        )
+        for module in pkgutil.walk_packages(paths, prefix)
+        if module.name.endswith("_private")
+    }
+    assert found == {module.__name__ for module in (asyncio_private, model_private, weights_private, zmq_private)}
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:
@@ -102,3 +122,32 @@ async def test_the_running_loop_can_be_told_where_none_runs() -> None:
     to catch the RuntimeError of ``asyncio.get_running_loop``."""
     assert asyncio_private.running_loop() is asyncio.get_running_loop()
     assert await asyncio.to_thread(asyncio_private.running_loop) is None
+
+
+def test_sockets_are_used_below_their_options_and_enums() -> None:
+    """``zmq.backend.Socket.get``, ``recv``, ``send``. Without them a small message costs three times as much: the
+    remedy is to use the methods of ``zmq.Socket`` of the same names."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
+        a.bind("inproc://private-names")
+        b.connect("inproc://private-names")
+        zmq_private.send(a, b"message", zmq.DONTWAIT)
+        assert zmq_private.get(b, zmq.EVENTS) & zmq.POLLIN
+        assert bytes(zmq_private.recv(b, zmq.DONTWAIT)) == b"message"
+
+
+def test_the_garbage_collection_closes_neither_a_context_nor_its_sockets() -> None:
+    """``Context._socket_class``, and that pyzmq ends both in their ``__del__``. Without it a bus that is forgotten is
+    terminated before its sockets are closed, which waits for ever."""
+    context = zmq_private.Context()
+    socket = context.socket(zmq.PAIR)
+    assert type(socket) is context._socket_class is zmq_private._Socket
+    for ours, theirs in ((zmq_private.Context, zmq.Context), (zmq_private._Socket, zmq.Socket)):
+        assert "__del__" in vars(theirs)
+        assert vars(ours)["__del__"] is not vars(theirs)["__del__"]
+    number = socket.underlying
+    del socket
+    gc.collect()
+    forgotten = zmq.Socket(shadow=number)
+    assert forgotten.get(zmq.TYPE) == zmq.PAIR, "it is open"
+    forgotten.close(linger=0)
+    context.destroy(linger=0)

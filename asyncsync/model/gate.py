@@ -30,7 +30,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncsync.model.hooks import attach
+from asyncsync.model.loop_watch import LoopWatch
 from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_held_by_caller, is_inside, refusal
+from asyncsync.runtime.threads import settle
 
 __all__ = ["Gate", "Writer", "any_applying"]
 
@@ -57,11 +59,6 @@ class _Verdict(enum.Enum):
     WAIT = 2
 
 
-def _settle(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
 class Gate:
     """Counts the readers of a receiver's models and applies a pending update when there are none.
 
@@ -71,7 +68,7 @@ class Gate:
 
     def __init__(self, *, patience: float = 30.0) -> None:
         self.patience = patience
-        self._loop_thread: int | None = None
+        self._loop = LoopWatch()
         self._handles: list[RemovableHandle] = []
         self._readers: dict[object, Reader] = {}  # forwards by the frame of their call, holds by themselves
         self._update: Writer | None = None
@@ -92,7 +89,7 @@ class Gate:
 
     def bind(self) -> None:
         """Make the calling thread the loop thread, which never waits for readers."""
-        self._loop_thread = threading.get_ident()
+        self._loop.bind()
 
     @property
     def pending(self) -> bool:
@@ -240,12 +237,8 @@ class Gate:
         if self._asleep:
             self._changed.notify_all()
         for waiter in list(self._waiters):
-            loop = waiter.get_loop()
-            try:
-                loop.call_soon_threadsafe(_settle, waiter)
-            except RuntimeError:
-                if not loop.is_closed():
-                    raise
+            settle(waiter)
+            if waiter.get_loop().is_closed():
                 self._waiters.discard(waiter)
 
     def _sweep(self) -> None:
@@ -291,7 +284,7 @@ class Gate:
 
     def _may_join(self, thread: int) -> bool:
         # A thread that is inside already, by another task of its loop, would block the task that it waits for.
-        return thread == self._loop_thread or any(reader.thread == thread for reader in self._readers.values())
+        return thread == self._loop.thread or any(reader.thread == thread for reader in self._readers.values())
 
     @property
     def held_by_caller(self) -> bool:
@@ -299,7 +292,10 @@ class Gate:
         return is_held_by_caller(self)
 
     def enter(self, reader: Reader) -> None:
-        deadline = time.monotonic() + self.patience
+        now = time.monotonic()
+        if now >= self._loop.next_look and reader.thread == self._loop.thread:
+            self._loop.look(now)
+        deadline = now + self.patience
         while True:
             if self._update is not None or self._applying is not None:
                 self._sweep()
@@ -374,6 +370,7 @@ class Gate:
     def _after_fork(self) -> None:
         """In a forked child: the other threads, their readers and the bus are gone, and may have held the mutex."""
         self._renew_locks()
+        self._loop.end()
         me = threading.get_ident()
         for reader in [reader for reader in self._readers.values() if reader.thread != me]:
             self._close(reader)

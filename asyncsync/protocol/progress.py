@@ -168,7 +168,7 @@ class Progress:
         peer = self._peers.get(worker)
         state = "not there yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
         late = f"worker {worker} had not applied version {version} after {seconds:g} s ({state})"
-        return AckTimeout(f"{late}; it converges once it answers")
+        return AckTimeout(f"{late}; it converges once it answers. Is its event loop blocked, or its process stopped?")
 
     def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
         """The models that concern a worker: those it has, or all while it is not there."""

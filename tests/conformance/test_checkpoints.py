@@ -54,7 +54,7 @@ async def test_versions_go_on_from_a_checkpoint(api: Api, when: str, tmp_path: P
 
 async def test_a_checkpoint_never_takes_a_version_back(api: Api) -> None:
     async with api.crew(1) as (sender, [worker], [model]):
-        for value in range(2, 7):  # the last of them in a routine, where there is one
+        for value in range(2, 7):  # the last of them on the fast path, where there is one
             await sender.send_async(fill(sender.model, value))
         with pytest.raises(ValueError, match="already, and versions never go back: version 5"):
             sender.load_state_dict({"version": 5})

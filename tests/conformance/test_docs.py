@@ -13,6 +13,7 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
+from asyncsync.collectors.workers.group import WorkerGroup
 
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (SOURCE / "docs").glob("*.md"))]
@@ -109,3 +110,50 @@ def test_the_reference_is_what_its_script_makes_of_the_docstrings() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PAGE.read_text() == script.page(), "run docs/make_reference.py"
+
+
+# -- docs/architecture.md ----------------------------------------------------------------------------------------------
+
+ARCHITECTURE = "docs/architecture.md"
+
+
+def test_the_page_on_architecture_names_every_file() -> None:
+    table = rows(ARCHITECTURE, "## What is in which file")
+    told = {row[0].strip("`").rstrip("/"): set(re.findall(r"`(\w+)`", row[1])) for row in table}
+    found: dict[str, set[str]] = {}
+    for tree in ("asyncsync", "transports", "collectors"):
+        for path in (SOURCE / tree).rglob("*.py"):
+            folder = path.parent.relative_to(SOURCE).as_posix().removeprefix("asyncsync/")
+            if folder not in ("bench", "demo") and not path.name.startswith("__"):
+                found.setdefault(folder, set()).add(path.stem)
+    differ = {folder: told.get(folder, set()) ^ found.get(folder, set()) for folder in {*told, *found}}
+    assert {folder: files for folder, files in differ.items() if files} == {}
+
+
+def test_what_the_page_on_architecture_walks_through_is_there() -> None:
+    """It was when `benchmarks/walk.py --page` wrote it; tests/test_walk.py shows that it writes what is."""
+    text = (SOURCE / ARCHITECTURE).read_text()
+    lines = re.findall(r"^    (\S+\.py) +(.*)$", text, re.MULTILINE)
+    assert len(lines) > 100, "python benchmarks/walk.py --page docs/architecture.md"
+    missing = []
+    for file, told in lines:
+        path = SOURCE / file if file.startswith(("collectors/", "transports/")) else SOURCE / "asyncsync" / file
+        source = path.read_text() if path.is_file() else ""
+        for name in {name for part in told.split("; ") for name in part.rpartition(": ")[2].split(", ")}:
+            if name != "<lambda>" and not re.search(rf"\bdef {re.escape(name)}\b", source):
+                missing.append(f"{file}: {name}")
+    assert missing == [], "python benchmarks/walk.py --page docs/architecture.md writes the walks anew"
+
+
+def test_every_path_that_the_page_on_architecture_names_is_there() -> None:
+    text = re.sub(r"```.*?```", "", (SOURCE / ARCHITECTURE).read_text(), flags=re.DOTALL)
+    roots = (SOURCE, SOURCE / "asyncsync", SOURCE / "collectors")
+    named = set(re.findall(r"`([\w/]+/[\w.]*)`", text))
+    assert [path for path in sorted(named) if not any((root / path).exists() for root in roots)] == []
+
+
+def test_the_page_on_architecture_tells_what_a_group_of_workers_has() -> None:
+    first = " ".join(row[0] for row in rows(ARCHITECTURE, "## How to add a family of workers"))
+    told = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", first))
+    assert WorkerGroup.__abstractmethods__ <= told
+    assert {name for name in told if not hasattr(WorkerGroup, name)} <= set(inspect.get_annotations(WorkerGroup))

@@ -1,4 +1,4 @@
-"""Sending and receiving: forms of weights, targets, versions, acknowledgements, late joiners, slow subscribers."""
+"""Sending and receiving: forms of weights, targets, versions, acknowledgements, late joiners, slow receivers."""
 
 from __future__ import annotations
 
@@ -333,8 +333,8 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
 
 @pytest.mark.schemes("zmq")
 @pytest.mark.parametrize("width", [64, 1 << 20])
-async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:
-    """Of 198: nobody waits for a slow subscriber, and memory stays bounded."""
+async def test_r198_a_slow_receiver_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:
+    """Of 198: nobody waits for a slow receiver, and memory stays bounded."""
     sender = api.scheme()
     sender.init_on_sender(model_id="policy", model=(source := Model(1, width)))
     async with sender, receiver_of(sender, 0, model := Model(width=width)) as receiver:
@@ -356,7 +356,7 @@ async def test_r198_a_slow_subscriber_delays_nobody_and_memory_stays_bounded(api
             assert updates == 1, "one update is outstanding at most"
 
 
-async def test_r198_a_subscriber_that_was_busy_skips_to_the_latest_version(api: Api) -> None:
+async def test_r198_a_receiver_that_was_busy_skips_to_the_latest_version(api: Api) -> None:
     """Of 198: the latest version wins."""
     async with api.crew(2) as everybody:
         sender, (_, busy), _ = everybody

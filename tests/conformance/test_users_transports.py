@@ -23,7 +23,7 @@ from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, Api, in_thread
-from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Lane, board
+from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Line, board
 from helpers.pairs import Clock, Model, fill, read, receiver_of, until
 
 
@@ -50,7 +50,7 @@ class Returning(BoardTransport):
 async def test_r214_a_blocking_transport_of_a_users_own_works(
     api: Api, named: tuple[str, Board], transport: type[BoardTransport]
 ) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name, transport), source=Model(1)) as everybody:
         sender, receivers, _ = everybody
         assert everybody.read == [{1}, {1}]
@@ -60,17 +60,17 @@ async def test_r214_a_blocking_transport_of_a_users_own_works(
         await sender.send_async(Model(7), worker_ids=1)
         await sender.send_async({0: Model(8)})
         assert everybody.read == [{8}, {7}]
-        assert lanes[0].sent == lanes[0].received == [1, 2, 3, 4, 8]
-        assert lanes[1].sent == lanes[1].received == [1, 2, 3, 4, 7]
+        assert lines[0].sent == lines[0].received == [1, 2, 3, 4, 8]
+        assert lines[1].sent == lines[1].received == [1, 2, 3, 4, 7]
         # r084: every worker has its own.
         assert sender.shared_transport is None
-        assert {w: t.lane for w, t in sender.sender_transports.items()} == lanes.lanes
-        assert [r.receiver_transport.lane for r in receivers] == [lanes[0], lanes[1]]
-        assert lanes.created == [0, 1, 0, 1]
-        assert all(0 < t <= 60 for lane in lanes.lanes.values() for t in lane.timeouts if t is not None)
-        assert lanes[0].threads == {"asyncsync-send-0", "asyncsync-receive"}
+        assert {w: t.line for w, t in sender.sender_transports.items()} == lines.lines
+        assert [r.receiver_transport.line for r in receivers] == [lines[0], lines[1]]
+        assert lines.created == [0, 1, 0, 1]
+        assert all(0 < t <= 60 for line in lines.lines.values() for t in line.timeouts if t is not None)
+        assert lines[0].threads == {"asyncsync-send-0", "asyncsync-receive"}
         assert sender.status()[0].bytes_sent < 1024, "the bytes did not go over the bus"
-    assert [lane.calls for lane in lanes.lanes.values()] == [["close", "close"]] * 2
+    assert [line.calls for line in lines.lines.values()] == [["close", "close"]] * 2
 
 
 @pytest.mark.parametrize("width", [16, 1 << 20])
@@ -93,25 +93,25 @@ async def test_r214_what_is_handed_over_is_a_copy_of_its_own(api: Api, named: tu
 
 
 async def test_r214_a_slow_worker_skips_versions_and_delays_nobody(api: Api, named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
         sender = everybody.sender
-        lanes[1].can_receive.clear()
+        lines[1].can_receive.clear()
         for value in range(1, 21):
             await sender.publish(fill(everybody.source, value))
             await sender.wait_version(sender.version, worker_ids=0, timeout=5)
         assert everybody.read == [{20}, {0}]
-        assert lanes[1].sent == [0, 1], "one at a time"
-        lanes[1].can_receive.set()
+        assert lines[1].sent == [0, 1], "one at a time"
+        lines[1].can_receive.set()
         await sender.wait_version(sender.version, timeout=5)
         assert everybody.read == [{20}, {20}]
-        assert lanes[1].sent == [0, 1, 20], "what it has skipped never entered its channel"
+        assert lines[1].sent == [0, 1, 20], "what it has skipped never entered its channel"
 
 
 async def test_r214_a_late_worker_gets_its_own_target_through_its_own_channel(
     api: Api, named: tuple[str, Board]
 ) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(1)) as everybody:
         sender, receivers, _ = everybody
         await sender.send_async(Model(5), worker_ids=1)
@@ -120,12 +120,12 @@ async def test_r214_a_late_worker_gets_its_own_target_through_its_own_channel(
         async with receiver_of(sender, 1, model := Model()) as late:
             await late.connect(timeout=5)
             assert read(model) == {5}
-            assert lanes[1].sent == [1, 5, 5]
-            assert lanes[0].sent == [1]
+            assert lines[1].sent == [1, 5, 5]
+            assert lines[0].sent == [1]
 
 
 async def test_r214_elastic_workers_get_a_transport_when_they_are_served(api: Api, named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     sender = scheme_of(api, name)
     sender.init_on_sender(model_id="policy", model=Model(1))
     async with sender, receiver_of(sender, None, model := Model()) as receiver:
@@ -133,15 +133,15 @@ async def test_r214_elastic_workers_get_a_transport_when_they_are_served(api: Ap
         assert sender.sender_transports == {}
         await asyncio.gather(sender.connect(timeout=5), receiver.connect(worker_idx=7, timeout=5))
         assert read(model) == {1}
-        assert sorted(lanes.created) == [0, 7, 7]
+        assert sorted(lines.created) == [0, 7, 7]
         assert list(sender.sender_transports) == [7]
-        assert receiver.receiver_transport.lane is lanes[7]
+        assert receiver.receiver_transport.line is lines[7]
 
 
 async def test_r214_old_messages_and_duplicates_in_the_channel_are_never_taken(
     api: Api, named: tuple[str, Board]
 ) -> None:
-    name, lanes = named
+    name, lines = named
 
     class Stuttering(BoardTransport):
         """Everything comes twice."""
@@ -154,7 +154,7 @@ async def test_r214_old_messages_and_duplicates_in_the_channel_are_never_taken(
         for value in range(1, 10):
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}]
-        assert lanes[0].received[:4] == [0, 0, 1, 1]
+        assert lines[0].received[:4] == [0, 0, 1, 1]
 
 
 async def test_r214_several_models_of_one_bus_switch_together(api: Api) -> None:
@@ -180,10 +180,10 @@ async def test_r214_several_models_of_one_bus_switch_together(api: Api) -> None:
 
 
 async def test_r214_an_exception_in_send_weights_reaches_send(api: Api, named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
         sender = everybody.sender
-        lanes[1].fail_send = error = OSError("the cable is out")
+        lines[1].fail_send = error = OSError("the cable is out")
         with Clock(1.0), pytest.raises(PartialSendError, match="worker 1: OSError: the cable is out") as caught:
             await sender.send_async(Model(1), timeout=30)
         assert caught.value.failed == {1: error}
@@ -193,7 +193,7 @@ async def test_r214_an_exception_in_send_weights_reaches_send(api: Api, named: t
             await sender.send_async(Model(2), timeout=30)
         assert everybody.read == [{2}, {2}]
         for failure in (SystemExit(3), KeyboardInterrupt(), StopIteration()):
-            lanes[0].fail_send = failure
+            lines[0].fail_send = failure
             with pytest.raises(PartialSendError) as caught:
                 await sender.send_async(Model(3), timeout=30)
             assert repr(failure) in str(caught.value.failed[0]), "and ends neither loop nor program"
@@ -204,12 +204,12 @@ async def test_r214_an_exception_in_send_weights_reaches_send(api: Api, named: t
 async def test_r214_an_exception_in_send_weights_ends_connect_which_may_be_called_again(
     api: Api, named: tuple[str, Board]
 ) -> None:
-    name, lanes = named
+    name, lines = named
     sender = scheme_of(api, name)
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
     async with sender, receiver_of(sender, 0, model := Model()) as receiver:
         connecting = asyncio.create_task(receiver.connect(timeout=20))
-        lanes[0].fail_send = OSError("the cable is out")
+        lines[0].fail_send = OSError("the cable is out")
         with Clock(1.0), pytest.raises(PartialSendError, match="the cable is out"):
             await sender.connect(timeout=20)
         with Clock(1.0):
@@ -221,11 +221,11 @@ async def test_r214_an_exception_in_send_weights_ends_connect_which_may_be_calle
 async def test_r214_an_exception_in_receive_weights_reaches_send_with_its_traceback(
     api: Api, named: tuple[str, Board]
 ) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
         sender = everybody.sender
         for failure in (OSError("no carrier"), SystemExit(3)):
-            lanes[1].fail_receive = failure
+            lines[1].fail_receive = failure
             with Clock(1.0), pytest.raises(PartialSendError) as caught:
                 await sender.send_async(Model(1), timeout=30)
             error = caught.value.failed[1]
@@ -235,13 +235,13 @@ async def test_r214_an_exception_in_receive_weights_reaches_send_with_its_traceb
         assert everybody.read == [{1}, {0}]
         await sender.send_async(Model(2), timeout=30)
         assert everybody.read == [{2}, {2}]
-        assert lanes[1].received[-1] == 2, "what it has not taken was dropped by its id"
+        assert lines[1].received[-1] == 2, "what it has not taken was dropped by its id"
 
 
 async def test_r214_receive_weights_that_returns_none_is_a_timeout(api: Api, named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(1, scheme=scheme_of(api, name), source=Model(0)) as everybody:
-        lanes[0].nothing = 1
+        lines[0].nothing = 1
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
             await everybody.sender.send_async(Model(1), timeout=30)
         error = caught.value.failed[0]
@@ -256,19 +256,19 @@ async def test_r214_receive_weights_that_returns_none_is_a_timeout(api: Api, nam
 async def test_r214_receive_weights_that_blocks_is_given_up_at_the_deadline(
     api: Api, named: tuple[str, Board], timeouts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, lanes = named
+    name, lines = named
 
     class Declaring(BoardTransport):
         supports_timeout = timeouts
 
     async with api.crew(1, scheme=scheme_of(api, name, Declaring), source=Model(0)) as everybody:
         monkeypatch.setattr(asyncsync.bus.fetching, "FETCH_DEADLINE", 0.5)
-        lanes[0].can_receive.clear()
+        lines[0].can_receive.clear()
         with Clock(1.0), pytest.raises(PartialSendError, match="has not brought the announced weights") as caught:
             await everybody.sender.send_async(Model(1), timeout=30)
         assert "TimeoutError" in str(caught.value.failed[0])
-        assert (lanes[0].timeouts[-1] is not None) is timeouts
-        lanes[0].can_receive.set()
+        assert (lines[0].timeouts[-1] is not None) is timeouts
+        lines[0].can_receive.set()
         monkeypatch.undo()
         await everybody.sender.send_async(Model(2), timeout=30)
         assert everybody.read == [{2}]
@@ -306,26 +306,26 @@ async def test_r214_what_comes_out_changed_is_refused(
 
 
 async def test_r214_shutdown_does_not_wait_for_blocked_threads(api: Api, named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
-        lanes[0].can_send.clear()
-        lanes[1].can_receive.clear()
+        lines[0].can_send.clear()
+        lines[1].can_receive.clear()
         await everybody.sender.publish(Model(1))
-        await in_thread(lanes[0].sending.wait, 5)
-        await in_thread(lanes[1].receiving.wait, 5)
+        await in_thread(lines[0].sending.wait, 5)
+        await in_thread(lines[1].receiving.wait, 5)
         with Clock(1.0):
             await asyncio.gather(everybody.sender.shutdown(), *(r.shutdown() for r in everybody.receivers))
-    lanes[0].can_send.set()
-    lanes[1].can_receive.set()  # the threads end by themselves: the fixtures look
+    lines[0].can_send.set()
+    lines[1].can_receive.set()  # the threads end by themselves: the fixtures look
 
 
 async def test_r214_a_worker_lost_while_send_weights_blocks_fails_at_once(api: Api, named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
         sender, receivers, _ = everybody
-        lanes[1].can_send.clear()
+        lines[1].can_send.clear()
         sending = asyncio.create_task(sender.send_async(Model(1), timeout=30))
-        await in_thread(lanes[1].sending.wait, 5)
+        await in_thread(lines[1].sending.wait, 5)
         with Clock(1.0):
             await receivers[1].shutdown()
             with pytest.raises(PartialSendError) as caught:
@@ -335,24 +335,24 @@ async def test_r214_a_worker_lost_while_send_weights_blocks_fails_at_once(api: A
         async with receiver_of(sender, 1, model := Model()) as late:
             connecting = asyncio.create_task(late.connect(timeout=10))
             await until(lambda: sender.status()[1].state == "live")
-            lanes[1].can_send.set()
+            lines[1].can_send.set()
             await connecting
             assert read(model) == {1}
 
 
 async def test_r214_an_interrupted_fetch_loses_no_message(named: tuple[str, Board]) -> None:
     """A reconnection, as the loop sees it: what the abandoned call still brings is what is asked for next."""
-    name, lanes = named
+    name, lines = named
     async with ASYNCIO.crew(1, scheme=scheme_of(ASYNCIO, name), source=Model(0)) as everybody:
         [receiver] = everybody.receivers
         link = receiver.bus._link
-        lanes[0].can_receive.clear()
+        lines[0].can_receive.clear()
         await everybody.sender.publish(Model(1))
-        await in_thread(lanes[0].receiving.wait, 5)
+        await in_thread(lines[0].receiving.wait, 5)
         link.subscriber.connected(link.loop.time())  # HELLO again: everything under way is dropped
         link.settle()
-        await until(lambda: len(lanes[0].sent) == 3)
-        lanes[0].can_receive.set()
+        await until(lambda: len(lines[0].sent) == 3)
+        lines[0].can_receive.set()
         await everybody.sender.wait_version(2, timeout=5)
         assert everybody.read == [{1}]
 
@@ -373,10 +373,17 @@ def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
+<<<<<<< HEAD
 async def receiving(lane: Lane) -> AsyncIterator[ChannelReceiver]:
     receiver = ChannelReceiver(BoardTransport(lane))
     receiver._start(0)
     await receiver._ready(5)
+=======
+async def receiving(line: Line) -> AsyncIterator[ChannelReceiver]:
+    receiver = ChannelReceiver(BoardTransport(line))
+    receiver.start(0)
+    await receiver.ready(5)
+>>>>>>> p-docs
     try:
         yield receiver
     finally:
@@ -387,13 +394,19 @@ ONE, TWO = bytes(16), bytes(range(16))
 
 
 async def test_r214_weights_that_overtake_their_instruction_are_kept(named: tuple[str, Board]) -> None:
-    _, lanes = named
+    _, lines = named
     loop = asyncio.get_running_loop()
-    async with receiving(lanes[0]) as receiver:
+    async with receiving(lines[0]) as receiver:
         first, second = slab_of(-1), slab_of(-1)
+<<<<<<< HEAD
         waiting = asyncio.create_task(receiver._fetch_slab(ONE, first, loop.time() + 20))
         lanes[0].messages.put(message(slab_of(2), TWO))
         await until(lambda: lanes[0].received == [2])
+=======
+        waiting = asyncio.create_task(receiver.fetch_slab(ONE, first, loop.time() + 20))
+        lines[0].messages.put(message(slab_of(2), TWO))
+        await until(lambda: lines[0].received == [2])
+>>>>>>> p-docs
         with Clock(1.0):
             await receiver._fetch_slab(TWO, second, loop.time() + 20)
         assert [read(first.weights()), read(second.weights())] == [{-1}, {2}]
@@ -404,7 +417,7 @@ async def test_r214_weights_that_overtake_their_instruction_are_kept(named: tupl
 async def test_r192_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_that(
     named: tuple[str, Board], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, lanes = named
+    _, lines = named
     writing, go_on = threading.Event(), threading.Event()
     original = channel_receiver.copy_tensors
 
@@ -414,10 +427,15 @@ async def test_r192_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_fo
         original(destinations, sources)
 
     monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
-    async with receiving(lanes[0]) as receiver:
+    async with receiving(lines[0]) as receiver:
         slab = slab_of(-1)
+<<<<<<< HEAD
         lanes[0].messages.put(message(slab_of(1), ONE))
         fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
+=======
+        lines[0].messages.put(message(slab_of(1), ONE))
+        fetching = asyncio.create_task(receiver.fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
+>>>>>>> p-docs
         await in_thread(writing.wait, 5)
         for _ in range(3):
             fetching.cancel()
@@ -438,41 +456,41 @@ class Meeting(BoardTransport):
     fails: str | None = None
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        self.lane.calls.append("sender")
+        self.line.calls.append("sender")
         if self.fails == "sender":
             raise OSError("no socket left")
-        self.lane.threads.add(threading.current_thread().name)
-        self.lane.messages.put({"hello": torch.zeros(1)})
+        self.line.threads.add(threading.current_thread().name)
+        self.line.messages.put({"hello": torch.zeros(1)})
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> None:
-        self.lane.calls.append(f"receiver {worker_idx}")
+        self.line.calls.append(f"receiver {worker_idx}")
         if self.fails == "receiver":
             raise OSError("no socket left")
         assert (weights, model, strategy) == (None, None, None)
-        assert list(self.lane.messages.get(timeout=20)) == ["hello"]
+        assert list(self.line.messages.get(timeout=20)) == ["hello"]
 
 
 @pytest.mark.parametrize("source", [True, False])
 async def test_r041_setup_methods_of_a_users_own_meet_during_connect(
     api: Api, named: tuple[str, Board], source: bool
 ) -> None:
-    name, lanes = named
+    name, lines = named
     sender = scheme_of(api, name, Meeting)
     sender.init_on_sender(model_id="policy", model=Model(1) if source else None, num_workers=2)
     receivers = [receiver_of(sender, i, Model()) for i in range(2)]
-    assert lanes[0].calls == [], "init does not communicate"
+    assert lines[0].calls == [], "init does not communicate"
     try:
         await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
-        assert [sorted(lanes[i].calls) for i in range(2)] == [["receiver 0", "sender"], ["receiver 1", "sender"]]
+        assert [sorted(lines[i].calls) for i in range(2)] == [["receiver 0", "sender"], ["receiver 1", "sender"]]
         await sender.send_async(Model(2))
         assert [read(r.model) for r in receivers] == [{2}, {2}]
         await receivers[1].shutdown()
         async with receiver_of(sender, 1, model := Model()) as late:
             await late.connect(timeout=10)
             assert read(model) == {2}
-            assert lanes[1].calls.count("sender") == 2, "a restarted worker is met again"
+            assert lines[1].calls.count("sender") == 2, "a restarted worker is met again"
     finally:
         for each in (*receivers, sender):
             await each.shutdown()
@@ -513,14 +531,14 @@ async def test_r041_a_failing_setup_of_a_worker_fails_both_connects(api: Api, na
 async def test_r041_a_setup_that_blocks_is_named_and_connect_may_be_called_again(
     api: Api, named: tuple[str, Board]
 ) -> None:
-    name, lanes = named
+    name, lines = named
 
     class Waiting(BoardTransport):
         def setup_connection_and_weights_on_sender(self) -> None:
-            self.lane.calls.append("sender")
-            assert self.lane.can_send.wait(20)
+            self.line.calls.append("sender")
+            assert self.line.can_send.wait(20)
 
-    lanes[1].can_send.clear()
+    lines[1].can_send.clear()
     sender = scheme_of(api, name, Waiting)
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=2)
     receivers = [receiver_of(sender, i, Model()) for i in range(2)]
@@ -528,10 +546,10 @@ async def test_r041_a_setup_that_blocks_is_named_and_connect_may_be_called_again
     try:
         with pytest.raises(NotConnected, match=r"for workers \[1\]"):
             await sender.connect(timeout=0.2)
-        lanes[1].can_send.set()
+        lines[1].can_send.set()
         await sender.connect(timeout=10)
         await asyncio.gather(*connecting)
-        assert lanes[1].calls == ["sender"]
+        assert lines[1].calls == ["sender"]
     finally:
         for each in (*receivers, sender):
             await each.shutdown()
@@ -575,8 +593,8 @@ def test_r082_create_transport_is_checked_at_init(api: Api, made: type, message:
 class Duck:
     """No TransportBackend at all: the two methods are enough."""
 
-    def __init__(self, lane: Any) -> None:
-        self.inner = BoardTransport(lane)
+    def __init__(self, line: Any) -> None:
+        self.inner = BoardTransport(line)
 
     def send_weights(self, weights: Any) -> None:
         self.inner.send_weights(weights)
@@ -604,7 +622,7 @@ async def test_the_key_of_the_id_is_reserved(api: Api, named: tuple[str, Board])
 
 
 async def test_r192_a_cancelled_shutdown_still_lets_go_of_the_threads(named: tuple[str, Board]) -> None:
-    name, lanes = named
+    name, lines = named
     async with ASYNCIO.crew(1, scheme=scheme_of(ASYNCIO, name), source=Model(0)) as everybody:
         for scheme in (everybody.sender, *everybody.receivers):
             ending = asyncio.create_task(scheme.shutdown())
@@ -612,4 +630,4 @@ async def test_r192_a_cancelled_shutdown_still_lets_go_of_the_threads(named: tup
             ending.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await ending
-    assert lanes[0].calls == ["close", "close"]  # the threads have ended: the fixtures look
+    assert lines[0].calls == ["close", "close"]  # the threads have ended: the fixtures look

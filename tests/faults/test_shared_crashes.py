@@ -110,7 +110,7 @@ async def test_r195_r196_a_killed_worker_gives_its_slot_back_at_once(
 
 
 @every_kind
-async def test_r195_r196_a_worker_that_dies_in_a_routine_is_named_from_then_on(
+async def test_r195_r196_a_worker_that_dies_on_the_fast_path_is_named_from_then_on(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -133,7 +133,7 @@ async def test_r195_r196_a_worker_that_dies_in_a_routine_is_named_from_then_on(
     assert pool.slabs == 2
 
 
-async def test_what_a_superseded_worker_may_still_read_is_not_written_by_a_routine(
+async def test_what_a_superseded_worker_may_still_read_is_not_written_by_the_fast_path(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     old = start(SharedWorker)

@@ -89,9 +89,9 @@ async def read_under_fire(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
-    [("ipc", 1000, False), ("ipc", 1 << 18, True), ("tcp", 1000, True), ("tcp", 1 << 18, False)],
+    [("ipc", 1000, False), ("tcp", 1000, True), ("tcp", 1 << 18, False)],  # chunks go by ipc as they do by tcp
     indirect=["endpoint"],
-    ids=["ipc-eager-asyncio", "ipc-chunked-uvloop", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
+    ids=["ipc-eager-asyncio", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
 )
 async def test_r194_no_forward_is_torn_under_full_speed_sending(
     endpoint: str,
@@ -167,7 +167,7 @@ async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
     [(SharedMemWeightSyncScheme, 30_000), (MultiProcessWeightSyncScheme, 200_000)],
     ids=["shared, as bytes", "process, by torch"],
 )
-async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
+async def test_r194_no_forward_is_torn_on_a_training_loops_fast_path(
     kind: Any,
     numel: int,
     forwards: int,
@@ -176,22 +176,22 @@ async def test_r194_no_forward_is_torn_in_a_training_loops_routine(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    by_routine: list[int] = []
+    by_fast_path: list[int] = []
     publish = SteadySender.publish
 
-    def counting(routine: SteadySender, *arguments: Any) -> bool:
-        done = publish(routine, *arguments)
-        by_routine.append(done)
+    def counting(fast: SteadySender, *arguments: Any) -> bool:
+        done = publish(fast, *arguments)
+        by_fast_path.append(done)
         return done
 
     monkeypatch.setattr(SteadySender, "publish", counting)
     workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
     results = await read_under_fire(schemes, workers, numel, forwards, kind=kind, sends=True)
     record_property("versions seen by each worker", [seen for _, seen in results])
-    record_property("updates that were routine", sum(by_routine))
+    record_property("updates on the fast path", sum(by_fast_path))
     assert [torn for torn, _ in results] == [0, 0]
     assert min(seen for _, seen in results) >= VERSIONS
-    assert sum(by_routine) >= VERSIONS
+    assert sum(by_fast_path) >= VERSIONS
     pool = schemes.made[0].shared_transport.pool
     assert pool.peak <= pool.slots_allowed
 

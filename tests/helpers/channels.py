@@ -18,10 +18,10 @@ import torch
 from asyncsync import WeightSyncScheme, sync
 from helpers.pairs import Model, read
 
-__all__ = ["BOARDS", "BlockingBoardScheme", "Board", "BoardScheme", "Lane", "PipeScheme", "board", "pipe_worker"]
+__all__ = ["BOARDS", "BlockingBoardScheme", "Board", "BoardScheme", "Line", "PipeScheme", "board", "pipe_worker"]
 
 
-class Lane:
+class Line:
     """One worker's channel; a test tells here how it is to behave.
 
     Attributes:
@@ -52,15 +52,15 @@ class Lane:
 
 
 class Board:
-    """The lanes of one scheme, by worker_idx, and the class of its transports."""
+    """The lines of one scheme, by worker_idx, and the class of its transports."""
 
     def __init__(self) -> None:
-        self.lanes: dict[int, Lane] = {}
+        self.lines: dict[int, Line] = {}
         self.kind: Any = BoardTransport
         self.created: list[int] = []
 
-    def __getitem__(self, worker: int) -> Lane:
-        return self.lanes.setdefault(worker, Lane())
+    def __getitem__(self, worker: int) -> Line:
+        return self.lines.setdefault(worker, Line())
 
 
 BOARDS: dict[str, Board] = {}
@@ -75,9 +75,9 @@ def board() -> Iterator[tuple[str, Board]]:
     try:
         yield name, made
     finally:
-        for lane in made.lanes.values():
-            lane.can_send.set()
-            lane.can_receive.set()
+        for line in made.lines.values():
+            line.can_send.set()
+            line.can_receive.set()
         del BOARDS[name]
 
 
@@ -90,51 +90,51 @@ def number(weights: Any) -> float:
 class BoardTransport(sync.TransportBackend):
     """Ordinary methods; the weights go through a queue."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, line: Line) -> None:
+        self.line = line
         self.closed = False
 
     def send_weights(self, weights: Any) -> None:
-        lane = self.lane
-        lane.threads.add(threading.current_thread().name)
-        if lane.fail_send is not None:
-            error, lane.fail_send = lane.fail_send, None
+        line = self.line
+        line.threads.add(threading.current_thread().name)
+        if line.fail_send is not None:
+            error, line.fail_send = line.fail_send, None
             raise error
-        lane.sending.set()
-        assert lane.can_send.wait(50)
-        lane.sending.clear()
+        line.sending.set()
+        assert line.can_send.wait(50)
+        line.sending.clear()
         message = {".".join(k) if isinstance(k, tuple) else k: v for k, v in weights.items(True, True)}
-        lane.sent.append(number(message))
-        lane.messages.put(message)
+        line.sent.append(number(message))
+        line.messages.put(message)
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> Any:
-        lane = self.lane
+        line = self.line
         assert model is None
         assert strategy is None
-        lane.threads.add(threading.current_thread().name)
-        lane.timeouts.append(timeout)
-        if lane.fail_receive is not None:
-            error, lane.fail_receive = lane.fail_receive, None
+        line.threads.add(threading.current_thread().name)
+        line.timeouts.append(timeout)
+        if line.fail_receive is not None:
+            error, line.fail_receive = line.fail_receive, None
             raise error
-        if lane.nothing:
-            lane.nothing -= 1
+        if line.nothing:
+            line.nothing -= 1
             return None
-        lane.receiving.set()
-        assert lane.can_receive.wait(50)
+        line.receiving.set()
+        assert line.can_receive.wait(50)
         message = self._get(timeout)
-        lane.receiving.clear()
+        line.receiving.clear()
         if message is None:
             return None
-        lane.received.append(number(message))
+        line.received.append(number(message))
         return self._hand_over(message, weights)
 
     def _get(self, timeout: float | None) -> dict[str, Any] | None:
         until = time.monotonic() + (50 if timeout is None else timeout)
         while not self.closed and (remaining := until - time.monotonic()) > 0:
             try:
-                return self.lane.messages.get(timeout=min(remaining, 0.05))
+                return self.line.messages.get(timeout=min(remaining, 0.05))
             except queue.Empty:
                 pass  # look whether this was closed: that ends the call
         return None
@@ -147,7 +147,7 @@ class BoardTransport(sync.TransportBackend):
 
     def close(self) -> None:
         self.closed = True
-        self.lane.calls.append("close")
+        self.line.calls.append("close")
 
 
 class BoardMixin:

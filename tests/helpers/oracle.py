@@ -71,10 +71,10 @@ class Oracle:
             if (version := subscriber.holdings.version(model)) and subscriber.session.epoch is not None:
                 said = (subscriber.session.epoch, version)
                 assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
-        if (routine := subscriber.fast_path) is not None:
-            holders.update((routine._newest, routine._next))
+        if (fast := subscriber.fast_path) is not None:
+            holders.update((fast._newest, fast._next))
             busy = subscriber.staged or subscriber.incoming.update or subscriber.holdings.leased
-            assert not busy, f"{worker} has a routine beside something else"
+            assert not busy, f"{worker} has a fast path beside something else"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
         for borrowed in worker.mapped.values():

@@ -88,7 +88,7 @@ def draw_world(source: random.Random) -> World:
         workers=count,
         elastic=source.random() < 0.4,
         models=models,
-        # (Only those that cast nothing have a routine.)
+        # (Only those that cast nothing have a fast path.)
         stubborn=frozenset(w for w in range(count) if source.random() < (0.7 if lent else 0.4)),
         eager=source.random() < 0.3,
         checksum=source.random() < 0.5,
@@ -189,7 +189,7 @@ class Trainer:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.routine: SteadySender | None = None
+        self.fast_path: SteadySender | None = None
         self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
@@ -202,16 +202,16 @@ class Trainer:
     @property
     def publisher(self) -> Publisher:
         """As :class:`asyncsync.bus.sender.SenderLink` has it."""
-        if self.routine is not None:
-            routine, self.routine = self.routine, None
-            routine.end()
+        if self.fast_path is not None:
+            fast, self.fast_path = self.fast_path, None
+            fast.end()
         return self._publisher
 
     @property
     def epoch(self) -> fields.Epoch:
         return self._publisher.epoch
 
-    def begin_routine(self, model: str, lanes: dict[bytes, SimulatedLane]) -> SteadySender | None:
+    def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
         if (
@@ -230,10 +230,10 @@ class Trainer:
         slab = self.slots.acquire(target.slab.layout)
         slab.in_place = False
         slab.descriptor = self.slots.describe(slab, mapped=False)
-        workers = [(peer, lanes[peer.route]) for peer in peers]
+        workers = [(peer, channels[peer.route]) for peer in peers]
         known = SourceCache(slab.layout)
-        self.routine = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
-        return self.routine
+        self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        return self.fast_path
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
         assert refusals
@@ -265,8 +265,8 @@ class Trainer:
         return self.alive and self.publisher.fenced is None and not self.publisher.closed
 
 
-class SimulatedLane:
-    """As :class:`asyncsync.net.side_channel.SideChannel`: what is written is on its way, unless the lane is broken."""
+class SimulatedSideChannel:
+    """As :class:`asyncsync.net.side_channel.SideChannel`: what is written is on its way, unless it is broken."""
 
     def __init__(self, connection: Connection, network: list[Message], *, broken: bool) -> None:
         self._connection = connection
@@ -300,7 +300,7 @@ class FlakyBinding(Binding):
 
 
 class SimulatedGate:
-    """As :class:`asyncsync.model.gate.Gate`, as far as a routine needs one."""
+    """As :class:`asyncsync.model.gate.Gate`, as far as a fast path needs one."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -378,7 +378,7 @@ class Worker:
         _, index, _ = map(int, descriptor.split()[1:])
         return memoryview(self.connection.trainer.slots.made[index].buffer.numpy())
 
-    def begin_routine(self, serial: int) -> None:
+    def begin_fast_path(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
         if (

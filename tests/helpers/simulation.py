@@ -36,7 +36,7 @@ from helpers.simulated import (
     Connection,
     Message,
     Record,
-    SimulatedLane,
+    SimulatedSideChannel,
     Trainer,
     Worker,
     World,
@@ -63,7 +63,7 @@ OPERATIONS = {
     "tick": 6,
     "publish": 8,
     "train": 3,
-    "routine": 3,
+    "steady": 3,
     "publish_some": 3,
     "publish_each": 3,
     "pack": 6,
@@ -113,7 +113,7 @@ class Simulation(Oracle):
         self.images: dict[int, bytes] = {}
         self.owners: dict[int, int | None] = {}
         self.dropped: Counter[str] = Counter()
-        self.taken = 0  # updates that were routine for a worker
+        self.taken = 0  # updates that a worker took on the fast path
         self.untold: list[Worker] = []
         self.trainer = self._start_trainer(1000)
         for index in range(world.workers):
@@ -201,7 +201,7 @@ class Simulation(Oracle):
                     break
             self._publish(models, None, torch.float32, each=False)
 
-    def _do_routine(self, a: int, b: int) -> None:
+    def _do_steady(self, a: int, b: int) -> None:
         """Some turns of a training loop with one model, each begun when everybody has the last; in the end, not all
         has arrived, or somebody could not be told."""
         trainer, models = self.trainer, sorted(self.world.lent)
@@ -213,8 +213,8 @@ class Simulation(Oracle):
             self._flow_up_and_down()
             self._publish([model], None, torch.float32, each=False, copied=True)
         self._flow_up_and_down()
-        routes = {c.route: SimulatedLane(c, self.network, broken=False) for c in self.connections}
-        if (routine := trainer.begin_routine(model, routes)) is None:
+        routes = {c.route: SimulatedSideChannel(c, self.network, broken=False) for c in self.connections}
+        if (fast := trainer.begin_fast_path(model, routes)) is None:
             return
         turns = b % 8
         for turn in range(1 + turns):
@@ -223,18 +223,18 @@ class Simulation(Oracle):
             if (a + turn) % 7 == 0:
                 self._do_hold(b, 0)
             number = len(self.records) + 1
-            record = Record(routine.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
+            record = Record(fast.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
             flat = FlatWeights({path: torch.full(shape, float(number)) for path, shape in SHAPES.items()})
-            if self.network or routine.waiting or not routine.publish(flat, self.now):
+            if self.network or fast.waiting or not fast.publish(flat, self.now):
                 break
             trainer.records.append(record)
             self.records[number] = record
-            self.images[number] = bytes(routine._newest.memory)
-            if not routine.announce():
+            self.images[number] = bytes(fast._newest.memory)
+            if not fast.announce():
                 break
             if turn < turns:
                 self._flow_up_and_down()
-                if trainer.routine is not routine:
+                if trainer.fast_path is not fast:
                     return
         for _ in range(a % 8):
             if self.network:
@@ -248,7 +248,7 @@ class Simulation(Oracle):
                 return
             self._deliver(self.network.pop(0))
             self._settle_workers()
-            if self.trainer.routine is None:
+            if self.trainer.fast_path is None:
                 self._settle()
 
     def _do_publish_some(self, a: int, b: int) -> None:
@@ -664,21 +664,21 @@ class Simulation(Oracle):
             self.dropped[str(error).partition(":")[0]] += 1
 
     def _answers(self, message: Message) -> bool:
-        """Whether a routine has waited for just this."""
-        routine = message.connection.trainer.routine
-        if routine is None:
+        """Whether a fast path has waited for just this."""
+        fast = message.connection.trainer.fast_path
+        if fast is None:
             return False
         packet = memoryview(b"".join(join(message.frames)))
-        peers = [peer for peer in routine.waiting if peer.route == message.connection.route]
-        return any(routine.answer(peer, packet, self.now) for peer in peers)
+        peers = [peer for peer in fast.waiting if peer.route == message.connection.route]
+        return any(fast.answer(peer, packet, self.now) for peer in peers)
 
     def _takes(self, connection: Connection, instruction: messages.Instruction, frames: list[bytes]) -> bool:
-        """Whether this is routine for a worker, which has applied it then, and answers."""
+        """Whether a worker takes this on the fast path: it has applied it then, and answers."""
         worker = connection.worker
-        routine = worker.subscriber.fast_path
-        if routine is None or worker.connection is not connection or type(instruction) is not messages.Again:
+        fast = worker.subscriber.fast_path
+        if fast is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
-        done = routine.take(memoryview(b"".join(join(frames))), self.now)
+        done = fast.take(memoryview(b"".join(join(frames))), self.now)
         if done is None:
             return False
         self.taken += 1
@@ -718,7 +718,7 @@ class Simulation(Oracle):
                         self._finish(worker)
             self._send_up(worker)
             if worker.again and worker.active:
-                worker.begin_routine(worker.again)
+                worker.begin_fast_path(worker.again)
             worker.again = 0
 
     def _send_up(self, worker: Worker) -> None:

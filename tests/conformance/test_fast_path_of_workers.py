@@ -1,4 +1,4 @@
-"""A worker's routine (asyncsync/fastpath/worker.py) and all that interrupts it: nobody notices a difference."""
+"""A worker's fast path (asyncsync/fastpath/worker.py) and all that interrupts it: nobody notices a difference."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def link_of(everybody: Crew, worker: int = 0) -> Any:
     return bare(everybody.receivers[worker]).bus._link
 
 
-def routine_of(everybody: Crew, worker: int = 0) -> Any:
+def fast_path_of(everybody: Crew, worker: int = 0) -> Any:
     return link_of(everybody, worker).subscriber.fast_path
 
 
 async def begin(everybody: Crew) -> Any:
-    """Some updates; then all workers have a routine. That of the first."""
+    """Some updates; then all workers have a fast path. That of the first."""
     for value in (1, 2, 3, 3, 3):  # (a PING may just have ended it)
         await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and all(routine_of(everybody, worker) for worker in range(len(everybody.receivers))):
-            return routine_of(everybody)
-    raise AssertionError("no routine")
+        if value == 3 and all(fast_path_of(everybody, worker) for worker in range(len(everybody.receivers))):
+            return fast_path_of(everybody)
+    raise AssertionError("no fast path")
 
 
 async def send(everybody: Crew, *values: float) -> None:
@@ -48,7 +48,7 @@ async def send(everybody: Crew, *values: float) -> None:
         assert everybody.read == [{value}] * len(everybody.receivers)
 
 
-async def test_r193_a_worker_takes_updates_by_routine_and_they_count_as_any_others(api: Api) -> None:
+async def test_r193_a_worker_takes_updates_on_the_fast_path_and_they_count_as_any_others(api: Api) -> None:
     """Of 193: the receiver's version."""
     async with api.crew(2) as everybody:
         await begin(everybody)
@@ -56,7 +56,7 @@ async def test_r193_a_worker_takes_updates_by_routine_and_they_count_as_any_othe
         received, version = subscriber.incoming.bytes_received, everybody.sender.version
         for value in range(10, 40):
             await send(everybody, value)
-            seen.append(routine_of(everybody))
+            seen.append(fast_path_of(everybody))
         assert sum(one is not seen[0] for one in seen) < 10  # only a PING, or a timer of the sender's, ends it
         receiver = bare(everybody.receivers[0])
         assert receiver.version == receiver.bus.version == everybody.sender.version == version + 30
@@ -65,10 +65,10 @@ async def test_r193_a_worker_takes_updates_by_routine_and_they_count_as_any_othe
         if not is_instant(everybody.receivers[0]):
             assert read(await everybody.receivers[0].receive(timeout=5)) == {39}
         assert await everybody.receivers[0].receive(timeout=0) is None
-        assert routine_of(everybody) is not None
+        assert fast_path_of(everybody) is not None
 
 
-async def test_receive_wakes_for_each_update_of_a_routine(api: Api) -> None:
+async def test_receive_wakes_for_each_update_on_the_fast_path(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         await api.receive(everybody.receivers[0], 5)
@@ -83,7 +83,7 @@ async def test_receive_wakes_for_each_update_of_a_routine(api: Api) -> None:
             assert read(await waiting) == {value}
 
 
-async def test_a_reader_is_told_the_version_that_it_reads_in_a_routine(api: Api) -> None:
+async def test_a_reader_is_told_the_version_that_it_reads_on_the_fast_path(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         for value in (10, 11, 12):
@@ -93,7 +93,7 @@ async def test_a_reader_is_told_the_version_that_it_reads_in_a_routine(api: Api)
                 assert everybody.read == [{value}]
 
 
-async def test_r194_an_update_waits_for_the_reader_that_it_finds_in_a_routine(api: Api) -> None:
+async def test_r194_an_update_waits_for_the_reader_that_it_finds_on_the_fast_path(api: Api) -> None:
     """Of 194: hold()."""
     async with api.crew(1) as everybody:
         await begin(everybody)
@@ -109,7 +109,7 @@ async def test_r194_an_update_waits_for_the_reader_that_it_finds_in_a_routine(ap
 
 async def begin_again(everybody: Crew, value: float) -> None:
     await send(everybody, value, value, value)
-    assert routine_of(everybody) is not None
+    assert fast_path_of(everybody) is not None
 
 
 def new_object(module: nn.Module) -> None:
@@ -129,7 +129,7 @@ def new_child(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [new_object, new_memory, transposed, new_child])
-async def test_a_model_that_changes_in_a_routine_gets_its_weights_where_they_are_now(api: Api, change: Any) -> None:
+async def test_a_model_that_changes_on_the_fast_path_gets_its_weights_where_they_are_now(api: Api, change: Any) -> None:
     async with api.crew(2) as everybody:
         await begin(everybody)
         model = everybody.models[0]
@@ -149,7 +149,7 @@ class Twins(Model):
         self.twin = nn.Parameter(torch.full((64,), float(value)))
 
 
-async def test_parameters_that_are_tied_in_a_routine_do_not_get_two_values(api: Api) -> None:
+async def test_parameters_that_are_tied_on_the_fast_path_do_not_get_two_values(api: Api) -> None:
     async with api.crew(1, source=Twins(), models=[Twins()]) as everybody:
         await begin(everybody)
         model = everybody.models[0]
@@ -165,7 +165,7 @@ async def test_parameters_that_are_tied_in_a_routine_do_not_get_two_values(api: 
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "gone", "freed"])
-async def test_r194_r195_a_model_that_fits_no_more_in_a_routine_is_left_alone_and_the_sender_told(
+async def test_r194_r195_a_model_that_fits_no_more_on_the_fast_path_is_left_alone_and_the_sender_told(
     api: Api, how: str
 ) -> None:
     """Of 194: or not at all. Of 195: a worker that refuses."""
@@ -197,7 +197,7 @@ async def test_r194_r195_a_model_that_fits_no_more_in_a_routine_is_left_alone_an
         await send(everybody, 10, 11, 12)
 
 
-async def test_a_backward_over_weights_that_a_routine_has_replaced_fails(api: Api) -> None:
+async def test_a_backward_over_weights_that_the_fast_path_has_replaced_fails(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         weight = everybody.models[0].inner.weight
@@ -207,7 +207,7 @@ async def test_a_backward_over_weights_that_a_routine_has_replaced_fails(api: Ap
             product.backward()  # type: ignore[no-untyped-call]
 
 
-async def test_what_receive_is_still_copying_from_is_not_written_by_a_routine(api: Api) -> None:
+async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_path(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         kept: list[tuple[Any, bytes]] = []
@@ -221,24 +221,24 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_a_routine(ap
         await begin_again(everybody, 20)
 
 
-async def test_whatever_else_a_worker_hears_or_does_ends_its_routine(api: Api) -> None:
+async def test_whatever_else_a_worker_hears_or_does_ends_its_fast_path(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         assert read(await everybody.receivers[0].fetch()) == {3}
-        assert routine_of(everybody) is None
+        assert fast_path_of(everybody) is None
         await begin_again(everybody, 10)
-        link, routine = link_of(everybody), routine_of(everybody)
-        newest, other = routine._newest, routine._next
+        link, fast = link_of(everybody), fast_path_of(everybody)
+        newest, other = fast._newest, fast._next
         await everybody.receivers[0].shutdown()
         assert link.subscriber.fast_path is None
         assert newest.references == other.references == 0
 
 
-async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: Api) -> None:
+async def test_r202_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Api) -> None:
     """Of 202: malformed, and changes nothing else."""
     async with api.crew(1) as everybody:
         await begin(everybody)
-        link, routine = link_of(everybody), routine_of(everybody)
+        link, fast = link_of(everybody), fast_path_of(everybody)
         subscriber = link.subscriber
         packets: list[bytes] = []
         receive = link.side_channel.receive
@@ -264,27 +264,32 @@ async def test_r202_a_packet_that_no_sender_sends_is_dropped_in_a_routine(api: A
             packet(serial=serial, since=since, version=again.version + 1)[:30],
         ]
         for one in wrong:
-            assert routine.take(one, 0.0) is None
+            assert fast.take(one, 0.0) is None
         unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
         with pytest.raises(ValueError, match="another transport"):
-            routine.take(unknown, 0.0)
+            fast.take(unknown, 0.0)
         assert (subscriber.reports.serial, everybody.read) == (since, [{10}])
         await send(everybody, 11, 12)
 
 
-async def test_what_goes_wrong_in_a_routine_goes_the_long_way(api: Api) -> None:
+async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link = link_of(everybody)
         (transport,) = link._fetches.transports.values()
+<<<<<<< HEAD:tests/conformance/test_worker_routine.py
         transport._slot_window = 32  # a user's own attribute, by bad luck
         routine_of(everybody)._windows.clear()
+=======
+        transport.slot_window = 32  # a user's own attribute, by bad luck
+        fast_path_of(everybody)._windows.clear()
+>>>>>>> p-docs:tests/conformance/test_fast_path_of_workers.py
         await send(everybody, 10, 11, 12)
         assert link.failure is None
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["nothing copied", "half copied"])
-async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
+async def test_r194_an_update_that_is_interrupted_on_the_fast_path_is_applied_whole(
     api: Api, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 194: whole, whatever interrupts it."""
@@ -317,7 +322,7 @@ async def test_r194_an_update_that_is_interrupted_in_a_routine_is_applied_whole(
 
 
 @pytest.mark.parametrize("changed", [False, True])
-async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_model(
+async def test_r194_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model(
     api: Api, changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
@@ -351,7 +356,7 @@ async def test_r194_who_reads_after_an_interrupt_in_a_routine_reads_a_whole_mode
         await send(everybody, 11, 12)
 
 
-async def test_an_interrupt_before_the_answer_of_a_routine_does_not_lose_it(api: Api) -> None:
+async def test_an_interrupt_before_the_answer_of_the_fast_path_does_not_lose_it(api: Api) -> None:
     async with api.crew(1) as everybody:
         await begin(everybody)
         link, interrupts = link_of(everybody), [Interrupt()]

@@ -23,18 +23,18 @@ pytestmark = pytest.mark.timeout(60)
 SMALL, LARGE = 1000, 1 << 18
 
 
-def lanes(scheme: Any) -> Any:
+def side_channels(scheme: Any) -> Any:
     return scheme.bus._link.side_channels
 
 
 def sent(scheme: Any) -> int:
-    """Messages that a sender has sent by its present lanes."""
-    return sum(one.sent for one in lanes(scheme).of.values())
+    """Messages that a sender has sent by its present side channels."""
+    return sum(one.sent for one in side_channels(scheme).of.values())
 
 
-async def with_lanes(sender: Any, receivers: list[Any]) -> None:
-    """Until every receiver's lane may be used."""
-    await eventually(lambda: len(lanes(sender).of) == len(receivers))
+async def with_side_channels(sender: Any, receivers: list[Any]) -> None:
+    """Until every receiver's side channel may be used."""
+    await eventually(lambda: len(side_channels(sender).of) == len(receivers))
     await eventually(lambda: all(r.bus._link.side_channel.open for r in receivers))
 
 
@@ -47,9 +47,9 @@ async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "chunked"])
-async def test_small_instructions_go_by_lane(schemes: Schemes, numel: int) -> None:
+async def test_small_instructions_go_by_side_channel(schemes: Schemes, numel: int) -> None:
     sender, receivers = await schemes.connected(numel, workers=2)
-    await with_lanes(sender, receivers)
+    await with_side_channels(sender, receivers)
     before = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
     await all_well(sender, receivers, 10)
     after = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
@@ -59,38 +59,38 @@ async def test_small_instructions_go_by_lane(schemes: Schemes, numel: int) -> No
     assert all(s.state == "live" and s.last_seen < 5 and s.bytes_sent > 0 for s in sender.status().values())
 
 
-async def test_there_is_no_lane_over_tcp(schemes: Schemes) -> None:
+async def test_there_is_no_side_channel_over_tcp(schemes: Schemes) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     sender, receivers = await schemes.connected(SMALL, endpoint=endpoint)
-    assert lanes(sender).path is None
+    assert side_channels(sender).path is None
     assert receivers[0].bus._link.side_channel is None
     await all_well(sender, receivers)
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_updates_go_on_when_lanes_break(schemes: Schemes, side: str) -> None:
+async def test_updates_go_on_when_side_channels_break(schemes: Schemes, side: str) -> None:
     sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_lanes(sender, receivers)
+    await with_side_channels(sender, receivers)
     await all_well(sender, receivers)
     if side == "sender":
-        lanes(sender).close_others(set())
+        side_channels(sender).close_others(set())
         await eventually(lambda: all(r.bus._link.side_channel.closed for r in receivers))
     else:
         for receiver in receivers:
             receiver.bus._link.side_channel.close()
-        await eventually(lambda: not lanes(sender).of)
+        await eventually(lambda: not side_channels(sender).of)
     await all_well(sender, receivers)
     assert all(s.state == "live" for s in sender.status().values())
 
 
-async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
+async def test_what_is_lost_with_a_side_channel_is_repaired(schemes: Schemes) -> None:
     sender = schemes.sender(SMALL, num_workers=1)
     impatient(sender)
     receiver = schemes.receiver(sender)
     await asyncio.gather(sender.connect(), receiver.connect())
-    await with_lanes(sender, [receiver])
+    await with_side_channels(sender, [receiver])
     loop = asyncio.get_running_loop()
     loop.remove_reader(receiver.bus._link.side_channel._socket)  # the UPDATE is never read
     sending = asyncio.create_task(sender.send_async(sender.model.fill(9), timeout=10))
@@ -102,7 +102,7 @@ async def test_what_is_lost_with_a_lane_is_repaired(schemes: Schemes) -> None:
 
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_lanes(sender, receivers)
+    await with_side_channels(sender, receivers)
     epoch = sender.bus._link.caught_up().epoch
     packets = [
         b"\x00",
@@ -115,7 +115,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
     ]
     for one, bus in [
         (receivers[0].bus._link.side_channel, sender.bus),
-        (lanes(sender).of[receivers[0].bus._link.subscriber.session.nonce], receivers[0].bus),
+        (side_channels(sender).of[receivers[0].bus._link.subscriber.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
             one.write([packet])
@@ -124,10 +124,10 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         assert one.open
 
 
-async def test_strangers_at_the_lane_disturb_nobody(schemes: Schemes) -> None:
+async def test_strangers_at_the_side_channel_disturb_nobody(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_lanes(sender, receivers)
-    path = str(lanes(sender).path)
+    await with_side_channels(sender, receivers)
+    path = str(side_channels(sender).path)
     callers = []
     try:
         for words in [b"", INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
@@ -138,28 +138,28 @@ async def test_strangers_at_the_lane_disturb_nobody(schemes: Schemes) -> None:
             if len(callers) % 20 == 0:
                 await asyncio.sleep(0.005)
         await all_well(sender, receivers, 20)
-        assert len(lanes(sender).of) == 2
+        assert len(side_channels(sender).of) == 2
         assert not sender.bus.dropped
     finally:
         for caller in callers:
             caller.close()
 
 
-async def test_a_newer_incarnation_has_the_lane_and_the_superseded_one_has_none(
+async def test_a_newer_incarnation_has_the_side_channel_and_the_superseded_one_has_none(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender, old = schemes.sender(SMALL, num_workers=2), start(Worker)
     receiver = schemes.receiver(sender)
     given = pickle.loads(pickle.dumps(sender))
     await asyncio.gather(sender.connect(), receiver.connect(), old.connect(given, 1, SMALL))
-    await eventually(lambda: len(lanes(sender).of) == 2)
-    before = set(lanes(sender).of)
+    await eventually(lambda: len(side_channels(sender).of) == 2)
+    before = set(side_channels(sender).of)
     old.signal(signal.SIGSTOP)
     late = schemes.receiver(sender, 1)
     await late.connect()
     old.signal(signal.SIGCONT)
-    await with_lanes(sender, [receiver, late])
-    assert len(before & set(lanes(sender).of)) == 1
+    await with_side_channels(sender, [receiver, late])
+    assert len(before & set(side_channels(sender).of)) == 1
     await all_well(sender, [receiver, late])
     async with asyncio.timeout(20):  # what it hears by ZeroMQ, and what it is asked here, come in no order
         while not await old.closed():  # noqa: ASYNC110 - the state of another process
@@ -169,19 +169,19 @@ async def test_a_newer_incarnation_has_the_lane_and_the_superseded_one_has_none(
 async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    sender = schemes.sender(16_000, num_workers=2)  # 64 KB: a few of them fill a lane
+    sender = schemes.sender(16_000, num_workers=2)  # 64 KB: a few of them fill a side channel
     receiver, worker = schemes.receiver(sender), start(Worker)
     impatient(sender)
     await asyncio.gather(
         sender.connect(), receiver.connect(), worker.connect(pickle.loads(pickle.dumps(sender)), 1, 16_000)
     )
-    await eventually(lambda: len(lanes(sender).of) == 2)
+    await eventually(lambda: len(side_channels(sender).of) == 2)
     worker.signal(signal.SIGSTOP)
     for value in range(2, 12):
         await sender.send_async(sender.model.fill(value), worker_ids=[0], timeout=10)
         await sender.publish(sender.model)
     nonce = sender.bus._link.caught_up().peers[1].nonce
-    one = lanes(sender).of[nonce]
+    one = side_channels(sender).of[nonce]
     # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
     while one.write([bytes(30_000)]):
         pass
@@ -196,7 +196,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
 
 
 @pytest.mark.parametrize("how", ["shutdown", "killed"])
-async def test_workers_have_a_lane_to_the_next_trainer_too(
+async def test_workers_have_a_side_channel_to_the_next_trainer_too(
     tmp_path: Path, schemes: Schemes, start: Callable[..., Remote], how: str
 ) -> None:
     endpoint = f"ipc://{tmp_path}/bus"
@@ -217,7 +217,7 @@ async def test_workers_have_a_lane_to_the_next_trainer_too(
         await eventually(lambda: before.closed and receiver.closed)
         receiver = schemes.receiver(plan)
     await asyncio.gather(plan.connect(timeout=10), receiver.connect())
-    await with_lanes(plan, [receiver])
+    await with_side_channels(plan, [receiver])
     await all_well(plan, [receiver])
     assert sent(plan) >= 5
     await plan.shutdown()
@@ -228,7 +228,7 @@ async def test_workers_have_a_lane_to_the_next_trainer_too(
 async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> None:
     for numel in (SMALL, 16_000):
         sender, receivers = await schemes.connected(numel, workers=2)
-        await with_lanes(sender, receivers)
+        await with_side_channels(sender, receivers)
         await sender.publish(sender.model.fill(7))
         await sender.shutdown()
         await eventually(lambda receivers=receivers: all(r.closed for r in receivers))
@@ -237,7 +237,7 @@ async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> N
 
 async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     sender, (receiver,) = await schemes.connected(SMALL)
-    await with_lanes(sender, [receiver])
+    await with_side_channels(sender, [receiver])
     version = await sender.publish(sender.model.fill(3))
     receiver.bus._link.side_channel.drain()  # it applies the update and answers …
     peer = sender.bus._link.caught_up().peers[0]
@@ -246,10 +246,10 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     await sender.wait_version(version)
 
 
-async def test_a_lane_that_cannot_be_made_is_done_without(tmp_path: Path, schemes: Schemes) -> None:
+async def test_a_side_channel_that_cannot_be_made_is_done_without(tmp_path: Path, schemes: Schemes) -> None:
     (tmp_path / "bus.lane").mkdir()
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=f"ipc://{tmp_path}/bus")
     await all_well(sender, receivers)
-    assert not lanes(sender).of
+    assert not side_channels(sender).of
     await sender.shutdown()
     assert os.listdir(tmp_path) == ["bus.lane"]

@@ -1,4 +1,4 @@
-"""Side channels: packets, connections, introductions. How a bus fares when they break: faults/test_broken_lanes.py."""
+"""Side channels: packets, connections, introductions. When they break: faults/test_broken_side_channels.py."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refuse
 
 
 class End:
-    """A lane, and what has come by it."""
+    """A side channel, and what has come by it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.heard: list[bytes] = []
         self.ended = 0
-        self.lane = SideChannel(connection, memoryview(bytearray(MAX_PACKET + 1)), self._end, crash)
-        self.lane.receive = lambda packet: self.heard.append(bytes(packet))
+        self.channel = SideChannel(connection, memoryview(bytearray(MAX_PACKET + 1)), self._end, crash)
+        self.channel.receive = lambda packet: self.heard.append(bytes(packet))
 
-    def _end(self, lane: SideChannel) -> None:
+    def _end(self, channel: SideChannel) -> None:
         self.ended += 1
 
 
@@ -94,76 +94,76 @@ class End:
 async def ends() -> AsyncIterator[tuple[End, End]]:
     a, b = (End(s) for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     yield a, b
-    a.lane.close()
-    b.lane.close()
+    a.channel.close()
+    b.channel.close()
 
 
 @pytest.mark.both_loops
-async def test_what_was_sent_before_a_lane_is_closed_arrives(ends: tuple[End, End]) -> None:
+async def test_what_was_sent_before_a_side_channel_is_closed_arrives(ends: tuple[End, End]) -> None:
     a, b = ends
-    assert b.lane.send([b"unread"])
+    assert b.channel.send([b"unread"])
     messages = [b"one", b"two", bytes(60_000)]
-    assert all(a.lane.send([message]) for message in messages)
-    a.lane.close()  # with something unread: the other side is told of a reset, too
+    assert all(a.channel.send([message]) for message in messages)
+    a.channel.close()  # with something unread: the other side is told of a reset, too
     await until(lambda: b.ended > 0)
     assert b.heard == [bytes(packet([message])) for message in messages]
     assert b.ended == 1
-    assert b.lane.closed
+    assert b.channel.closed
     assert not a.ended
 
 
 @pytest.mark.both_loops
-async def test_a_lane_that_is_not_watched_keeps_what_comes(ends: tuple[End, End]) -> None:
+async def test_a_side_channel_that_is_not_watched_keeps_what_comes(ends: tuple[End, End]) -> None:
     a, b = ends
-    b.lane.watch(False)
-    b.lane.watch(False)
-    assert a.lane.send([b"one"])
-    assert a.lane.send([b"two"])
+    b.channel.watch(False)
+    b.channel.watch(False)
+    assert a.channel.send([b"one"])
+    assert a.channel.send([b"two"])
     await asyncio.sleep(0.05)
     assert not b.heard
-    assert b.lane.take()
+    assert b.channel.take()
     assert b.heard == [bytes(packet([b"one"]))]
-    b.lane.watch(True)
+    b.channel.watch(True)
     await until(lambda: len(b.heard) == 2)
-    assert not b.lane.take()
-    b.lane.close()
-    b.lane.watch(False)
-    b.lane.watch(True)
+    assert not b.channel.take()
+    b.channel.close()
+    b.channel.watch(False)
+    b.channel.watch(True)
 
 
-def test_a_lane_of_a_loop_that_has_ended_is_not_watched_any_more() -> None:
+def test_a_side_channel_of_a_loop_that_has_ended_is_not_watched_any_more() -> None:
     async def make() -> End:
         return End(there)
 
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here:
         end = asyncio.run(make())
-        end.lane.watch(False)
-        end.lane.watch(True)
-        end.lane.close()
+        end.channel.watch(False)
+        end.channel.watch(True)
+        end.channel.close()
 
 
 async def test_draining_takes_in_at_once_what_has_come(ends: tuple[End, End]) -> None:
     a, b = ends
     for i in range(20):
-        assert a.lane.send([bytes([i])])
-    b.lane.drain()
+        assert a.channel.send([bytes([i])])
+    b.channel.drain()
     assert len(b.heard) == 20
-    b.lane.close()
-    b.lane.drain()
-    assert not a.lane.send([b"nobody is there"])
+    b.channel.close()
+    b.channel.drain()
+    assert not a.channel.send([b"nobody is there"])
 
 
-async def test_a_full_lane_and_a_large_message_are_left_to_somebody_else(ends: tuple[End, End]) -> None:
+async def test_a_full_side_channel_and_a_large_message_are_left_to_somebody_else(ends: tuple[End, End]) -> None:
     a, b = ends
-    assert not a.lane.send([bytes(MAX_PACKET)])
-    assert not a.lane.send([b"x"] * (MAX_FRAMES + 2))
+    assert not a.channel.send([bytes(MAX_PACKET)])
+    assert not a.channel.send([b"x"] * (MAX_FRAMES + 2))
     sent = 0
-    while a.lane.send([bytes(30_000)]):
+    while a.channel.send([bytes(30_000)]):
         sent += 1
-    assert a.lane.sent == sent > 1
+    assert a.channel.sent == sent > 1
     await until(lambda: len(b.heard) == sent)
-    assert a.lane.send([bytes(30_000)])  # there is room again
+    assert a.channel.send([bytes(30_000)])  # there is room again
 
 
 # -- listening and introductions ---------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Listener:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.heard: list[bytes] = []
-        self.lanes = SideChannels(path, self._introduce, crash)
+        self.channels = SideChannels(path, self._introduce, crash)
 
     def _introduce(self, nonce: bytes) -> Any:
         return (lambda packet: self.heard.append(bytes(packet))) if nonce == NONCE else None
@@ -190,11 +190,11 @@ class Listener:
 async def listener(tmp_path: Path) -> AsyncIterator[Listener]:
     listener = Listener(tmp_path / "bus.lane")
     yield listener
-    listener.lanes.close()
+    listener.channels.close()
 
 
 @pytest.mark.both_loops
-async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(listener: Listener) -> None:
+async def test_a_receiver_introduces_itself_and_a_newer_side_channel_replaces_the_older(listener: Listener) -> None:
     first = listener.connect()
     assert not first.open
     await until(lambda: first.open)
@@ -202,12 +202,12 @@ async def test_a_receiver_introduces_itself_and_a_newer_lane_replaces_the_older(
     await until(lambda: listener.heard == [bytes(packet([b"x"]))])
     second = listener.connect()
     await until(lambda: second.open and first.closed)
-    assert list(listener.lanes.of) == [NONCE]
-    listener.lanes.close_others({NONCE})
-    assert list(listener.lanes.of) == [NONCE]
-    listener.lanes.close_others(set())
+    assert list(listener.channels.of) == [NONCE]
+    listener.channels.close_others({NONCE})
+    assert list(listener.channels.of) == [NONCE]
+    listener.channels.close_others(set())
     await until(lambda: second.closed)
-    assert not listener.lanes.of
+    assert not listener.channels.of
 
 
 async def test_whoever_is_not_known_is_turned_away(listener: Listener) -> None:
@@ -218,7 +218,7 @@ async def test_whoever_is_not_known_is_turned_away(listener: Listener) -> None:
             caller.connect(str(listener.path))
             caller.send(words)
             await until(lambda c=caller: _hung_up(c))  # type: ignore[misc]
-    assert not listener.lanes.of
+    assert not listener.channels.of
     assert not listener.heard
 
 
@@ -253,15 +253,15 @@ async def test_another_users_process_is_turned_away(listener: Listener, monkeypa
         await until(lambda: _hung_up(caller))
 
 
-async def test_without_a_lane_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_side_channel_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (tmp_path / "nobody", tmp_path / "missing" / "bus.lane", tmp_path / ("x" * 200)):
         assert connect(path, NONCE, lambda packet: None, crash) is None
     monkeypatch.delattr(socket, "SO_PEERCRED")  # another system
     assert connect(tmp_path / "bus.lane", NONCE, lambda packet: None, crash) is None
     for path in (tmp_path / "bus.lane", None):
-        lanes = SideChannels(path, lambda nonce: None, crash)
-        assert lanes.path is None
-        lanes.close()
+        channels = SideChannels(path, lambda nonce: None, crash)
+        assert channels.path is None
+        channels.close()
     assert os.listdir(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""A training loop's routine (asyncsync/fastpath/sender.py) and all that interrupts it: nobody notices a difference."""
+"""A training loop's fast path (asyncsync/fastpath/sender.py), and what interrupts it: nobody notices a difference."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def link_of(everybody: Crew) -> Any:
 
 
 async def begin(everybody: Crew) -> Any:
-    """Some updates; then it is routine."""
+    """Some updates; then the fast path is on."""
     link = link_of(everybody)
     for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
         await everybody.sender.send_async(fill(everybody.source, value))
         if value == 3 and link.fast.steady is not None:
             return link
-    raise AssertionError("no routine")
+    raise AssertionError("no fast path")
 
 
 def slots(everybody: Crew) -> int:
@@ -40,7 +40,7 @@ def slots(everybody: Crew) -> int:
     return int(pool.slabs)
 
 
-async def test_r193_updates_that_are_routine_arrive_whole_and_in_order(api: Api) -> None:
+async def test_r193_updates_on_the_fast_path_arrive_whole_and_in_order(api: Api) -> None:
     """Of 193: versions are monotone, one by one, and a status has them."""
     async with api.crew(2) as everybody:
         link = await begin(everybody)
@@ -73,7 +73,7 @@ async def test_a_reader_in_the_middle_of_it_holds_up_itself_only(api: Api) -> No
         assert not link.caught_up().leases.of
 
 
-async def test_r195_who_does_not_answer_a_routine_update_in_time_is_named(api: Api) -> None:
+async def test_r195_who_does_not_answer_an_update_on_the_fast_path_in_time_is_named(api: Api) -> None:
     """Of 195: in time, and the worker that timed out."""
     async with api.crew(2) as everybody:
         await begin(everybody)
@@ -87,7 +87,7 @@ async def test_r195_who_does_not_answer_a_routine_update_in_time_is_named(api: A
         assert everybody.read == [{9}, {9}]
 
 
-async def test_r192_a_routine_that_is_cancelled_was_published_all_the_same(api: Api) -> None:
+async def test_r192_an_update_on_the_fast_path_that_is_cancelled_was_published_all_the_same(api: Api) -> None:
     """Of 192: send_async, cancelled."""
     async with api.crew(2) as everybody:
         await begin(everybody)
@@ -104,7 +104,7 @@ async def test_r192_a_routine_that_is_cancelled_was_published_all_the_same(api: 
         assert slots(everybody) == 2
 
 
-async def test_several_tasks_that_send_at_once_interrupt_each_others_routine(api: Api) -> None:
+async def test_several_tasks_that_send_at_once_interrupt_each_others_fast_path(api: Api) -> None:
     async with api.crew(2) as everybody:
         await begin(everybody)
         version = everybody.sender.version
@@ -117,7 +117,7 @@ async def test_several_tasks_that_send_at_once_interrupt_each_others_routine(api
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(api: Api, which: int) -> None:
+async def test_a_side_channel_that_breaks_in_the_middle_of_the_fast_path_costs_nothing(api: Api, which: int) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
         broken = list(link.side_channels.of.values())[which]
@@ -128,7 +128,7 @@ async def test_a_lane_that_breaks_in_the_middle_of_a_routine_costs_nothing(api: 
                 assert everybody.read == [{value}, {value}]
 
 
-async def test_r196_a_worker_that_joins_during_a_routine_gets_the_newest(api: Api) -> None:
+async def test_r196_a_worker_that_joins_during_the_fast_path_gets_the_newest(api: Api) -> None:
     """Of 196: late."""
     scheme = api.scheme()
     async with api.crew(2, scheme=scheme, sender={"num_workers": None}) as everybody:
@@ -146,7 +146,7 @@ async def test_r196_a_worker_that_joins_during_a_routine_gets_the_newest(api: Ap
             await receiver.shutdown()
 
 
-async def test_weights_that_are_not_like_the_last_end_a_routine(api: Api) -> None:
+async def test_weights_that_are_not_like_the_last_end_the_fast_path(api: Api) -> None:
     async with api.crew(2) as everybody:
         await begin(everybody)
         # The same Parameters with other memory, or another order of it.
@@ -165,7 +165,7 @@ async def test_weights_that_are_not_like_the_last_end_a_routine(api: Api) -> Non
         assert everybody.read == [{30}, {30}]
 
 
-async def test_r195_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api) -> None:
+async def test_r195_a_worker_that_cannot_apply_an_update_on_the_fast_path_says_so(api: Api) -> None:
     """Of 195: a worker that refuses."""
     async with api.crew(2) as everybody:
         await begin(everybody)
@@ -182,7 +182,7 @@ async def test_r195_a_worker_that_cannot_apply_a_routine_update_says_so(api: Api
         assert slots(everybody) == 2
 
 
-async def test_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by_a_routine(api: Api) -> None:
+async def test_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by_the_fast_path(api: Api) -> None:
     async with api.crew(2) as everybody:
         link = await begin(everybody)
         bus = bare(everybody.sender).bus
@@ -200,7 +200,7 @@ async def test_a_slot_that_somebody_who_is_lost_may_be_reading_is_not_written_by
 
 
 @pytest.mark.schemes("shared")
-async def test_a_routine_has_the_layout_of_what_was_sent_not_of_what_was_tried(api: Api) -> None:
+async def test_the_fast_path_has_the_layout_of_what_was_sent_not_of_what_was_tried(api: Api) -> None:
     def weights(value: float, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
         return {str(i): torch.full((32,), value, dtype=dtype) for i in range(20)}
 
@@ -226,7 +226,7 @@ async def test_a_routine_has_the_layout_of_what_was_sent_not_of_what_was_tried(a
         await bus.shutdown()
 
 
-async def test_an_elastic_sender_has_its_routine_too(api: Api) -> None:
+async def test_an_elastic_sender_has_its_fast_path_too(api: Api) -> None:
     async with api.crew(2, scheme=api.scheme(min_workers=2), sender={"num_workers": None}) as everybody:
         link = await begin(everybody)
         seen = []
