@@ -277,13 +277,8 @@ async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> N
         await begin(everybody)
         link = link_of(everybody)
         (transport,) = link._fetches.transports.values()
-<<<<<<< HEAD:tests/conformance/test_worker_routine.py
         transport._slot_window = 32  # a user's own attribute, by bad luck
-        routine_of(everybody)._windows.clear()
-=======
-        transport.slot_window = 32  # a user's own attribute, by bad luck
         fast_path_of(everybody)._windows.clear()
->>>>>>> p-docs:tests/conformance/test_fast_path_of_workers.py
         await send(everybody, 10, 11, 12)
         assert link.failure is None
 

@@ -373,17 +373,10 @@ def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-<<<<<<< HEAD
-async def receiving(lane: Lane) -> AsyncIterator[ChannelReceiver]:
-    receiver = ChannelReceiver(BoardTransport(lane))
-    receiver._start(0)
-    await receiver._ready(5)
-=======
 async def receiving(line: Line) -> AsyncIterator[ChannelReceiver]:
     receiver = ChannelReceiver(BoardTransport(line))
-    receiver.start(0)
-    await receiver.ready(5)
->>>>>>> p-docs
+    receiver._start(0)
+    await receiver._ready(5)
     try:
         yield receiver
     finally:
@@ -398,15 +391,9 @@ async def test_r214_weights_that_overtake_their_instruction_are_kept(named: tupl
     loop = asyncio.get_running_loop()
     async with receiving(lines[0]) as receiver:
         first, second = slab_of(-1), slab_of(-1)
-<<<<<<< HEAD
         waiting = asyncio.create_task(receiver._fetch_slab(ONE, first, loop.time() + 20))
-        lanes[0].messages.put(message(slab_of(2), TWO))
-        await until(lambda: lanes[0].received == [2])
-=======
-        waiting = asyncio.create_task(receiver.fetch_slab(ONE, first, loop.time() + 20))
         lines[0].messages.put(message(slab_of(2), TWO))
         await until(lambda: lines[0].received == [2])
->>>>>>> p-docs
         with Clock(1.0):
             await receiver._fetch_slab(TWO, second, loop.time() + 20)
         assert [read(first.weights()), read(second.weights())] == [{-1}, {2}]
@@ -429,13 +416,8 @@ async def test_r192_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_fo
     monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
     async with receiving(lines[0]) as receiver:
         slab = slab_of(-1)
-<<<<<<< HEAD
-        lanes[0].messages.put(message(slab_of(1), ONE))
-        fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
-=======
         lines[0].messages.put(message(slab_of(1), ONE))
-        fetching = asyncio.create_task(receiver.fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
->>>>>>> p-docs
+        fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
         await in_thread(writing.wait, 5)
         for _ in range(3):
             fetching.cancel()
