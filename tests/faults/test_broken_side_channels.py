@@ -241,7 +241,7 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     version = await sender.publish(sender.model.fill(3))
     receiver.bus._link.side_channel.drain()  # it applies the update and answers …
     peer = sender.bus._link.caught_up().peers[0]
-    sender.bus._link._ender(0, peer.nonce, os.getpid())()  # … and its end is noticed before the answer is read
+    sender.bus._link._worker_ended(0, peer.nonce, os.getpid())  # … and its end is noticed before the answer is read
     assert sender.status()[0].state == "lost"
     await sender.wait_version(version)
 
