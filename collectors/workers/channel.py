@@ -15,10 +15,8 @@ import errno
 import io
 import os
 import pickle
-import select
 import socket
 import struct
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -250,24 +248,23 @@ class Channel:
             ConnectionError: the other side is gone.
             OSError: it cannot be sent.
         """
-        deadline = time.monotonic() + timeout
         try:
-            while not self.send(packet):
-                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
-                    raise AckTimeout(f"the other process of a collector has read no messages for {timeout:g} s")
+            if not self.send(packet):
+                self._socket.settimeout(timeout)
+                self.send(packet)
+        except TimeoutError:
+            raise AckTimeout(f"the other process of a collector has read no messages for {timeout:g} s") from None
         finally:
+            self._socket.setblocking(False)
             packet.close()
 
     def get(self) -> Any:
         """The next message, as soon as there is one: waits until the other side is gone, or :meth:`shutdown`."""
-        while (message := self.receive()) is None:
-            self._wait(select.POLLIN, None)
-        return message
-
-    def _wait(self, event: int, seconds: float | None) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        return bool(poll.poll(None if seconds is None else max(0.0, seconds * 1e3)))
+        self._socket.setblocking(True)
+        try:
+            return self.receive()
+        finally:
+            self._socket.setblocking(False)
 
     def shutdown(self) -> None:
         """Both sides are gone, for whoever waits in another thread too."""
