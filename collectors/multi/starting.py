@@ -105,19 +105,15 @@ def described(
         given.pop("replay_buffer", None)  # travels by itself
         if given.get("traj_pool") is None:
             given["traj_pool"] = pool()
-        found.append(_pickled(Specification(create_env_fn=factory, arguments=given, **common)))
+        try:
+            found.append(dumps(Specification(create_env_fn=factory, arguments=given, **common)))
+        except Exception as error:
+            error.add_note(
+                "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot "
+                "be pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
+            )
+            raise
     return found
-
-
-def _pickled(specification: Specification) -> bytes:
-    try:
-        return dumps(specification)
-    except Exception as error:
-        error.add_note(
-            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot be "
-            "pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
-        )
-        raise
 
 
 def ways_of_weights(

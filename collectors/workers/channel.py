@@ -17,7 +17,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -86,7 +86,9 @@ class Parcel:
 
     @classmethod
     def of(cls, value: Any) -> Parcel:
-        return cls(*_pickled(value))
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        return cls(file.getvalue(), buffers)
 
     def __reduce__(self) -> Any:
         return Parcel, (pickle.PickleBuffer(self.pickled), list(self.buffers))
@@ -97,12 +99,6 @@ def loads(pickled: bytes | Parcel) -> Any:
     if isinstance(pickled, Parcel):
         return _Unpickler(io.BytesIO(pickled.pickled), buffers=pickled.buffers).load()
     return _Unpickler(io.BytesIO(pickled)).load()
-
-
-def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return file.getvalue(), buffers
 
 
 # -- packets -----------------------------------------------------------------------------------------------------------
@@ -128,10 +124,6 @@ def encode(message: Any) -> Packet:
     """Of the library's own objects and parcels."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    return _packet(pickled, buffers)
-
-
-def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:
     parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
     table = memoryview(struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts)))
     pieces: list[Any] = []
@@ -145,21 +137,16 @@ def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:
     try:
         position = 0
         for piece in pieces:
-            position = _write(file, piece, position)
+            rest = memoryview(piece)
+            while rest:
+                written = os.pwrite(file, rest, position)
+                rest = rest[written:]
+                position += written
         seal(file)
     except BaseException:
         os.close(file)
         raise
     return Packet(head, file)
-
-
-def _write(file: int, piece: Any, position: int) -> int:
-    rest = memoryview(piece)
-    while rest:
-        written = os.pwrite(file, rest, position)
-        rest = rest[written:]
-        position += written
-    return position
 
 
 def _decode(data: bytes, file: int | None) -> Any:

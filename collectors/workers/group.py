@@ -33,7 +33,7 @@ class RolloutRequest(NamedTuple):
     """A rollout that a worker is to do.
 
     Attributes:
-        serial: number of the request; a worker that has it already ignores it.
+        serial: number of the request.
         random: whether random actions stand for the policy's.
         place: where the worker writes it; None: it comes by value.
     """

@@ -237,12 +237,9 @@ class WorkerLoop:
         worker = self._worker
         assert worker is not None
         if kind == "rollout":
-            result = worker.rollout(RolloutRequest(*rest))
-            if result is not None:
-                _index, serial, in_place, steps, frames, batch, layout = result
-                del result
-                payload = None if batch is None else Parcel.of(batch)
-                self._send("result", serial, in_place, steps, frames, payload, layout)
+            _index, serial, in_place, steps, frames, batch, layout = worker.rollout(RolloutRequest(*rest))
+            payload = None if batch is None else Parcel.of(batch)
+            self._send("result", serial, in_place, steps, frames, payload, layout)
         elif kind == "learn":
             self._writer.learn(*rest)
         elif kind == "call":

@@ -324,7 +324,7 @@ class ProcessGroup(WorkerGroup):
         self._notify()
 
     def _unwatch(self, worker: WorkerProcess) -> None:
-        if not worker.is_closed and self._loop is not None:
+        if not worker.bell.closed and self._loop is not None:
             self._loop.remove_reader(worker.sentinel)
             self._loop.remove_reader(worker.channel.fileno())
             self._loop.remove_writer(worker.channel.fileno())

@@ -95,7 +95,7 @@ class RolloutWorker:
         self._schemes: Mapping[str, Any] = {}
         self._nested = self._writes = self._connecting = False
         self._hook = specification.post_collect_hook
-        self._serial = self._done = 0
+        self._serial = 0
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -142,23 +142,19 @@ class RolloutWorker:
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def rollout(self, request: RolloutRequest) -> RolloutResult | None:
-        """One rollout; None: this request was done before, as a trainer that was interrupted is not sure to have sent
-        it.
+    def rollout(self, request: RolloutRequest) -> RolloutResult:
+        """One rollout.
 
         Raises:
             Stopped: the trainer wants the end.
             BaseException: what the user's code raises.
         """
-        serial, is_random, place = request
-        if serial <= self._done:
-            return None
-        self._serial = self._done = serial
+        self._serial, is_random, place = request
         if self._page.paused:
             self._stand_still()
         self._writer.open(place)
         if self._writes:
-            return RolloutResult(self._index, serial, False, 0, self._write(is_random), None, None)
+            return RolloutResult(self._index, self._serial, False, 0, self._write(is_random), None, None)
         batch, frames, is_plain = self._next(is_random)
         if self._hook is not None:
             self._hook(batch)
@@ -170,8 +166,8 @@ class RolloutWorker:
             del batch
             batch = self._writer.kept(steps)
         if batch is None:
-            return RolloutResult(self._index, serial, True, steps, frames, None, None)
-        return RolloutResult(self._index, serial, False, steps, frames, batch, layout)
+            return RolloutResult(self._index, self._serial, True, steps, frames, None, None)
+        return RolloutResult(self._index, self._serial, False, steps, frames, batch, layout)
 
     def _next(self, is_random: bool) -> tuple[TensorDictBase, int, bool]:
         """A batch, how many frames it has, and whether it is a rollout as it was collected."""
