@@ -8,9 +8,9 @@ one have in common.
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
 A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
-thrown away. What a worker raises is raised here. :mod:`asyncsync.collectors.workers.group` is what this needs of them,
-:mod:`~asyncsync.collectors.workers.process_group` has the processes, and
-:mod:`~asyncsync.collectors.workers.rollout_worker` what runs there.
+thrown away. What a worker raises is raised here. A collector has workers (:mod:`asyncsync.collectors.workers.group`), a
+driver that makes batches of their rollouts (:mod:`~asyncsync.collectors.multi.driver`), and calls between two rollouts
+(:mod:`~asyncsync.collectors.multi.calls`).
 
 Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
 """
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from tensordict.nn import InteractionType
-from torch import nn
 
 from asyncsync.collectors.arguments import (
     Devices,
@@ -50,21 +49,27 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.construct import Chooses, family
-from asyncsync.collectors.multi.iteration import Driver
-from asyncsync.collectors.multi.running import make_finalizers
-from asyncsync.collectors.multi.starting import check_shared, connect, described, wait_until_built
+from asyncsync.collectors.multi.calls import Calls
+from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.multi.group_collector import GroupCollector
+from asyncsync.collectors.multi.starting import (
+    check_shared,
+    connect,
+    described,
+    make_finalizers,
+    wait_until_built,
+    ways_of_weights,
+)
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, make_updater
 from asyncsync.collectors.weights.plan import _RegisteredModels
 from asyncsync.collectors.workers.process import check_platform, check_start_method
 from asyncsync.collectors.workers.process_group import ProcessGroup
-from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["MultiCollector"]
 
 
-class MultiCollector(Driver, metaclass=Chooses):
+class MultiCollector(GroupCollector, metaclass=Chooses):
     """Worker processes that step environments. Needs Linux.
 
     Args:
@@ -199,7 +204,14 @@ class MultiCollector(Driver, metaclass=Chooses):
         check_shared(replay_buffer)
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
-        self._set_up_frames(frames_per_batch, total_frames, init_random_frames)
+        self._arguments = BatchArguments(
+            *self._frames(frames_per_batch, total_frames, init_random_frames),
+            split_trajs=bool(split_trajs) and replay_buffer is None,
+            track_traj_ids=self.track_traj_ids,
+            replay_buffer=replay_buffer,
+            update_at_each_batch=update_at_each_batch,
+            max_weight_update_interval=max_weight_update_interval,
+        )
         policies = each("policy_factory", policy_factory, count)
         for index, factory in enumerate(policies):
             check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
@@ -207,23 +219,10 @@ class MultiCollector(Driver, metaclass=Chooses):
             check_policy(policy)
             if policy is not None and not callable(policy):
                 raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
-        updater = None if weight_updater is None else make_updater(weight_updater, policy)
-        if weight_sync_schemes is None:
-            has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
-            needs_one = has_weights or isinstance(updater, MultiProcessedWeightUpdater)
-            weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()} if needs_one else {}
-        brings_weights = updater is not None or "policy" in weight_sync_schemes
-        if policy is not None and policy_factory is not None and not brings_weights:
-            raise TypeError(
-                "policy and policy_factory exclude each other, unless weights go from one to the other by a scheme: "
-                "pass one of them, or weight_sync_schemes={'policy': …}"
-            )
-        if (update_at_each_batch or max_weight_update_interval > 0) and not brings_weights:
-            raise ValueError(
-                "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
-                "them to the workers: pass a policy with parameters or buffers, weight_sync_schemes={'policy': …}, or "
-                "a weight_updater"
-            )
+        needs_weights = update_at_each_batch or max_weight_update_interval > 0
+        updater, weight_sync_schemes = ways_of_weights(
+            policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights
+        )
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
         }  # fmt: skip
@@ -241,12 +240,9 @@ class MultiCollector(Driver, metaclass=Chooses):
         self.policy = policy
         if policy is None and worker_idx is not None and policies[0] is not None:
             self.policy = policies[0]()  # in the middle of a tree: what is received here is passed on from it
-        self.update_at_each_batch = update_at_each_batch
-        self.max_weight_update_interval = max_weight_update_interval
-        self.replay_buffer = replay_buffer
         self.extend_buffer = extend_buffer
-        self.split_trajs = bool(split_trajs) and replay_buffer is None
-        self.postproc = on_device(postproc, self.storing_device[0]) if replay_buffer is None else None
+        if replay_buffer is None:
+            self._arguments.postproc = on_device(postproc, self.storing_device[0])
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
@@ -273,7 +269,7 @@ class MultiCollector(Driver, metaclass=Chooses):
                 arguments
                 | placed[index]
                 | {
-                    "frames_per_batch": self._requested[index],
+                    "frames_per_batch": self._arguments.frames[index],
                     "create_env_kwargs": kwargs[index],
                     "policy": policy if own_policy is None else None,
                     "policy_factory": own_policy,
@@ -291,7 +287,8 @@ class MultiCollector(Driver, metaclass=Chooses):
             if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
                 scheme._context = scheme._sources.context = _RegisteredModels(self)
         self._group = group = ProcessGroup(start_method, type(self).__name__)
-        self._begin()
+        self._calls = Calls(group, count)
+        self._driver = self._driver_class(self, group, self._arguments)
         self.closed = False
         self._finalizers = make_finalizers(self, group, self._sender_schemes)
         deadline = time.monotonic() + connect_timeout
@@ -310,7 +307,11 @@ class MultiCollector(Driver, metaclass=Chooses):
                 timeout=connect_timeout,
             )
             group.start(specifications, self._sender_schemes, replay_buffer)
-            self._wait_until_built(deadline)
+            wait_until_built(group, count, type(self).__name__, deadline)
+            for index, info in group.infos.items():
+                self._arguments.frames[index] = info.frames
+                self._acting_devices[index] = info.devices
+                self._check_dims(info.dims)
             connect(group, self._connect_senders, self._end_weights, deadline)
             if weight_recv_schemes is not None:  # what comes is passed on at once
                 self.register_scheme_receiver(weight_recv_schemes)
@@ -318,47 +319,14 @@ class MultiCollector(Driver, metaclass=Chooses):
             self.shutdown()
             raise
 
-    # -- setting up ---------------------------------------------------------------------------------------------------
-
-    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
-        """What a synchronous collector alone can do."""
-        given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
-        for name, value in given.items():
-            if value not in (None, False):
-                raise ValueError(f"{name} is for batches of several workers: use MultiSyncCollector")
-
-    @abstractmethod
-    def _split(self, frames: int) -> list[int]:
-        """Frames of each worker's rollouts, for these frames per batch."""
-
-    def _set_up_frames(
-        self, frames_per_batch: int | Sequence[int], total_frames: int | None, init_random_frames: int | None
-    ) -> None:
-        total_frames = frames_or_none("total_frames", total_frames)
-        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
-        if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
-            check_count("frames_per_batch", frames_per_batch, self.num_workers)
-            self._requested = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
-        else:
-            frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
-            self._requested = self._split(frames_per_batch)
-        self.requested_frames_per_batch = self._frames_of_a_batch()
-        endless = total_frames is None or total_frames < 0
-        self.total_frames = math.inf if endless else int(total_frames or 0)
-        self.init_random_frames = max(0, init_random_frames or 0)
-        asked = frames_per_batch if isinstance(frames_per_batch, int) else self.requested_frames_per_batch
-        if not endless and (rest := int(self.total_frames) % asked):
-            warn_rounding(
-                f"total_frames ({total_frames}) is not exactly divisible by frames_per_batch ({asked})",
-                int(self.total_frames) + asked - rest,
-            )
-
-    @abstractmethod
-    def _frames_of_a_batch(self) -> int: ...
+    @property
+    def requested_frames_per_batch(self) -> int:
+        """Frames of a batch."""
+        return self._frames_of_batch(self._arguments.frames)
 
     def frames_per_batch_worker(self, *, worker_idx: int) -> int:
         """How many frames a rollout of this worker has."""
-        return self._requested[worker_idx]
+        return self._arguments.frames[worker_idx]
 
     def _announces(self) -> bool:
         """Have the newest version announced as soon as it is published; False if there are several counts of them."""
@@ -368,23 +336,46 @@ class MultiCollector(Driver, metaclass=Chooses):
         self._senders.buses[0]._on_published = lambda version, workers: group.announce(version, workers)
         return True
 
-    def _pass_versions_on(self) -> None:
-        super()._pass_versions_on()
-        self._follow(None)
+    # -- what is different in the two --------------------------------------------------------------------------------
 
-    def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
-        """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
-        if not self._weights.schemes.keys() <= self._senders.schemes.keys():
-            root = None  # some updates end here
-        self._group.follow(root, index)
+    _driver_class: Callable[[BaseCollector, ProcessGroup, BatchArguments], Driver]
 
-    def _wait_until_built(self, deadline: float) -> None:
-        wait_until_built(self._group, self.num_workers, type(self).__name__, deadline)
-        for index, info in self._group.infos.items():
-            self._requested[index] = info.frames
-            self._acting_devices[index] = info.devices
-            self._check_dims(info.dims)
-        self.requested_frames_per_batch = self._frames_of_a_batch()
+    @abstractmethod
+    def _frames_of_batch(self, frames: list[int]) -> int:
+        """Frames of a batch, for these frames of each worker's rollouts."""
+
+    @abstractmethod
+    def _split(self, frames: int) -> list[int]:
+        """Frames of each worker's rollouts, for these frames per batch."""
+
+    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
+        """What a synchronous collector alone can do."""
+        given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
+        for name, value in given.items():
+            if value not in (None, False):
+                raise ValueError(f"{name} is for batches of several workers: use MultiSyncCollector")
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""
+
+    def _frames(
+        self, frames_per_batch: int | Sequence[int], total_frames: int | None, init_random_frames: int | None
+    ) -> tuple[list[int], float, int]:
+        """Frames of each worker's rollouts, of all, and of those with random actions."""
+        total_frames = frames_or_none("total_frames", total_frames)
+        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
+        if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
+            check_count("frames_per_batch", frames_per_batch, self.num_workers)
+            frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
+            asked = self._frames_of_batch(frames)
+        else:
+            asked = whole("frames_per_batch", frames_per_batch, 1)
+            frames = self._split(asked)
+        if total_frames is None or total_frames < 0:
+            return frames, math.inf, max(0, init_random_frames or 0)
+        if rest := total_frames % asked:
+            warn_rounding(
+                f"total_frames ({total_frames}) is not exactly divisible by frames_per_batch ({asked})",
+                total_frames + asked - rest,
+            )
+        return frames, total_frames, max(0, init_random_frames or 0)

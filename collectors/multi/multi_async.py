@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.iteration import Made
+from asyncsync.collectors.multi.driver import Driver, Made
 
 __all__ = ["MultiAsyncCollector"]
+
+
+class AsyncDriver(Driver):
+    """A batch is one worker's rollout."""
+
+    joins_parts = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._places = [self._group.places([worker], -1) for worker in range(len(self._arguments.frames))]
+
+    async def produce(self) -> Made:
+        results = self._group.results
+        if self._made is None:
+            for worker in range(len(self._places)):
+                self._ask_if_wanted(worker)
+            result = await self._group.until(lambda: results.popleft() if results else None)
+            worker = result.worker
+            places, place = self._places[worker], self.busy.pop(worker).place
+            self._made = Made(places, place, [result])
+            self.frames += result.frames
+            self.count += 1
+            self._batches_since[worker] += 1
+            if self._arguments.replay_buffer is None:
+                places.learn(place, [result])
+        worker = self._made.results[0].worker
+        if self._is_due(worker):
+            await self._update([worker])
+        self._ask_if_wanted(worker)
+        made, self._made = self._made, None
+        return made
+
+    def _ask_if_wanted(self, worker: int) -> None:
+        # Frames of all rollouts so far, and of those under way if they are not cut.
+        frames = self.frames + sum([self._arguments.frames[other] for other in self.busy])
+        if worker not in self.busy and frames < self._arguments.total_frames:
+            place = self._places[worker].next()
+            self._serial += 1
+            self._request(worker, place, frames)
+
+    def assembled(self, made: Made) -> TensorDictBase:
+        if made.place is not None and made.places.is_complete(made.place, made.results):
+            return made.places.whole(made.place)
+        [batch] = made.places.parts(made.place, made.results)
+        return batch
+
+    def close(self) -> None:
+        super().close()
+        for places in self._places:
+            places.close()
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -18,54 +70,10 @@ class MultiAsyncCollector(MultiCollector):
     are not for this class.
     """
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._places = [self._group.places([worker], -1) for worker in range(self.num_workers)]
+    _driver_class = AsyncDriver
+
+    def _frames_of_batch(self, frames: list[int]) -> int:
+        return max(frames)
 
     def _split(self, frames: int) -> list[int]:
         return [frames] * self.num_workers
-
-    def _frames_of_a_batch(self) -> int:
-        return max(self._requested)
-
-    async def _produce(self) -> Made:
-        if self._made is None:
-            for worker in range(self.num_workers):
-                self._ask_if_wanted(worker)
-            self._request_rollouts()
-            result = await self._group.until(self._next_result)
-            worker = result.worker
-            places, place = self._places[worker], self._busy.pop(worker).request.place
-            self._made = Made(places, place, [result])
-            self._frames += result.frames
-            self._iter += 1
-            self._since[worker] += 1
-            if self.replay_buffer is None:
-                places.learn(place, [result])
-        worker = self._made.results[0].worker
-        if self._is_due(worker):
-            await self._update([worker])
-        self._ask_if_wanted(worker)
-        self._request_rollouts()
-        made, self._made = self._made, None
-        return made
-
-    def _ask_if_wanted(self, worker: int) -> None:
-        if worker in self._busy or self._asked >= self.total_frames:
-            return
-        self._serial += 1
-        self._busy[worker] = self._rollout(worker, self._places[worker].next())
-
-    def _is_in_place(self, made: Made) -> bool:
-        return True  # one part, wherever it lies, is the batch
-
-    def _assembled(self, made: Made) -> TensorDictBase:
-        if made.places.is_complete(made.place, made.results):
-            return made.places.whole(made.place)
-        [batch] = made.places.parts(made.place, made.results)
-        return batch
-
-    def _close_batches(self) -> None:
-        super()._close_batches()
-        for places in self._places:
-            places.close()

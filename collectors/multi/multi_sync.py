@@ -3,20 +3,102 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.iteration import Made
+from asyncsync.collectors.multi.driver import Driver, Made
 from asyncsync.collectors.workers.group import RolloutResult
 
 __all__ = ["MultiSyncCollector"]
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
+
+
+class SyncDriver(Driver):
+    """A batch is a rollout of every worker.
+
+    Args:
+        arguments: of any driver.
+        dim: along which rollouts lie one after another; None: they are stacked.
+        threshold: fraction of workers after whose rollouts the others' end.
+    """
+
+    def __init__(self, *arguments: Any, dim: int | None, threshold: float) -> None:
+        super().__init__(*arguments)
+        self._dim = dim
+        self._threshold = threshold
+        self._workers = range(len(self._arguments.frames))
+        self._places = self._group.places(self._workers, dim)
+
+    async def produce(self) -> Made:
+        if not self.busy:
+            if any(self._is_due(worker) for worker in self._workers):
+                await self._update(None)
+            place = self._places.next()
+            self._serial += 1
+            for worker in self._workers:
+                self._request(worker, place, self.frames)
+        place = self.busy[0].place
+        await self._group.until(self._are_done)
+        results = [self._results[worker] for worker in self._workers]
+        self.frames += sum(result.frames for result in results)
+        self.count += 1
+        self._batches_since = [before + 1 for before in self._batches_since]
+        self.busy, self._results = {}, {}
+        if self._arguments.replay_buffer is None:
+            self._places.learn(place, results)
+        return Made(self._places, place, results)
+
+    def _are_done(self) -> bool:
+        """Whether all rollouts are. When enough of them are, the others are cut."""
+        while self._group.results:
+            result = self._group.results.popleft()
+            self._results[result.worker] = result
+        done, count = len(self._results), len(self._workers)
+        if self._threshold < 1 and done >= int(count * self._threshold):
+            self._group.cut(self._serial)
+        return done == count
+
+    def assembled(self, made: Made) -> TensorDictBase:
+        places, place, results = made.places, made.place, made.results
+        if place is None or not places.is_complete(place, results):
+            return self._joined(places.parts(place, results), results)
+        batch = places.whole(place)
+        if self._dim is None:
+            for part, missing in zip(batch, places.missing(place, results), strict=True):
+                if missing:  # the rollout was cut before: frames of an earlier batch lie there
+                    lacking = part[..., -missing:]
+                    lacking.zero_()
+                    if self._arguments.track_traj_ids:
+                        lacking.get(IDS).fill_(-1)
+            batch = self._masked(batch, results)
+        return batch
+
+    def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
+        if self._dim is not None:
+            batch: TensorDictBase = torch.cat(parts, self._dim)
+            batch.refine_names(..., "time")
+            return batch
+        if self._threshold < 1:
+            longest = max(part.batch_size[-1] for part in parts)
+            parts = [_padded(part, longest) for part in parts]
+        return self._masked(TensorDict.maybe_dense_stack(parts, 0), results)
+
+    def _masked(self, batch: TensorDictBase, results: list[RolloutResult]) -> TensorDictBase:
+        if self._threshold < 1:
+            shape = batch.batch_size
+            ends = torch.tensor([result.steps for result in results]).reshape(-1, *[1] * (len(shape) - 1))
+            batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
+        return batch
+
+    def close(self) -> None:
+        super().close()
+        self._places.close()
 
 
 class MultiSyncCollector(MultiCollector):
@@ -29,10 +111,6 @@ class MultiSyncCollector(MultiCollector):
     With ``preemptive_threshold``, rollouts may be cut: stacked, missing frames are zero, with
     ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False; concatenated, they are left out.
     """
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._places = self._group.places(range(self.num_workers), self._dim)
 
     def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
         if cat_results is None:
@@ -68,78 +146,11 @@ class MultiSyncCollector(MultiCollector):
             )
         return [share] * self.num_workers
 
-    def _frames_of_a_batch(self) -> int:
-        return sum(self._requested)
+    def _frames_of_batch(self, frames: list[int]) -> int:
+        return sum(frames)
 
-    async def _produce(self) -> Made:
-        count = self.num_workers
-        if not self._busy:
-            if self.update_at_each_batch or any(self._is_due(worker) for worker in range(count)):
-                await self._update(None)
-            place = self._places.next()
-            self._serial += 1
-            self._busy = {worker: self._rollout(worker, place) for worker in range(count)}
-        self._request_rollouts()
-        serial, _, place = self._busy[0].request
-        await self._group.until(partial(self._are_done, serial))
-        results = [self._results[worker] for worker in range(count)]
-        self._frames += sum(result.frames for result in results)
-        self._iter += 1
-        self._since = [before + 1 for before in self._since]
-        self._busy, self._results = {}, {}
-        if self.replay_buffer is None:
-            self._places.learn(place, results)
-        return Made(self._places, place, results)
-
-    def _are_done(self, serial: int) -> bool:
-        """Whether all rollouts are. When enough of them are, the others are cut."""
-        while (result := self._next_result()) is not None:
-            self._results[result.worker] = result
-        threshold, done = self.preemptive_threshold, len(self._results)
-        if threshold < 1 and done >= int(self.num_workers * threshold):
-            self._group.cut(serial)
-        return done == self.num_workers
-
-    def _assembled(self, made: Made) -> TensorDictBase:
-        places, place, results = made.places, made.place, made.results
-        if not places.is_complete(place, results):
-            return self._joined(places.parts(place, results), results)
-        batch = places.whole(place)
-        if self._dim is None:
-            for part, missing in zip(batch, places.missing(place, results), strict=True):
-                self._blank(part, missing)
-            batch = self._masked(batch, results)
-        return batch
-
-    def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
-        if self._dim is not None:
-            batch: TensorDictBase = torch.cat(parts, self._dim)
-            batch.refine_names(..., "time")
-            return batch
-        if self.preemptive_threshold < 1:
-            longest = max(part.batch_size[-1] for part in parts)
-            parts = [_padded(part, longest) for part in parts]
-        return self._masked(TensorDict.maybe_dense_stack(parts, 0), results)
-
-    def _close_batches(self) -> None:
-        super()._close_batches()
-        self._places.close()
-
-    def _blank(self, part: TensorDictBase, missing: int) -> None:
-        """Frames that a rollout was cut before: an earlier batch's lie there."""
-        if not missing:
-            return
-        lacking = part[..., -missing:]
-        lacking.zero_()
-        if self.track_traj_ids:
-            lacking.get(IDS).fill_(-1)
-
-    def _masked(self, batch: TensorDictBase, results: list[RolloutResult]) -> TensorDictBase:
-        if self.preemptive_threshold < 1:
-            shape = batch.batch_size
-            ends = torch.tensor([result.steps for result in results]).reshape(-1, *[1] * (len(shape) - 1))
-            batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
-        return batch
+    def _driver_class(self, *arguments: Any) -> SyncDriver:
+        return SyncDriver(*arguments, dim=self._dim, threshold=self.preemptive_threshold)
 
 
 def _padded(part: TensorDictBase, steps: int) -> TensorDictBase:

@@ -1,20 +1,31 @@
-"""What is done before a collector's workers roll out: they are described, awaited, and connected."""
+"""What is done before a collector's workers roll out: they are described, awaited, and connected; and what ends them
+where nobody does."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.managers import BaseProxy
+from multiprocessing.util import Finalize
 from typing import Any
 
+from torch import nn
+
+from asyncsync.collectors.base import SHUTDOWN_SECONDS
+from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
+from asyncsync.collectors.weights.senders import shut_down_all
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
-from asyncsync.runtime.threads import join
+from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import WorkThread
+from asyncsync.sync import SharedMemWeightSyncScheme
 
-__all__ = ["check_shared", "connect", "described", "wait_until_built"]
+__all__ = ["check_shared", "connect", "described", "make_finalizers", "wait_until_built", "ways_of_weights"]
 
 
 def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float) -> None:
@@ -39,30 +50,31 @@ def connect(
         end_senders: has that end.
         deadline: for both, by ``time.monotonic()``.
     """
-    errors: list[BaseException] = []
-    done = threading.Event()
+    thread = WorkThread("asyncsync-collector-connect")
+    begun: list[asyncio.Future[None]] = []
 
-    def connect_senders() -> None:
-        try:
-            senders(max(0.0, deadline - time.monotonic()))
-        except BaseException as error:
-            errors.append(error)
-        done.set()
+    def ended(sending: asyncio.Future[None]) -> None:
+        sending.exception()  # retrieved: whoever fails first is raised
         group.nudge()
 
-    thread = threading.Thread(target=connect_senders, name="asyncsync-collector-connect", daemon=True)
-    thread.start()
-    try:
-        group.wait(
-            lambda: bool(errors) or (done.is_set() and group.connected), max(0.0, deadline - time.monotonic()) + 1.0
+    async def both() -> None:
+        begun.append(sending := thread.submit(lambda: senders(max(0.0, deadline - time.monotonic()))))
+        sending.add_done_callback(ended)
+        await group.until(
+            lambda: sending.done() and (group.connected or sending.exception() is not None),
+            max(0.0, deadline - time.monotonic()) + 1.0,
         )
+        sending.result()
+
+    try:
+        loop_thread.run(both)
     except BaseException:
         end_senders(1.0)
+        if begun:
+            loop_thread.run(lambda: asyncio.wait(begun, timeout=5.0))
         raise
     finally:
-        join(thread, 5.0)
-    if errors:
-        raise errors.pop()
+        thread.abandon()
 
 
 def check_shared(replay_buffer: Any) -> None:
@@ -93,16 +105,72 @@ def described(
         given.pop("replay_buffer", None)  # travels by itself
         if given.get("traj_pool") is None:
             given["traj_pool"] = pool()
-        found.append(_pickled(Specification(create_env_fn=factory, arguments=given, **common)))
+        try:
+            found.append(dumps(Specification(create_env_fn=factory, arguments=given, **common)))
+        except Exception as error:
+            error.add_note(
+                "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot "
+                "be pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
+            )
+            raise
     return found
 
 
-def _pickled(specification: Specification) -> bytes:
-    try:
-        return dumps(specification)
-    except Exception as error:
-        error.add_note(
-            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot be "
-            "pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
+def ways_of_weights(
+    policy: Any, has_factory: bool, weight_updater: Any, schemes: Mapping[str, Any] | None, are_needed: bool
+) -> tuple[WeightUpdaterBase | None, Mapping[str, Any]]:
+    """The updater and the schemes that bring weights to the workers, from a collector's arguments.
+
+    Args:
+        policy: the one that is registered.
+        has_factory: whether each worker makes its own.
+        weight_updater, schemes: as given.
+        are_needed: whether the collector sends weights by itself.
+
+    Raises:
+        TypeError, ValueError: nothing brings weights to the workers that need them.
+    """
+    updater = None if weight_updater is None else make_updater(weight_updater, policy)
+    if schemes is None:
+        has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
+        needs_one = has_weights or isinstance(updater, MultiProcessedWeightUpdater)
+        schemes = {"policy": SharedMemWeightSyncScheme()} if needs_one else {}
+    brings_weights = updater is not None or "policy" in schemes
+    if policy is not None and has_factory and not brings_weights:
+        raise TypeError(
+            "policy and policy_factory exclude each other, unless weights go from one to the other by a scheme: "
+            "pass one of them, or weight_sync_schemes={'policy': …}"
         )
-        raise
+    if are_needed and not brings_weights:
+        raise ValueError(
+            "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
+            "them to the workers: pass a policy with parameters or buffers, weight_sync_schemes={'policy': …}, or "
+            "a weight_updater"
+        )
+    return updater, schemes
+
+
+def make_finalizers(
+    collector: object, group: WorkerGroup, schemes: Mapping[str, Any]
+) -> tuple[Callable[[], object], ...]:
+    """For a collector that is forgotten, and for a program that ends without shutdown(). Returns what cancels them."""
+
+    def end() -> None:
+        if not group.is_ours:
+            return
+        group.end(SHUTDOWN_SECONDS)
+        shut_down_all(schemes.values(), 1.0)
+        at_exit.cancel()
+
+    # multiprocessing joins workers that are no daemons when the program ends: this comes first, and before the bus's.
+    at_exit = Finalize(None, end, exitpriority=20)
+
+    def forgotten() -> None:
+        # Garbage is collected in any thread, between any two lines: no place to wait.
+        if group.is_ours:
+            group.stop()  # before the places go, which a worker may be about to open
+            threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
+
+    forget = weakref.finalize(collector, forgotten)
+    forget.atexit = False
+    return forget.detach, at_exit.cancel

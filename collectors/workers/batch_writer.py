@@ -13,8 +13,9 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
-from asyncsync.collectors.workers.control_page import MemoryPlace, open_place
+from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, mapped
+from asyncsync.net.memory_file import MemoryPlace, open_place
 from asyncsync.weights.copying import normal_tensors
 
 __all__ = ["BatchWriter"]
@@ -24,7 +25,7 @@ class _Mapped:
     """A slot, mapped here."""
 
     def __init__(self, place: MemoryPlace) -> None:
-        number = open_place(place)
+        number = open_place(place, TRAINER, REMEDY, writable=True)
         try:
             self._memory = mapped(number, place.size)
         finally:
@@ -49,7 +50,7 @@ class _Mapped:
 
 
 class BatchWriter:
-    """What a worker writes through: a collector's ``_allocate``."""
+    """What a worker writes through."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -83,20 +84,11 @@ class BatchWriter:
         slot = self._slots[key]
         if slot.leased is None:
             self._slot, self._arrangement = slot, self._arrangements[lease.arrangement]
-            self._views = self._parts(slot.lease())
-
-    def _parts(self, memory: memoryview) -> list[torch.Tensor]:
-        assert self._arrangement is not None
-        return [self._arrangement.part(tensor, self._index) for tensor in self._arrangement.tensors(memory)]
-
-    @property
-    def _layout(self) -> BatchLayout:
-        assert self._arrangement is not None
-        return self._arrangement.parts[self._index]
+            self._views = self._arrangement.tensors(slot.lease(), self._index)
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
         """Memory for a batch of this layout in the slot; None if it is not what was leased."""
-        if self._views is None or layout != self._layout:
+        if self._views is None or self._arrangement is None or layout != self._arrangement.parts[self._index]:
             return None
         return layout.build(self._views)
 
@@ -108,11 +100,13 @@ class BatchWriter:
         """
         found = layout_of(batch)
         views, self._views = self._views, None
-        if views is None or found is None or found.steps > self._layout.steps:
-            return False, found
-        if replace(found, steps=self._layout.steps) != self._layout:
+        if views is None or found is None:
             return False, found
         assert self._slot is not None
+        assert self._arrangement is not None
+        leased = self._arrangement.parts[self._index]
+        if found.steps > leased.steps or replace(found, steps=leased.steps) != leased:
+            return False, found
         n = len(found.batch_size)
         targets, sources = [], []
         for view, leaf in zip(views, found.leaves, strict=True):
@@ -130,9 +124,10 @@ class BatchWriter:
         """When the caller has dropped the batch that was written: a copy of it, of so many steps, if somebody else
         here keeps tensors of it. What the trainer writes there later would change them."""
         memory = None if self._slot is None else self._slot.leased
-        if memory is None:
+        if memory is None or self._arrangement is None:
             return None
-        return self._layout.build(self._parts(memory))[..., :steps].clone()
+        part = self._arrangement.parts[self._index].build(self._arrangement.tensors(memory, self._index))
+        return part[..., :steps].clone()
 
 
 def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:

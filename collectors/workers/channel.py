@@ -15,11 +15,9 @@ import errno
 import io
 import os
 import pickle
-import select
 import socket
 import struct
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -88,7 +86,9 @@ class Parcel:
 
     @classmethod
     def of(cls, value: Any) -> Parcel:
-        return cls(*_pickled(value))
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        return cls(file.getvalue(), buffers)
 
     def __reduce__(self) -> Any:
         return Parcel, (pickle.PickleBuffer(self.pickled), list(self.buffers))
@@ -99,12 +99,6 @@ def loads(pickled: bytes | Parcel) -> Any:
     if isinstance(pickled, Parcel):
         return _Unpickler(io.BytesIO(pickled.pickled), buffers=pickled.buffers).load()
     return _Unpickler(io.BytesIO(pickled)).load()
-
-
-def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return file.getvalue(), buffers
 
 
 # -- packets -----------------------------------------------------------------------------------------------------------
@@ -130,10 +124,6 @@ def encode(message: Any) -> Packet:
     """Of the library's own objects and parcels."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    return _packet(pickled, buffers)
-
-
-def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:
     parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
     table = memoryview(struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts)))
     pieces: list[Any] = []
@@ -147,21 +137,16 @@ def _packet(pickled: bytes, buffers: Iterable[pickle.PickleBuffer]) -> Packet:
     try:
         position = 0
         for piece in pieces:
-            position = _write(file, piece, position)
+            rest = memoryview(piece)
+            while rest:
+                written = os.pwrite(file, rest, position)
+                rest = rest[written:]
+                position += written
         seal(file)
     except BaseException:
         os.close(file)
         raise
     return Packet(head, file)
-
-
-def _write(file: int, piece: Any, position: int) -> int:
-    rest = memoryview(piece)
-    while rest:
-        written = os.pwrite(file, rest, position)
-        rest = rest[written:]
-        position += written
-    return position
 
 
 def _decode(data: bytes, file: int | None) -> Any:
@@ -250,24 +235,23 @@ class Channel:
             ConnectionError: the other side is gone.
             OSError: it cannot be sent.
         """
-        deadline = time.monotonic() + timeout
         try:
-            while not self.send(packet):
-                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
-                    raise AckTimeout(f"the other process of a collector has read no messages for {timeout:g} s")
+            if not self.send(packet):
+                self._socket.settimeout(timeout)
+                self.send(packet)
+        except TimeoutError:
+            raise AckTimeout(f"the other process of a collector has read no messages for {timeout:g} s") from None
         finally:
+            self._socket.setblocking(False)
             packet.close()
 
     def get(self) -> Any:
         """The next message, as soon as there is one: waits until the other side is gone, or :meth:`shutdown`."""
-        while (message := self.receive()) is None:
-            self._wait(select.POLLIN, None)
-        return message
-
-    def _wait(self, event: int, seconds: float | None) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        return bool(poll.poll(None if seconds is None else max(0.0, seconds * 1e3)))
+        self._socket.setblocking(True)
+        try:
+            return self.receive()
+        finally:
+            self._socket.setblocking(False)
 
     def shutdown(self) -> None:
         """Both sides are gone, for whoever waits in another thread too."""

@@ -3,9 +3,6 @@
 The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, and the newest version that
 was published for each of them. Two counters are written by all: trajectory identifiers, and frames. A reader needs no
 lock: a slot is an aligned 64-bit number. The counters have one, which the kernel frees when its holder is killed.
-
-Like every memory of this library, the page is a file without a name, opened as ``/proc/<pid>/fd/<n>``: nothing stays
-behind, whatever crashes.
 """
 
 from __future__ import annotations
@@ -18,51 +15,17 @@ import weakref
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.errors import WeightSyncError
-from asyncsync.net.memory_file import create
+from asyncsync.net.memory_file import MemoryPlace, create, open_place, seal
 
-__all__ = ["ControlPage", "MemoryPlace", "SharedPool", "open_place"]
+__all__ = ["REMEDY", "TRAINER", "ControlPage", "SharedPool", "page_at"]
+
+TRAINER = "the trainer's"
+REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
 
 _STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 5, 16
-
-
-class MemoryPlace(NamedTuple):
-    """Where another process finds a memory file: its owner's pid, the descriptor there, and the file's identity."""
-
-    pid: int
-    number: int
-    device: int
-    inode: int
-    size: int
-
-    @classmethod
-    def of(cls, number: int) -> MemoryPlace:
-        found = os.fstat(number)
-        return cls(os.getpid(), number, found.st_dev, found.st_ino, found.st_size)
-
-
-def open_place(place: MemoryPlace) -> int:
-    """A descriptor of the memory file, for reading and writing.
-
-    Raises:
-        WeightSyncError: it is not there any more, or this process may not open it.
-    """
-    path = f"/proc/{place.pid}/fd/{place.number}"
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightSyncError(
-            f"the trainer's shared memory cannot be opened ({error}): a collector's workers run on its host, as the "
-            "same user and in the same pid namespace, and end with it"
-        ) from error
-    found = os.fstat(number)
-    if (found.st_dev, found.st_ino, found.st_size) != (place.device, place.inode, place.size):
-        os.close(number)
-        raise WeightSyncError(f"{path} is not the trainer's shared memory any more")
-    return number
 
 
 class ControlPage:
@@ -76,8 +39,10 @@ class ControlPage:
     """
 
     def __init__(self, place: MemoryPlace | None = None) -> None:
-        self._file = create(mmap.PAGESIZE) if place is None else open_place(place)
+        self._file = create(mmap.PAGESIZE) if place is None else open_place(place, TRAINER, REMEDY, writable=True)
         self._close = weakref.finalize(self, os.close, self._file)
+        if place is None:
+            seal(self._file)
         self.place = MemoryPlace.of(self._file) if place is None else place
         self._map = mmap.mmap(self._file, mmap.PAGESIZE)
         self._slots = memoryview(self._map).cast("q")  # see close()
@@ -122,6 +87,12 @@ class ControlPage:
 
     def is_cut(self, serial: int) -> bool:
         return self._slots[_CUT] >= serial
+
+    def interrupts(self, serial: int) -> bool:
+        """Whether the trainer wants anything of a worker that does this rollout: its end, a pause, or the rollout's
+        end."""
+        slots = self._slots
+        return bool(slots[_STOP] or slots[_PAUSE] or slots[_CUT] >= serial)
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """The newest version for these workers."""

@@ -7,9 +7,9 @@
     group.end(5.0)
 
 A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there.
-:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes, sockets or shared memory: a group knows
-how its workers are reached, and where the parts of a batch come to lie. What is to be rolled out when, and what becomes
-of the batches, is the driver's.
+:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes or sockets: a group knows how its workers
+are reached, and where the parts of a batch come to lie. What is to be rolled out when, and what becomes of the batches,
+is the driver's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from tensordict import TensorDictBase
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.runtime import loop_thread
 
-__all__ = ["BatchPlaces", "Reply", "RolloutRequest", "RolloutResult", "WorkerGroup", "WorkerInfo"]
+__all__ = ["RolloutRequest", "RolloutResult", "WorkerGroup", "WorkerInfo"]
 
 T = TypeVar("T")
 
@@ -34,9 +33,9 @@ class RolloutRequest(NamedTuple):
     """A rollout that a worker is to do.
 
     Attributes:
-        serial: number of the request; a worker that has it already ignores it.
+        serial: number of the request.
         random: whether random actions stand for the policy's.
-        place: where the worker writes it, as :meth:`BatchPlaces.next` gave it; None: it comes by value.
+        place: where the worker writes it; None: it comes by value.
     """
 
     serial: int
@@ -80,76 +79,26 @@ class WorkerInfo(NamedTuple):
     devices: set[torch.device]
 
 
-class Reply:
-    """An answer that is awaited: called, it is that, or None if there is none yet."""
-
-    def __init__(self, replies: dict[int, Any], number: int) -> None:
-        self._replies = replies
-        self._number = number
-
-    def __call__(self) -> Any:
-        return self._replies.get(self._number)
-
-    def forget(self) -> None:
-        """The answer is not awaited any more, whether it has come or not."""
-        self._replies.pop(self._number, None)
-
-
-class BatchPlaces(ABC):
-    """Where the rollouts of some workers come to lie, so that together they are one batch."""
-
-    @abstractmethod
-    def next(self) -> Any:
-        """The place of the next batch, for the requests of all these workers; None: their parts come by value."""
-
-    @abstractmethod
-    def is_complete(self, place: Any, results: Sequence[RolloutResult]) -> bool:
-        """Whether all these parts lie in this place as one batch, so that nothing is left to copy."""
-
-    @abstractmethod
-    def whole(self, place: Any) -> TensorDictBase:
-        """The whole batch as it lies in this place: every part is there."""
-
-    @abstractmethod
-    def parts(self, place: Any, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
-        """The part of each worker, as long as its rollout was."""
-
-    @abstractmethod
-    def has_private(self, place: Any) -> bool:
-        """Whether a batch in this place may have entries whose names begin with an underscore."""
-
-    @abstractmethod
-    def missing(self, place: Any, results: Sequence[RolloutResult]) -> list[int]:
-        """How many steps each part in this place lacks, since its rollout was cut."""
-
-    @abstractmethod
-    def release(self, place: Any) -> None:
-        """The batch has been handed out, or nobody wants it: the place may be used again when no tensor of it is left.
-        From any thread. Idempotent."""
-
-    @abstractmethod
-    def learn(self, place: Any, results: Sequence[RolloutResult]) -> None:
-        """Learn the layouts of these rollouts, for later places. To be called once for each batch."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Forget all places. Batches that were taken stay what they are."""
-
-
 class WorkerGroup(ABC):
     """N workers of a collector.
 
     Attributes:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
+        replies: answers to calls by their numbers, ``(failure, result)``; None: there is none yet.
         failure: what has ended collection.
         is_over: whether all workers have ended, and everything is closed.
+        frames: collected by workers that run free, or write to a replay buffer.
+        counted: versions of the policy that reached the workers without a scheme.
     """
 
     results: deque[RolloutResult]
     infos: dict[int, WorkerInfo]
+    replies: dict[int, Any]
     failure: BaseException | None
     is_over: bool
+    frames: int
+    counted: int
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -190,9 +139,9 @@ class WorkerGroup(ABC):
         """Ask a worker for a rollout. Waits for nothing."""
 
     @abstractmethod
-    def places(self, workers: Sequence[int], dim: int | None) -> BatchPlaces:
-        """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]``; None:
-        stacked, first."""
+    def places(self, workers: Sequence[int], dim: int | None) -> Any:
+        """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
+        stacked, first): as :class:`asyncsync.collectors.workers.shared_batches.SharedPlaces`."""
 
     @abstractmethod
     def cut(self, serial: int) -> None:
@@ -223,8 +172,9 @@ class WorkerGroup(ABC):
     # -- calls and waiting --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def call(self, worker: int, message: bytes | tuple[Any, ...]) -> Reply:
-        """Have a worker do something between two rollouts; returns its answer-to-be, ``(failure, result)``."""
+    def call(self, worker: int, name: str, arguments: bytes) -> int:
+        """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer,
+        which comes to :attr:`replies`. Whoever calls takes it out of there, whether it has come or not."""
 
     @abstractmethod
     async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
@@ -249,16 +199,11 @@ class WorkerGroup(ABC):
     def nudge(self) -> None:
         """Have ``met`` of those who wait called again. From any thread."""
 
-    # -- numbers that the workers share -------------------------------------------------------------------------------
-
-    frames: int
-    """Collected by workers that run free, or write to a replay buffer."""
-    counted: int
-    """Versions of the policy that reached the workers without a scheme."""
+    # -- versions and trajectories ------------------------------------------------------------------------------------
 
     @abstractmethod
     def count_version(self) -> None:
-        """One more of those versions."""
+        """One more version that reaches the workers without a scheme."""
 
     @abstractmethod
     def announce(self, version: int, workers: Iterable[int] | None) -> None:

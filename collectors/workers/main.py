@@ -7,7 +7,7 @@ longer than the trainer has allowed.
 
 Messages come through a channel: first ``("build", specification)``. Others are answered between two rollouts:
 ``("rollout", serial, random, lease)``, ``("learn", number, arrangement, index)``, ``("follow", root, index)``,
-``("call", number, (name, *arguments))``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code
+``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code
 raises is sent back, and ends the process.
 """
 
@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,13 +32,14 @@ import numpy as np
 import torch
 
 from asyncsync.collectors.workers.batch_writer import BatchWriter
-from asyncsync.collectors.workers.channel import Channel, Packet, Parcel, encode, loads
-from asyncsync.collectors.workers.control_page import MemoryPlace, page_at
+from asyncsync.collectors.workers.channel import Channel, Parcel, encode, loads
+from asyncsync.collectors.workers.control_page import page_at
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
+from asyncsync.net.memory_file import MemoryPlace
 
 __all__ = ["WorkerLoop", "run_worker"]
 
@@ -82,10 +83,10 @@ def run_worker(
         finally:
             loop.close()
     except BaseException as error:
-        if not (loop.stopped and isinstance(error, (ClosedError, WeightSyncError))):
+        if not (loop.page.stopped and isinstance(error, (ClosedError, WeightSyncError))):
             code = 1
             loop.report(error)
-    if not loop.page.stopped:
+    if loop.is_orphaned or not loop.page.stopped:
         loop.sweep(ORPHAN_SECONDS if loop.is_orphaned else 0.0)
     loop.ended.set()
     gc.freeze()  # else the interpreter's end searches all of torch for garbage: 0.6 s of a core
@@ -114,11 +115,10 @@ def _trainer(pid: int) -> list[int]:
 
 
 class WorkerLoop:
-    """Does what comes through the channel; the signals of its RolloutWorker."""
+    """Does what comes through the channel."""
 
     def __init__(self, channel: Channel, index: int, place: MemoryPlace, schemes: Mapping[str, Any]) -> None:
         self.page = page_at(place)
-        self.root = place
         self.ended = threading.Event()
         self.is_orphaned = False
         self._channel = channel
@@ -126,47 +126,21 @@ class WorkerLoop:
         self._schemes = schemes
         self._writer = BatchWriter()
         self._worker: RolloutWorker | None = None
-        self.is_cut = self.page.is_cut
-        self.add_frames = self.page.add_frames
-
-    # -- signals ------------------------------------------------------------------------------------------------------
-
-    @property
-    def stopped(self) -> bool:
-        return self.is_orphaned or self.page.stopped
-
-    @property
-    def closes_env(self) -> bool:
-        return self.page.closes_env
-
-    @property
-    def paused(self) -> bool:
-        return self.page.paused
-
-    @property
-    def counted(self) -> int:
-        return self.page.counted
-
-    @property
-    def frames(self) -> int:
-        return self.page.frames
-
-    def newest(self, root: MemoryPlace, index: int) -> Callable[[], int]:
-        page = page_at(root)
-        return lambda: page.newest(index)
 
     def stand_still(self) -> None:
-        """Calls that need the end of a rollout are refused meanwhile."""
+        """Report a pause, and return when it is over. Calls that need the end of a rollout are refused meanwhile."""
         self._send("paused")
         while (message := self._receive())[0] != "resume":
-            name = _name(message[2]) if message[0] == "call" else None
-            if name is None or name == "state":
-                self._handle(message)
-            else:
+            kind, *rest = message
+            if kind == "call" and rest[1] != "state":
+                number, name, _ = rest
                 error = RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
-                self._send("reply", message[1], Failure.of(error), None)
+                self._send("reply", number, Failure.of(error), None)
+            else:
+                self._handle(message)
 
     def serve(self) -> None:
+        """Carry out what has come."""
         while (message := self._receive(wait=False)) is not None:
             self._handle(message)
 
@@ -177,7 +151,9 @@ class WorkerLoop:
         if kind == "stop" or self.page.stopped:
             raise Stopped
         [pickled] = rest
-        self._worker = worker = RolloutWorker(loads(pickled), self._index, self, self._writer)
+        self._worker = worker = RolloutWorker(
+            loads(pickled), self._index, self.page, self._writer, self.stand_still, self.serve
+        )
         self._send("built", *worker.build(replay_buffer, self._schemes))
         worker.connect()
         self._send("connected")
@@ -193,6 +169,8 @@ class WorkerLoop:
                 break
             self._interrupt()
         self.is_orphaned = True
+        if not self.page.stopped:  # nobody else has: the main thread sees it before its next step
+            self.page.stop()
         self._channel.shutdown()
         self.sweep()
         self._interrupt()
@@ -237,9 +215,7 @@ class WorkerLoop:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _send(self, *message: Any) -> None:
-        self._put(encode(message))
-
-    def _put(self, packet: Packet) -> None:
+        packet = encode(message)
         try:
             self._channel.put(packet, SEND_SECONDS)
         except ConnectionError:  # the trainer is gone
@@ -261,12 +237,9 @@ class WorkerLoop:
         worker = self._worker
         assert worker is not None
         if kind == "rollout":
-            result = worker.rollout(RolloutRequest(*rest))
-            if result is not None:
-                _index, serial, in_place, steps, frames, batch, layout = result
-                del result
-                payload = None if batch is None else Parcel.of(batch)
-                self._send("result", serial, in_place, steps, frames, payload, layout)
+            _index, serial, in_place, steps, frames, batch, layout = worker.rollout(RolloutRequest(*rest))
+            payload = None if batch is None else Parcel.of(batch)
+            self._send("result", serial, in_place, steps, frames, payload, layout)
         elif kind == "learn":
             self._writer.learn(*rest)
         elif kind == "call":
@@ -279,17 +252,11 @@ class WorkerLoop:
         elif kind == "stop":
             raise Stopped
 
-    def _answer(self, worker: RolloutWorker, number: int, call: bytes | tuple[Any, ...]) -> None:
-        name, *arguments = loads(call) if isinstance(call, bytes) else call
+    def _answer(self, worker: RolloutWorker, number: int, name: str, arguments: bytes) -> None:
         try:
-            result = worker.call(name, *arguments)
+            result = worker.call(name, *loads(arguments))
         except Exception as error:
             # Such as a seed that the environment refuses: that ends nothing.
             self._send("reply", number, Failure.of(error), None)
         else:
             self._send("reply", number, None, Parcel.of(result))
-
-
-def _name(call: bytes | tuple[Any, ...]) -> str:
-    name: str = (loads(call) if isinstance(call, bytes) else call)[0]
-    return name

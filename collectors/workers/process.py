@@ -64,10 +64,6 @@ class WorkerProcess:
         return cls(index, process, Channel(here), bell)
 
     @property
-    def is_closed(self) -> bool:
-        return self.bell.closed
-
-    @property
     def name(self) -> str:
         return f"worker {self.index} (pid {self.pid})"
 
@@ -117,7 +113,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """After its end. Idempotent."""
-        if self.is_closed:
+        if self.bell.closed:
             return
         self.is_open = False
         with self._sending:

@@ -23,11 +23,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from anyio import Event, move_on_after
+
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import encode
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure, died
-from asyncsync.collectors.workers.group import Reply, RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.main import run_worker
 from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces, Slots
@@ -65,8 +67,8 @@ class ProcessGroup(WorkerGroup):
         self._owner = owner
         self._workers: list[WorkerProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed = asyncio.Event()  # replaced whenever it is set
-        self._replies: dict[int, Any] = {}
+        self._changed = Event()  # replaced whenever it is set
+        self.replies: dict[int, Any] = {}
         self._calls = itertools.count()
         self._pid = os.getpid()
         self._page = ControlPage()
@@ -236,34 +238,29 @@ class ProcessGroup(WorkerGroup):
         if is_done and self._loop is not None:
             self._loop.remove_writer(worker.channel.fileno())
 
-    def call(self, worker: int, message: bytes | tuple[Any, ...]) -> Reply:
+    def call(self, worker: int, name: str, arguments: bytes) -> int:
         self.check()
         number = next(self._calls)
-        self._replies[number] = None
-        self.post(worker, ("call", number, message))
-        return Reply(self._replies, number)
+        self.replies[number] = None
+        self.post(worker, ("call", number, name, arguments))
+        return number
 
     async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
-        scope = asyncio.timeout(timeout)
-        try:
-            async with scope:
-                while True:
-                    self.check()
-                    if self.failure is not None:
-                        raise self.failure
-                    if result := met():
-                        return result
-                    await self._changed.wait()
-        except TimeoutError:
-            if not scope.expired():  # a worker's own
-                raise
-            raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s") from None
+        with move_on_after(timeout):
+            while True:
+                self.check()
+                if self.failure is not None:
+                    raise self.failure
+                if result := met():
+                    return result
+                await self._changed.wait()
+        raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s")
 
     def nudge(self) -> None:
         self.call_soon(self._notify)
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+        changed, self._changed = self._changed, Event()
         changed.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -296,8 +293,8 @@ class ProcessGroup(WorkerGroup):
         if self.ending and kind != "failed":
             return
         if kind == "reply":
-            if message[1] in self._replies:
-                self._replies[message[1]] = message[2:]
+            if message[1] in self.replies:
+                self.replies[message[1]] = message[2:]
         elif kind == "failed":
             failure: Failure = message[1]
             if self.failure is None:
@@ -327,7 +324,7 @@ class ProcessGroup(WorkerGroup):
         self._notify()
 
     def _unwatch(self, worker: WorkerProcess) -> None:
-        if not worker.is_closed and self._loop is not None:
+        if not worker.bell.closed and self._loop is not None:
             self._loop.remove_reader(worker.sentinel)
             self._loop.remove_reader(worker.channel.fileno())
             self._loop.remove_writer(worker.channel.fileno())
@@ -379,10 +376,9 @@ class ProcessGroup(WorkerGroup):
 
     async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
         """Whether that comes true within the timeout (seconds)."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not met():
-                    await self._changed.wait()
+        with move_on_after(timeout):
+            while not met():
+                await self._changed.wait()
         return met()
 
     def _release(self) -> None:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import mmap
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +30,8 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.workers.channel import loads
-from asyncsync.collectors.workers.control_page import MemoryPlace
-from asyncsync.collectors.workers.group import BatchPlaces, RolloutResult
-from asyncsync.net.memory_file import create, no_memory, seal
+from asyncsync.collectors.workers.group import RolloutResult
+from asyncsync.net.memory_file import MemoryPlace, create, no_memory, seal
 from asyncsync.weights.copying import normal_tensors
 
 __all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
@@ -87,7 +86,7 @@ class Arrangement:
             and [(a.path, a.shape[n:], a.dtype) for a in mine] == [(a.path, a.shape[n:], a.dtype) for a in others]
         )
 
-    @property
+    @cached_property
     def layout(self) -> BatchLayout:
         """Of the whole batch."""
         first = self.parts[0]
@@ -103,7 +102,7 @@ class Arrangement:
         leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
         return replace(first, batch_size=size, leaves=leaves)
 
-    @property
+    @cached_property
     def has_private(self) -> bool:
         """Whether the name of an entry begins with an underscore."""
         leaves = [leaf.path for part in self.parts for leaf in part.leaves]
@@ -125,25 +124,33 @@ class Arrangement:
         assert self.dim is not None
         return part.steps if self.dim == len(part.batch_size) else part.batch_size[self.dim]
 
-    @property
-    def offsets(self) -> list[int]:
-        """Where each leaf of the whole batch begins, and the size of all, in bytes."""
-        layout = self.layout
-        sizes = [math.prod(layout.shape(leaf)) * leaf.dtype.itemsize for leaf in layout.leaves]
-        return [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    @cached_property
+    def _leaves(self) -> list[tuple[torch.Size, torch.dtype, int, int]]:
+        """Shape, dtype, number of elements and first byte of each leaf of the whole batch."""
+        layout, found, offset = self.layout, [], 0
+        for leaf in layout.leaves:
+            shape = layout.shape(leaf)
+            found.append((shape, leaf.dtype, shape.numel(), offset))
+            offset += -(-shape.numel() * leaf.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return found
 
-    def tensors(self, memory: Any) -> list[torch.Tensor]:
-        """The leaves of the whole batch in this memory, in the layout's order; they keep the memory alive."""
-        layout = self.layout
+    @property
+    def size(self) -> int:
+        """Bytes of a slot."""
+        ends = (offset + count * dtype.itemsize for _, dtype, count, offset in self._leaves)
+        return max(ends)
+
+    def tensors(self, memory: Any, index: int | None = None) -> list[torch.Tensor]:
+        """The leaves of the whole batch in this memory, or one worker's part of each, in the layout's order; they keep
+        the memory alive."""
         found = []
         with normal_tensors():
-            for leaf, offset in zip(layout.leaves, self.offsets[:-1], strict=True):
-                shape = layout.shape(leaf)
-                if not (count := math.prod(shape)):
-                    found.append(torch.empty(shape, dtype=leaf.dtype))
+            for shape, dtype, count, offset in self._leaves:
+                if not count:
+                    found.append(torch.empty(shape, dtype=dtype))
                 else:
-                    found.append(torch.frombuffer(memory, dtype=leaf.dtype, count=count, offset=offset).view(shape))
-        return found
+                    found.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape))
+        return found if index is None else [self.part(tensor, index) for tensor in found]
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,6 @@ class Slots:
     def __init__(self, number: int, arrangement: Arrangement, spare: int = 2) -> None:
         self.number = number
         self.arrangement = arrangement
-        self.has_private = arrangement.has_private
         self._spare = spare
         self._free: deque[_Slot] = deque()
         self._held: set[_Slot] = set()
@@ -232,16 +238,9 @@ class Slots:
 
     def lease(self) -> tuple[_Slot, Lease]:
         """A slot to be written. Raises MemoryError."""
-        slot = None
-        while slot is None and self._free:
-            slot = self._free.popleft()
-        if slot is None:
-            slot = _Slot(self.arrangement.offsets[-1])
-        alive = (slot.place.inode, *(other.place.inode for other in list(self._free)), *self._inodes_in_use())
+        slot = self._free.popleft() if self._free else _Slot(self.arrangement.size)
+        alive = tuple(other.place.inode for other in [slot, *self._free, *(self._held | self._pinned)])
         return slot, Lease(slot.place, self.number, alive)
-
-    def _inodes_in_use(self) -> list[int]:
-        return [slot.place.inode for slot in list(self._held | self._pinned)]
 
     def pin(self, slot: _Slot) -> None:
         """Whatever becomes of its tensors, the slot is not leased again before :meth:`release`."""
@@ -298,8 +297,9 @@ class SharedPlace(NamedTuple):
     lease: Lease
 
 
-class SharedPlaces(BatchPlaces):
-    """Slots for the batches of some workers: none for the first batch, whose layout is not known before.
+class SharedPlaces:
+    """Where the rollouts of some workers come to lie, so that together they are one batch: slots, but none for the
+    first batch, whose layout is not known before.
 
     Args:
         dim: of :class:`Arrangement`.
@@ -313,6 +313,7 @@ class SharedPlaces(BatchPlaces):
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
     def next(self) -> SharedPlace | None:
+        """The place of the next batch, for the requests of all these workers; None: their parts come by value."""
         slots = self._slots
         if slots is None:
             return None
@@ -321,15 +322,18 @@ class SharedPlaces(BatchPlaces):
         return SharedPlace(slots, slot, lease)
 
     def is_complete(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> bool:
+        """Whether all these parts lie in this place as one batch, so that nothing is left to copy."""
         if place is None or not all(result.in_place for result in results):
             return False
         parts = place.slots.arrangement.parts
         return self._dim is None or all(result.steps == part.steps for result, part in zip(results, parts, strict=True))
 
     def whole(self, place: SharedPlace) -> TensorDictBase:
+        """The whole batch as it lies in this place: every part is there."""
         return place.slots.batch(place.slot)
 
     def parts(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
+        """The part of each worker, as long as its rollout was."""
         whole = None
         if place is not None and any(result.in_place for result in results):
             whole = place.slots.batch(place.slot)
@@ -344,16 +348,21 @@ class SharedPlaces(BatchPlaces):
         return found
 
     def has_private(self, place: SharedPlace | None) -> bool:
-        return place is None or place.slots.has_private
+        """Whether a batch in this place may have entries whose names begin with an underscore."""
+        return place is None or place.slots.arrangement.has_private
 
     def missing(self, place: SharedPlace, results: Sequence[RolloutResult]) -> list[int]:
+        """How many steps each part in this place lacks, since its rollout was cut."""
         return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
 
     def release(self, place: SharedPlace | None) -> None:
+        """The batch has been handed out, or nobody wants it: the place may be used again when no tensor of it is left.
+        From any thread. Idempotent."""
         if place is not None:
             place.slots.release(place.slot)
 
     def learn(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> None:
+        """Learn the layouts of these rollouts, for later places. To be called once for each batch."""
         unlike, self._unlike = self._unlike, None
         if all(result.in_place for result in results):
             return
@@ -369,4 +378,5 @@ class SharedPlaces(BatchPlaces):
             self._unlike = arrangement
 
     def close(self) -> None:
+        """Forget all places. Batches that were taken stay what they are."""
         self._slots = None

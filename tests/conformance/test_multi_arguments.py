@@ -260,7 +260,7 @@ def test_r087_r165_workers_write_to_a_shared_replay_buffer(kind: Any, extend: bo
     given = options(replay_buffer=buffer, extend_buffer=extend, total_frames=36)
     with kind([make()] * 2, policy(), **given) as collector:
         assert list(collector) == [None] * 6
-        assert collector._frames == 36
+        assert collector._driver.frames == 36
     assert sum(buffer.sizes()) == 36
     assert set(buffer.sizes()) == ({6} if kind is MultiAsyncCollector else {3}) if extend else {1}
 
@@ -365,7 +365,7 @@ def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
     given = options(replay_buffer=buffer, total_frames=60, init_random_frames=24)
     with MultiAsyncCollector([make()] * 2, policy(), **given) as collector:
         collector.start()
-        collector._free.join(20)  # type: ignore[union-attr]
+        wait_for_its_end(collector)
         assert not collector.is_running()
         assert 60 <= buffer.count() <= 66
         assert collector.state_dict()["frames"] == buffer.count()
@@ -375,9 +375,17 @@ def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
         assert collector.next() is None
         assert buffer.count() >= before + 6
         collector.start()
-        collector._free.join(20)  # type: ignore[union-attr]
+        wait_for_its_end(collector)
         assert buffer.count() >= 90
         assert collector.state_dict()["frames"] == buffer.count()
+
+
+def wait_for_its_end(collector: Any) -> None:
+    """Of collection in the background."""
+    deadline = time.monotonic() + 20
+    while collector.is_running():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def wait_for(buffer: Any, more: int) -> None:

@@ -65,7 +65,7 @@ def test_what_a_partial_asks_of_each_workers_collector_is_done_there() -> None:
             assert batch["process"][:, 0].tolist() == pids
             assert torch.equal(batch["hooked"], batch["process"] + 1)
         assert [batch["action"].unique().tolist() for batch in found] == [[-1], [-1], [1], [1]], "each its own 6"
-        assert collector._frames == 24
+        assert collector._driver.frames == 24
 
 
 def test_trajectories_that_a_partial_splits_are_counted_by_their_frames() -> None:
@@ -73,7 +73,7 @@ def test_trajectories_that_a_partial_splits_are_counted_by_their_frames() -> Non
     with MultiAsyncCollector([make(length=4)], policy(), **options(collector_class=kind)) as collector:
         batch: Any = collector.next()
         assert batch[MASK].tolist() == [[True] * 4, [True, True, False, False]]
-        assert collector._frames == 6
+        assert collector._driver.frames == 6
 
 
 async def test_the_loop_runs_while_a_batch_is_assembled_and_postprocessed() -> None:

@@ -207,9 +207,9 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
         patch.setattr(SharedPlaces, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
-    before = collector._frames - sum(result.frames for made in collector._left for result in made.results)
+    before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
     batches += [collector.next() for _ in range(6)]
-    assert collector._frames == before + sum(batch.numel() for batch in batches[-6:])
+    assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
     for worker in range(2):
         own = [b[worker] for b in batches] if is_sync else [b for b in batches if b["observation"][0, 0] == 10 * worker]
         for earlier, later in pairwise(own):
@@ -252,14 +252,14 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)
         collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)
-        assert not collector._group._replies
+        assert not collector._group.replies
 
 
 def test_the_next_rollout_is_under_way_when_a_batch_is_handed_out() -> None:
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
         for _ in range(3):
             next(iter(collector))
-            assert set(collector._busy) == {0}
+            assert set(collector._driver.busy) == {0}
 
 
 def test_calls_come_between_two_rollouts_and_none_is_thrown_away(running: Any) -> None:
@@ -304,7 +304,7 @@ def test_collection_ends_with_the_total(kind: Any) -> None:
     with collector:
         assert sum(batch.numel() for batch in collector) == 24
         assert collector.next() is None
-        assert not collector._busy  # nobody was asked for more than was wanted
+        assert not collector._driver.busy  # nobody was asked for more than was wanted
     with pytest.raises(ClosedError, match="has been shut down"):
         collector.set_seed(0)
 
@@ -453,7 +453,7 @@ def test_preemption_concatenated_has_valid_frames_only() -> None:
             assert 11 <= batch.numel() < 20
             assert (batch["action"] == 1).all()
             frames += batch.numel()
-        assert collector._frames == frames
+        assert collector._driver.frames == frames
 
 
 def test_set_seed_chains_over_workers_and_resets(waiting: Any) -> None:
@@ -481,7 +481,7 @@ def test_state_dicts_are_saved_and_restored(waiting: Any) -> None:
     waiting.next()
     state = waiting.state_dict()
     assert set(state) == {"worker0", "worker1", "frames", "iter", "versions"}
-    assert state["frames"] == waiting._frames
+    assert state["frames"] == waiting._driver.frames
     waiting.set_seed(1)
     waiting.load_state_dict(state)
     waiting.reset()

@@ -280,8 +280,8 @@ def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds(
 
 LATE = """
 import multiprocessing, os, socket, subprocess, sys
-from asyncsync.collectors.workers.control_page import MemoryPlace
 from asyncsync.collectors.workers.main import run_worker
+from asyncsync.net.memory_file import MemoryPlace
 trainer = subprocess.Popen([sys.executable, "-c", ""])
 trainer.wait()
 bell, other = multiprocessing.Pipe(duplex=False)

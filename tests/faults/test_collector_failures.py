@@ -179,7 +179,8 @@ def test_r165_what_ends_a_free_running_collector_surfaces(way: str, caplog: pyte
     collector: Any = MultiSyncCollector([make(fail_at=20)], policy(), **options(replay_buffer=Buffer()))
     try:
         collector.start()
-        collector._free.join(10)
+        while collector.is_running():
+            time.sleep(0.01)
         with pytest.raises(ValueError, match="the environment has failed"):
             collector.pause().__enter__() if way == "pause" else getattr(collector, way)()
         assert "collection in the background has ended with an error" in caplog.text

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncsync.collectors import MultiSyncCollector
+from asyncsync.collectors.multi import collector as collector_module
 from helpers.collecting_multi import make, policy
 
 UNGUARDED = """
@@ -39,18 +41,18 @@ def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path
 
 
 @pytest.mark.thorough
-def test_large_specifications_do_not_start_the_workers_one_after_the_other() -> None:
+def test_large_specifications_do_not_start_the_workers_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start returns before its worker has imported anything."""
     began: list[float] = []
-    start = MultiSyncCollector._wait_until_built
+    wait = collector_module.wait_until_built
 
-    class Watched(MultiSyncCollector):
-        def _wait_until_built(self, deadline: float) -> None:
-            began.append(time.monotonic())
-            assert not self._group.infos
-            start(self, deadline)
+    def watched(group: Any, *arguments: Any) -> None:
+        began.append(time.monotonic())
+        assert not group.infos
+        wait(group, *arguments)
 
-    with Watched([make()] * 2, policy(numel=100_000), frames_per_batch=4) as collector:
+    monkeypatch.setattr(collector_module, "wait_until_built", watched)
+    with MultiSyncCollector([make()] * 2, policy(numel=100_000), frames_per_batch=4) as collector:
         ready = time.monotonic()
         assert collector.next().numel() == 4  # type: ignore[union-attr]
     assert ready - began[0] > 0.5, "all of them were started before the first was there"

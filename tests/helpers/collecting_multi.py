@@ -231,7 +231,7 @@ def ask(collector: Any) -> None:
     async def begin() -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0):
-                await collector._produce()
+                await collector._driver.produce()
 
     loop_thread.run(begin)
 

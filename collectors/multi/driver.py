@@ -1,0 +1,398 @@
+"""Driver: how the batches of a collector with workers are made, and how callers get them.
+
+Which rollouts are requested and done changes on the process's loop thread alone: the next batch is made by
+a coroutine there, :meth:`Driver.produce`, in whatever thread or event loop somebody wants it. So Ctrl-C never strikes
+half way: it cancels that coroutine where it awaits something, and the next caller goes on from there. Assembling a
+batch, and what the user's code does with it, is done where it is wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from anyio import Semaphore
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.base import BaseCollector, is_caller
+from asyncsync.collectors.multi.calls import CALL_SECONDS
+from asyncsync.collectors.trajectories import processed
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
+from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
+from asyncsync.errors import ClosedError
+from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import WorkThread, finish
+
+__all__ = ["BatchArguments", "Driver", "Made"]
+
+logger = logging.getLogger("asyncsync")
+
+
+@dataclass
+class BatchArguments:
+    """What the batches of a collector are like: its arguments of these names, checked.
+
+    Attributes:
+        frames: of each worker's rollouts.
+        total_frames: math.inf: there is no end.
+    """
+
+    frames: list[int]
+    total_frames: float
+    init_random_frames: int
+    split_trajs: bool
+    track_traj_ids: bool
+    replay_buffer: Any
+    update_at_each_batch: bool
+    max_weight_update_interval: int
+    postproc: Callable[[Any], Any] | None = None
+
+
+@dataclass
+class Made:
+    """A batch whose rollouts are done, until somebody has it.
+
+    Attributes:
+        places, place: where its parts lie.
+        results: of the workers.
+        batch: what was made of it.
+        is_assembled: whether the batch is there, whole; it is None where frames go to a replay buffer.
+        is_finished: whether the user's code has done with it what it does.
+        is_lost: whether an interruption has struck the user's code.
+    """
+
+    places: SharedPlaces
+    place: SharedPlace | None
+    results: list[RolloutResult]
+    batch: TensorDictBase | None = None
+    is_assembled: bool = False
+    is_finished: bool = False
+    is_lost: bool = False
+
+
+class _Caller:
+    """Somebody who wants the next batch.
+
+    Attributes:
+        thread: the identifier of its thread.
+        has_turn: whether others wait for it.
+        begins: whether what is raised from now on ends collection.
+        made: its batch, once that is there.
+        has_batch: whether it has taken that.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.has_turn = self.begins = self.has_batch = False
+        self.made: Made | None = None
+
+
+class Driver(ABC):
+    """Has the workers roll out, and makes batches of that.
+
+    Args:
+        collector: whose policy is updated, and which is shut down by what a worker or postproc raises.
+        group: the workers.
+        arguments: what the batches are like.
+
+    Attributes:
+        frames: how many have been collected.
+        count: how many batches there were before the newest one; -1: there was none.
+        random: for a collector that is a worker: whether its trainer wants the policy left out.
+        busy: what each worker has been asked for, and nobody has taken yet.
+        left: batches of callers that were interrupted.
+        free: watches the workers while they run free; None: they do not.
+    """
+
+    joins_parts = True
+    """Whether parts that do not lie in one place are copied to make a batch."""
+
+    def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
+        self.frames, self.count = 0, -1
+        self.random: bool | None = False
+        self.busy: dict[int, RolloutRequest] = {}
+        self.left: deque[Made] = deque()
+        self.free: asyncio.Task[None] | None = None
+        self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
+        self._name = type(collector).__name__
+        self._group = group
+        self._arguments = arguments
+        self._serial = 0
+        self._results: dict[int, RolloutResult] = {}
+        self._made: Made | None = None
+        self._batches_since = [0] * len(arguments.frames)  # each worker's weights
+        self._turn = Semaphore(1, max_value=1, fast_acquire=True)
+        self._callers: list[_Caller] = []
+        self._pauses: list[object] = []
+        self._pausing = threading.Lock()
+
+    # -- the next batch, on the loop thread ---------------------------------------------------------------------------
+
+    @abstractmethod
+    async def produce(self) -> Made:
+        """The next batch. Cancelled, it leaves all as it is for the next call."""
+
+    async def _serve(self, caller: _Caller) -> None:
+        """The next batch for this caller, first come, first served; none at the end. A caller that has much to do with
+        its batch keeps the turn until :meth:`_leave`."""
+        await self._turn.acquire()
+        try:
+            self._check_iterable()
+            if self._exhausted:
+                return
+            caller.begins = True
+            caller.made = self.left.popleft() if self.left else await self.produce()
+            caller.has_turn = self._takes_long(caller.made)
+        finally:
+            if not caller.has_turn:
+                self._turn.release()
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._made is None and not self.left and self.frames >= self._arguments.total_frames
+
+    def _check_iterable(self) -> None:
+        if self._exhausted and self.free is None:
+            return  # also after shutdown()
+        self._collector._check_open()
+        self._group.check()
+        self.count_free()
+        if self.free is not None:
+            raise RuntimeError("this collector runs free: its frames are in the replay buffer")
+
+    def _request(self, worker: int, place: SharedPlace | None, frames_before: int) -> None:
+        """Ask for a rollout with the current serial number."""
+        random = bool(self.random) or frames_before < self._arguments.init_random_frames
+        self.busy[worker] = request = RolloutRequest(self._serial, random, place)
+        self._group.request(worker, request)
+
+    def _is_due(self, worker: int) -> bool:
+        """Whether this worker is to have the policy's current weights before its next rollout."""
+        interval = self._arguments.max_weight_update_interval
+        return self._arguments.update_at_each_batch or 0 < interval <= self._batches_since[worker]
+
+    async def _update(self, workers: list[int] | None) -> None:
+        """Have these workers (None: all) act with the policy's current weights."""
+        try:
+            await self._collector.update_policy_weights_async(worker_ids=workers)
+        except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+            raise RuntimeError(f"an updater raised {error!r}") from error
+        self.updated(workers)
+
+    def updated(self, workers: list[int] | None) -> None:
+        """These workers (None: all) have the newest weights."""
+        for worker in range(len(self._batches_since)) if workers is None else workers:
+            self._batches_since[worker] = 0
+
+    # -- iteration, wherever batches are wanted -----------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until there are no more."""
+        while found := self._next():
+            yield found.pop()  # not kept here: its memory is free when the user lets go of it
+
+    def _next(self) -> list[TensorDictBase | None]:
+        if self._is_over():
+            return []
+        caller = _Caller()
+        if any(other.thread == caller.thread for other in list(self._callers)):
+            # A coroutine of its event loop comes first, or it is in the middle of a batch.
+            raise RuntimeError(
+                f"this thread makes or awaits the next batch of this {self._name} already: await it there, or "
+                "cancel that task and await its end"
+            )
+        try:
+            self._callers.append(caller)
+            loop_thread.run(partial(self._serve, caller))
+            return [] if caller.made is None else [self._taken(caller, caller.made)]
+        except Exception:
+            if caller.begins:  # documented: collection stops
+                self._collector.shutdown()
+            raise
+        finally:
+            self._leave_surely(caller)
+
+    async def next_async(self) -> TensorDictBase | None:
+        """The next batch. Raises StopAsyncIteration at the end."""
+        if self._is_over():
+            raise StopAsyncIteration
+        caller = _Caller()
+        try:
+            self._callers.append(caller)
+            await loop_thread.awaitable(partial(self._serve, caller))
+            if (made := caller.made) is not None:
+                if caller.has_turn:  # cancelled, it is finished all the same, and the next caller's
+                    thread = WorkThread("asyncsync-collector-batch")
+                    finished = thread.submit(partial(self._finish, made))
+                    thread.abandon()  # after that
+                    await finish(finished)
+                return self._taken(caller, made)
+        except Exception:
+            if caller.begins:
+                await self._collector._shutdown_elsewhere()
+            raise
+        finally:
+            self._leave_surely(caller)
+        raise StopAsyncIteration
+
+    def _is_over(self) -> bool:
+        """Whether there are no more batches.
+
+        Raises:
+            RuntimeError: whoever is about to wait for a batch keeps the workers from making it.
+            ClosedError: after the end, or in a forked process.
+        """
+        if self._pauses and is_caller(self._pauses):
+            raise RuntimeError(f"this {self._name} is paused by this thread: leave the pause() block before collecting")
+        if self._collector.closed or not self._group.is_ours:
+            self._check_iterable()
+            return True
+        return False
+
+    @property
+    def _processes(self) -> bool:
+        """Whether there is something to do with each batch."""
+        return self._arguments.postproc is not None or self._arguments.split_trajs
+
+    def _takes_long(self, made: Made) -> bool:
+        """Whether something is left to do with it that takes time, or that the user's code does."""
+        if made.is_finished:
+            return False
+        in_one_piece = made.is_assembled or self._arguments.replay_buffer is not None or not self.joins_parts
+        return self._processes or not (in_one_piece or made.places.is_complete(made.place, made.results))
+
+    @abstractmethod
+    def assembled(self, made: Made) -> TensorDictBase:
+        """The batch of these rollouts."""
+
+    def _taken(self, caller: _Caller, made: Made) -> TensorDictBase | None:
+        if not made.is_finished:
+            self._finish(made)
+        made.places.release(made.place)
+        caller.has_batch = True
+        return made.batch
+
+    def _finish(self, made: Made) -> None:
+        """Assemble it, and have the user's code process it. An interruption leaves it to the next caller, unless it
+        strikes the user's code."""
+        if self._arguments.replay_buffer is None and not made.is_assembled:
+            made.batch = self.assembled(made)
+        made.is_assembled = True
+        in_place = all(result.in_place for result in made.results)
+        if made.batch is not None and (self._processes or not in_place or made.places.has_private(made.place)):
+            made.is_lost = self._processes
+            try:
+                with self._collector._weights.holds():  # its model may be updated here
+                    arguments = self._arguments
+                    made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
+            except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+                raise RuntimeError(f"postproc raised {error!r}") from error
+        made.is_finished = True
+        made.is_lost = False
+
+    def _leave_surely(self, caller: _Caller) -> None:
+        try:
+            self._leave(caller)
+        except BaseException:  # Ctrl-C
+            self._leave(caller)
+            raise
+
+    def _leave(self, caller: _Caller) -> None:
+        """The caller has its batch, or leaves it to the next one. Idempotent."""
+        made, caller.made = caller.made, None
+        if made is not None and made.is_lost:
+            made.places.release(made.place)
+        elif made is not None and not caller.has_batch:
+            self.left.append(made)
+        if caller.has_turn:
+            self._group.call_soon(self._give_turn, caller)
+        if caller in self._callers:
+            self._callers.remove(caller)
+
+    def _give_turn(self, caller: _Caller) -> None:
+        if caller.has_turn:
+            caller.has_turn = False
+            self._turn.release()
+
+    # -- running free, pauses, and the end ----------------------------------------------------------------------------
+
+    def run_free(self) -> None:
+        """Have the workers collect into the replay buffer until there are enough frames."""
+        self._group.check()
+        self.count_free()
+        if self.free is None:
+            self._group.run_free(self._arguments.total_frames, self._arguments.init_random_frames)
+            loop_thread.run(self._begin_watching)
+
+    async def _begin_watching(self) -> None:
+        self.free = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Wait for the workers that run free, so that a failure is logged at once."""
+        try:
+            await self._group.until(lambda: self._group.finished)
+        except ClosedError:
+            pass
+        except Exception as error:
+            logger.error("collection in the background has ended with an error", exc_info=error)
+            with suppress(ReferenceError):  # it was forgotten
+                self._collector._free_error = error
+
+    def wait_for_watcher(self, timeout: float) -> None:
+        """After the workers' end: until their failure, if there was one, is known."""
+        if (watcher := self.free) is not None and not watcher.done():
+            loop_thread.run(lambda: asyncio.wait([watcher], timeout=timeout))
+
+    def count_free(self) -> None:
+        """The frames of workers that run free, or have until they had enough: then all is as before."""
+        if self.free is None:
+            return
+        ended = self.free.done() and self._group.failure is None
+        self.frames = self._group.frames
+        if ended:  # rollouts that were under way when the workers were set free have been counted
+            self._group.results.clear()
+            self.busy, self._results = {}, {}
+            self.free = None
+
+    def _stepping(self) -> list[int]:
+        """On the loop thread: the workers whose rollouts are not done."""
+        arrived = {result.worker for result in self._group.results} | self._results.keys()
+        return [worker for worker in self.busy if worker not in arrived]
+
+    @contextmanager
+    def paused(self, owner: object) -> Iterator[None]:
+        """A block of a task (None: of the calling thread) in which no worker steps."""
+        self._collector._raise_free_error()
+        group = self._group
+        group.check()
+
+        def standing() -> bool:
+            return group.stand_still(self._stepping() if self.free is None else range(len(self._arguments.frames)))
+
+        mine = threading.get_ident() if owner is None else owner
+        with self._pausing:
+            self._pauses.append(mine)
+            group.pause()
+        try:
+            group.wait(standing, CALL_SECONDS)
+            yield
+        finally:
+            with self._pausing:
+                self._pauses.remove(mine)
+                if not self._pauses:
+                    group.resume()
+
+    def close(self) -> None:
+        """After the workers' end: forget what was under way, and all places."""
+        self._made = None
+        self.left.clear()
+        self.busy, self._results = {}, {}

@@ -1,0 +1,338 @@
+"""GroupCollector: a collector whose environments are stepped by the workers of a group, wherever they run.
+
+It has the group, a driver that makes batches of the workers' rollouts, and calls between two rollouts. What is written
+here is which models act here and which there, whom an update reaches, how versions are counted, and the end of it all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from asyncsync.bus.core import DEFAULT_TIMEOUT
+from asyncsync.collectors.arguments import check_count, exact_device
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
+from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.single import _part
+from asyncsync.collectors.weights.in_process import fitted
+from asyncsync.collectors.weights.plan import Planned, belongs_to
+from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
+from asyncsync.runtime import loop_thread
+
+__all__ = ["GroupCollector"]
+
+FAILURE_SECONDS = 1.0
+"""How long a worker's own failure is waited for when the bus reports that the worker is lost."""
+
+
+class GroupCollector(BaseCollector):
+    """Has its parts when a subclass has made them."""
+
+    acts_elsewhere = True
+    num_workers: int
+    _arguments: BatchArguments
+    _group: WorkerGroup
+    _driver: Driver
+    _calls: Calls
+    _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
+    _finalizers: tuple[Callable[[], object], ...]
+
+    total_frames = _part("_arguments.total_frames")
+    init_random_frames = _part("_arguments.init_random_frames")
+    split_trajs = _part("_arguments.split_trajs")
+    postproc = _part("_arguments.postproc")
+    replay_buffer = _part("_arguments.replay_buffer")
+    update_at_each_batch = _part("_arguments.update_at_each_batch")
+    max_weight_update_interval = _part("_arguments.max_weight_update_interval")
+
+    # -- iteration ----------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        return self._driver.iterator()
+
+    async def _next_async(self) -> TensorDictBase | None:
+        return await self._driver.next_async()
+
+    def _set_free(self) -> None:
+        self._driver.run_free()
+
+    def is_running(self) -> bool:
+        return self._driver.free is not None and not self._driver.free.done()
+
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which no worker steps, nor writes to the replay buffer. Blocks may be
+        nested. Who iterates meanwhile, in another thread or task, waits for its end.
+
+        A worker stands still after its step under way; one that has workers of its own, after its batch under way. The
+        coroutine's event loop goes on meanwhile. Cancelled, it raises when they stand still.
+
+        Raises:
+            AckTimeout: a step under way did not end within 60 s.
+            BaseException: what ended collection in the background.
+        """
+        return Pause(self._driver.paused)
+
+    # -- calls between two rollouts -----------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = CALL_SECONDS) -> int:
+        """Seed the environments one after another, each with what the one before has returned, and torch's, NumPy's and
+        Python's generators in the workers; each resets then. Returns the last one's seed for the next.
+
+        Args:
+            seed: of the first.
+            static_seed: all have the same.
+            timeout: seconds for each worker; it answers between two rollouts.
+
+        Raises:
+            AckTimeout: not within the timeout; workers do what they were asked for all the same.
+        """
+        for worker in range(self.num_workers):
+            [seed] = self._calls("seed", seed, static_seed, workers=[worker], timeout=timeout)
+        return seed
+
+    def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = CALL_SECONDS) -> None:
+        """Reset the environments of all workers, or of those whose entry is true.
+
+        Args:
+            reset_idx: one entry per worker.
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            ValueError: another number of entries than there are workers.
+            AckTimeout: not within the timeout; workers do it all the same.
+        """
+        if reset_idx is not None:
+            check_count("reset_idx", reset_idx, self.num_workers)
+        chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
+        self._calls("reset", workers=chosen, timeout=timeout)
+
+    def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
+        """``worker0``, ``worker1``, …: each worker's collector's; ``frames``, ``iter`` and ``versions``.
+
+        Args:
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            AckTimeout: not within the timeout.
+        """
+        states = self._calls("state", timeout=timeout)
+        self._driver.count_free()
+        own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
+        return {f"worker{w}": s for w, s in enumerate(states)} | own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, timeout: float = CALL_SECONDS) -> None:
+        """Go on from what :meth:`state_dict` returned, with new trajectories.
+
+        Where all workers had the same policy, the registered one is loaded, too, and sent; where each had its own, each
+        is sent that. Versions go on, too: no frame that is collected from now on has the label of one from before.
+
+        Args:
+            state_dict: of a collector with as many workers.
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            KeyError: a worker's state is missing. Nothing was changed.
+            AckTimeout: not within the timeout; workers do it all the same.
+        """
+        names = [f"worker{w}" for w in range(self.num_workers)]
+        if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
+            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
+        # First, as each worker begins new trajectories when it loads.
+        self._group.trajectory_pool()._advance(0, max(trajectories_of(state_dict), default=0))
+        for worker, name in enumerate(names):
+            self._calls("load", state_dict[name], workers=[worker], timeout=timeout)
+        self._driver.frames, self._driver.count = state_dict["frames"], state_dict["iter"]
+        self._group.frames = self._driver.frames
+        policies = [policy for name in names for policy in policies_of(state_dict[name])]
+        own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
+        all_have = (
+            bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)
+        )
+        is_sent = "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
+        if "versions" in state_dict:
+            self._carry_on(state_dict["versions"], is_sent=is_sent)
+        if not is_sent:
+            self.increment_version()
+        elif all_have:
+            self.policy.load_state_dict(policies[0])
+            self.update_policy_weights_(timeout=timeout)
+        else:
+            each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
+            self.update_policy_weights_(each, timeout=timeout)
+
+    @property
+    def pre_collect_hook(self) -> PreHook | None:
+        return self._pre_collect_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: PreHook | None) -> None:
+        self._calls("pre_hook", hook)
+        self._pre_collect_hook = hook
+
+    @property
+    def post_collect_hook(self) -> PostHook | None:
+        return self._post_collect_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: PostHook | None) -> None:
+        self._calls("post_hook", hook)
+        self._post_collect_hook = hook
+
+    # -- as a worker --------------------------------------------------------------------------------------------------
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        self._signals = signals  # the batches are its own workers', which are attached themselves
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        self._driver.random = random
+        self._group.counted = self._signals.counted()  # for its own workers
+        before = self._driver.frames
+        batch = self.next()
+        if writes:
+            return None, self._driver.frames - before
+        return batch, 0 if batch is None else batch.numel()
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        self.shutdown(timeout, close_env)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def _acting(self, model_id: str) -> Any:
+        if self._goes_with_workers(model_id):
+            return super()._acting(model_id)
+        served = sorted(self._sender_schemes) or "none"
+        raise ValueError(
+            f"unknown model_id {model_id!r}: this {type(self).__name__} has schemes for {served}; pass "
+            "weight_sync_schemes={model_id: scheme} for what its workers are to receive"
+        )
+
+    def _registered(self, model_id: str) -> Any:
+        return super()._acting(model_id)
+
+    def _goes_with_workers(self, model_id: str) -> bool:
+        # Batches are postprocessed here, unless workers write them to a replay buffer.
+        return self.postproc is not None and belongs_to("postproc", model_id)
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def _take(self, given: Any) -> None:
+        if "policy" not in self._sender_schemes and self.weight_updater is None:
+            self._acting("policy")  # raises: nothing would bring them to the workers
+        is_other = given is not None and isinstance(self.policy, nn.Module)
+        if is_other and (prepared := fitted(self.policy, given)) is not None:
+            self._local.apply(prepared.apply, DEFAULT_TIMEOUT)
+        self.update_policy_weights_(given)
+
+    def _workers_of(self, device: torch.device) -> list[int]:
+        exact = torch.device("cpu") if device.type == "cpu" else exact_device(device)  # as tensors name it
+        found = [index for index, own in self._acting_devices.items() if exact in own]
+        return found or super()._workers_of(device)
+
+    def _policy_devices(self) -> set[torch.device]:
+        return set().union(*self._acting_devices.values())
+
+    def _carry_out(self, update: Planned, wait: bool) -> None:
+        try:
+            super()._carry_out(update, wait)
+        except PartialSendError as error:
+            if (failure := loop_thread.run(partial(self._failure_behind, error))) is not None:
+                raise failure  # noqa: B904 - it has its cause
+            raise
+
+    async def _carry_out_async(self, update: Planned, wait: bool) -> None:
+        try:
+            await super()._carry_out_async(update, wait)
+        except PartialSendError as error:
+            if (failure := await loop_thread.awaitable(partial(self._failure_behind, error))) is not None:
+                raise failure  # noqa: B904 - it has its cause
+            raise
+
+    async def _failure_behind(self, error: PartialSendError) -> BaseException | None:
+        """What has ended a worker that the update has not reached: its own exception, or how its process ended."""
+        if not any(isinstance(one, PeerLost) for one in error.failed.values()):
+            return None
+        try:
+            await self._group.until(lambda: None, FAILURE_SECONDS)
+        except AckTimeout:
+            return None
+        except BaseException as failure:
+            if failure is not self._group.failure:  # the caller's cancellation, or the collector's end
+                raise
+            return failure
+        return None
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        is_root = self._sender_schemes and not self._weights.come_from_above
+        return self._group.counted + (self._senders.version if is_root else self._weights.received())
+
+    def increment_version(self) -> None:
+        """Count the policy's version up by one: for weights that reach the workers by other ways than schemes. Frames
+        that they collect from now on are labelled with it."""
+        self._group.count_version()
+
+    def _versions(self) -> dict[str, Any]:
+        return super()._versions() | {"own": self._group.counted}
+
+    def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
+        own = versions["own"]
+        if is_sent:
+            self._senders.carry_on(versions["sent"])
+        else:  # workers keep the number that came with their weights: the rest is counted here
+            own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
+        self._group.counted = max(self._group.counted, own)
+
+    def _published(self, version: int, workers: list[int] | None = None) -> None:
+        self._driver.updated(workers)
+
+    def _pass_versions_on(self) -> None:
+        super()._pass_versions_on()
+        self._follow(None)
+
+    def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
+        """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
+        if not self._weights.schemes.keys() <= self._senders.schemes.keys():
+            root = None  # some updates end here
+        self._group.follow(root, index)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the workers: a rollout under way ends before its next step. Idempotent; leaves no process.
+
+        Args:
+            timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
+            close_env: whether the workers close their environments.
+
+        Raises:
+            BaseException: what ended collection in the background.
+
+        In a process that was forked from the collector's own, this closes the copy there; the workers go on.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        if not self._group.is_ours:
+            return
+        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
+        try:
+            self._group.end(max(0.1, deadline - time.monotonic()), close_env)
+            self._driver.wait_for_watcher(1.0)
+        finally:
+            if self._group.is_over:
+                for finalizer in self._finalizers:
+                    finalizer()
+            self._end_weights(max(0.5, deadline - time.monotonic()))
+            self._driver.close()
+            self._group.close()
+        self._raise_free_error()
