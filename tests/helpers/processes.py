@@ -475,7 +475,17 @@ class Worker(_Party):
                 halt()
                 _copy(destinations[half:], sources[half:])
 
+            def repoint_half(whole: update.ModelUpdate) -> None:
+                pairs = whole._repointed
+                whole._repointed = pairs[: len(pairs) // 2]
+                repoint(whole)
+                halt()
+                whole._repointed = pairs
+                repoint(whole)
+
+            repoint = update.ModelUpdate._repoint
             update.copy_tensors = copy_half
+            update.ModelUpdate._repoint = repoint_half  # type: ignore[method-assign]
 
     async def forwards(self, count: int) -> tuple[int, int]:
         """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
