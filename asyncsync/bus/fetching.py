@@ -17,15 +17,9 @@ FETCH_DEADLINE = 60.0
 
 
 class Fetches:
-    """One task per part that is being fetched.
+    """One task per part that is being fetched; ``changed`` is called when the subscriber has taken what has come.
 
-    Args:
-        subscriber: names what is to be fetched, and takes what has come.
-        changed: called after that.
-
-    Attributes:
-        transports: by model.
-        tasks: those that have not ended.
+    ``transports`` has them by model, ``tasks`` those that have not ended.
     """
 
     def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:

@@ -44,14 +44,10 @@ ENDING_SECONDS = 2.0
 
 
 class ReceiverLink(Link):
-    """Connects, feeds the subscriber, sends its answers.
+    """Connects, feeds the subscriber, sends its answers. ``side_channel`` is None until there has been one.
 
-    Attributes:
-        applying: how staged updates go through the gate.
-        receiving: how callers wait for them.
-        side_channel: None: there has been none yet.
-        shown: of each model, epoch and version of what it shows to its readers, and in a tree the version at its root
-            that this one stands for, else the same. Switched where the model is: under the gate.
+    ``shown`` has, of each model, epoch and version of what it shows to its readers, and in a tree the version at its
+    root that this one stands for, else the same. It is switched where the model is: under the gate.
     """
 
     def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:

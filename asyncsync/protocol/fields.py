@@ -1,7 +1,5 @@
 """Single fields of a message: their limits, and their types, whose annotation is the check when one comes from a peer.
-
-A check returns the field, or raises :class:`ProtocolError`.
-"""
+A check returns the field, or raises :class:`ProtocolError`."""
 
 from __future__ import annotations
 

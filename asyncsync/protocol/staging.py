@@ -27,11 +27,9 @@ class StagedPart:
 class Staging:
     """The parts of one update, complete and checked, that go into the models together: all of them, or none.
 
-    Attributes:
-        abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
-        over: the gate has done with it, though perhaps in another thread, so that the loop has still to hear of it.
-        heard: the loop has.
-        error: why it could not be applied, once it is over.
+    An update that was replaced or withdrawn before the gate began with it is ``abandoned``: :meth:`run` then does
+    nothing. It is ``over`` when the gate has done with it, perhaps in another thread, and ``heard`` when the loop has
+    heard of that. ``error``: why it could not be applied, once it is over.
     """
 
     def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
@@ -68,10 +66,8 @@ class Staging:
         return self.error is None and not self.abandoned
 
     def run(self) -> None:
-        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were.
-
-        The user's code comes last: if it raises, every tensor of every model has been copied.
-        """
+        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were. The
+        user's code comes last: if it raises, every tensor of every model has been copied."""
         with self._lock:
             if self.abandoned:
                 return
@@ -88,8 +84,7 @@ class Staging:
             one.complete()
 
     def abandon(self) -> bool:
-        """Let go of the slabs, unless the gate is copying from them (False): then :meth:`release` is due when it is
-        done."""
+        """Release the slabs; False if the gate is copying from them: then :meth:`release` is due when it is done."""
         with self._lock:
             if self._begun:
                 return False
@@ -131,5 +126,5 @@ class StagedUpdates(list[Staging]):
         return {m: version for one in self if one.epoch == epoch for m, version in one.versions.items()}
 
     def abandon(self) -> None:
-        """Let go of all, but for what the gate is copying from."""
+        """Abandon all, but for what the gate is copying from."""
         self[:] = [one for one in self if not one.abandon()]

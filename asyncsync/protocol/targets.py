@@ -25,14 +25,8 @@ KEPT_REJECTIONS = 16
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """One call of publish.
-
-    Attributes:
-        layouts: ``(model_id, digest)`` of everything in it.
-        workers: whom it is for; None: everybody.
-        deadline: when those that do not answer stop holding up the others.
-        awaiting: workers that have still to accept its layouts.
-    """
+    """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
+    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``."""
 
     version: int
     layouts: frozenset[tuple[str, bytes]]
@@ -83,7 +77,7 @@ class _Slot:
             self.current = None
 
     def drop(self, below: float = math.inf) -> None:
-        """Let go of everything older than this version."""
+        """Release everything older than this version."""
         if self.current is not None and self.current.version < below:
             self.current.slab.release()
             self.current = None
@@ -107,12 +101,8 @@ class _Model:
 
 
 class Targets:
-    """The targets of all workers, for all models of a bus.
-
-    Attributes:
-        version: the last one that a publication was given.
-        published: the newest one that has become a target. (One that is pending may still be refused, and never was.)
-    """
+    """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
+    ``published`` the newest one that has become a target: a pending one may still be refused, and never was."""
 
     def __init__(self) -> None:
         self.models: dict[str, _Model] = {}
