@@ -8,7 +8,7 @@ same packet too (DONE). It listens to one worker at a time, first to the one tha
 by each would take the core from those that are not done.
 
 Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anything else happens to it (another
-message has come, a worker has gone, time has passed, somebody asks for the status), :meth:`FastSender.end` hands over
+message has come, a worker has gone, time has passed, somebody calls status()), :meth:`FastSender.end` hands over
 what it has missed: how many updates there were, and who has not answered the last. That is all there is to know, for
 the next version is published only when everybody has answered. From there on the publisher goes on by itself, and finds
 out what was lost as it always does.
@@ -75,8 +75,8 @@ class Shell(Protocol):
 class FastSender:
     """The fast path of one link: begins a :class:`SteadySender` where it can, and ends it before anything else happens.
 
-    ``known`` has, by model, the weights that have been sent. While ``steady`` is None, the general way goes on; so it
-    always does unless ``is_on``.
+    ``known`` has, by model, the weights that have been sent. While ``steady`` is None, the general way goes on; without
+    ``is_on``, it always does.
     """
 
     def __init__(self, shell: Shell, known: dict[str, SourceCache], *, is_on: bool = True) -> None:

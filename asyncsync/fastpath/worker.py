@@ -70,7 +70,7 @@ def begin(
     try:
         slab = subscriber.pool.acquire(newest.layout)
     except (MemoryError, RuntimeError):  # torch raises the latter
-        return  # the next update tells the trainer, if it cannot be had then either
+        return  # if the next update cannot be had either, the trainer gets FAILED
     try:
         if binding.prepare(slab) is not binding.cached(slab):
             return
@@ -84,11 +84,11 @@ def begin(
 
 
 class SteadyWorker:
-    """The steady state of one model (:meth:`asyncsync.protocol.subscriber.Subscriber.steady`), of which ``part`` is the
-    last update's.
+    """The steady state of one model (:meth:`asyncsync.protocol.subscriber.Subscriber.steady`).
 
-    ``slabs`` are the one that holds it, and another one, each with the caller's reference and prepared for this model.
-    ``window`` returns the bytes that a descriptor names, where they are; None: the general way finds them.
+    ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
+    reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
+    the general way finds them.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def show(raw: Any) -> str:
 
 
 def build(cls: Any, raw: Any) -> Any:
-    """An object of a dataclass, from a list of its fields, of which each is checked as its annotation says."""
+    """An object of a dataclass, from a list of its fields, of which each is checked by its annotation."""
     checks = _checks(cls)
     if not isinstance(raw, list) or len(raw) != len(checks):
         raise ProtocolError(f"{cls.__name__} takes {len(checks)} fields, not {show(raw)}")
@@ -119,7 +119,7 @@ def _in_use(raw: Any) -> tuple[tuple[str, int], ...]:
 
 
 _u64, _number, _name = integer(), integer(1), text(MAX_NAME)
-# Half of what fits: a trainer that starts again takes one more than the highest that it hears of.
+# Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
 _start = integer(0, MAX_START)
 
 Boolean = Annotated[bool, _boolean]

@@ -65,7 +65,7 @@ class Holdings:
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
         for model_id, part in staging.parts.items():
-            # It had got so far, and the model's memory may be here until an update succeeds.
+            # Applying had got so far, and the model's memory may be in this slab until an update succeeds.
             if part.slab.holds_parameters:
                 if part.slab.holds_all_parameters:
                     self._move_out(model_id, (staging.epoch, part.version))

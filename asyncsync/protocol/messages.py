@@ -262,7 +262,7 @@ class Bye(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Released(Instruction):
-    """From a worker that has let go of leased slabs and has nothing else to report; also after it was superseded."""
+    """From a worker that has released leased slabs and has nothing else to report; also after it was superseded."""
 
     epoch: Epoch
     nonce: Digest

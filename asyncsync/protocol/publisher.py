@@ -278,7 +278,7 @@ class Publisher:
         peer.note_applied(pong.versions)
         transfer = peer.transfer
         if transfer is None:
-            # What we took for staged may have been dropped since (a failure whose report was lost).
+            # What was staged once may have been dropped since: an update that failed, and whose report was lost.
             peer.staged = {m: v for m, v in pong.staged.items() if v > peer.applied.get(m, 0)}
         elif transfer.after_ping < pong.seq and pong.serial != transfer.serial:
             if all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):

@@ -28,8 +28,8 @@ class Staging:
     """The parts of one update, complete and checked, that go into the models together: all of them, or none.
 
     An update that was replaced or withdrawn before the gate began with it is ``abandoned``: :meth:`run` then does
-    nothing. It is ``over`` when the gate has done with it, perhaps in another thread, and ``heard`` when the loop has
-    heard of that. ``error``: why it could not be applied, once it is over.
+    nothing. It is ``over`` when the gate has done with it, perhaps in another thread, and ``heard`` when the loop knows
+    of that. ``error``: why it could not be applied, once it is over.
     """
 
     def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
@@ -73,7 +73,7 @@ class Staging:
                 return
             self._begun = True
         prepared = [prepared for part in self.parts.values() if (prepared := part.prepared) is not None]
-        # (Of several, one may bring extra state: a user's code, which could move the tensors of the next.)
+        # Of several, one may bring extra state: a user's code, which could move the tensors of the next.
         if len(prepared) == 1 and prepared[0].repeat():
             return
         for one in prepared:
@@ -100,7 +100,8 @@ class Staging:
 
 
 class StagedUpdates(list[Staging]):
-    """The updates that should go through the gate, oldest first, and those that have without being heard of."""
+    """The updates that should go through the gate, oldest first. One that has gone through stays until the loop
+    knows."""
 
     def line_up(self, staging: Staging) -> None:
         """Behind those that wait for the gate, without those of whose every model something newer waits now.

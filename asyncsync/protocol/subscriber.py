@@ -5,7 +5,7 @@ Usage by a shell that owns the socket, the gate and time::
     subscriber.connected(now)                                # HELLO goes out, on every (re)connection
     subscriber.receive(instruction, payload, now)
     for staging in subscriber.staged: gate.offer(staging.run, …)
-    subscriber.applied(staging, now)  /  subscriber.failed(staging, error, now)
+    subscriber.applied(staging)  /  subscriber.failed(staging, error)
     subscriber.tick(now)                                     # every quarter of a second or so
     while subscriber.outbox: send(*subscriber.outbox.popleft())
 
@@ -52,7 +52,7 @@ class Subscriber:
     Attributes:
         attach: brings the slab of a part with a descriptor at once, or None: then it is to be fetched.
         waits: whether updates of these models will not be applied at once, as far as one knows.
-        staged: what should go through the gate, oldest first, and what has without having been heard of.
+        staged: what should go through the gate, oldest first.
         base: serial and one part of the update that AGAIN builds on.
         targets: the version that each model should have, as far as this worker knows.
         fast_path: applies what is as always; whatever else happens here ends it.
@@ -172,7 +172,7 @@ class Subscriber:
             self.incoming.drop()
         elif epoch != session.epoch:
             if session.epoch is not None and epoch > session.epoch and session.welcomed:
-                self._hello(now)  # we have missed its WELCOME
+                self._hello(now)  # its WELCOME was lost
             raise ProtocolError(f"{type(instruction).__name__} of another epoch")
         elif isinstance(instruction, messages.Update):
             self._on_update(instruction, payload, now)
@@ -352,7 +352,7 @@ class Subscriber:
     # -- the machinery ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float) -> None:
-        # The trainer starts afresh with this HELLO: it lets go of what was under way, so its bytes may change.
+        # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
         self.incoming.drop()
         self.session.hello(self.holdings.versions, now)
 

@@ -3,7 +3,7 @@
 Most publications are for everybody; ``worker_ids`` and per-worker weights make targets differ. A publication whose
 layout some targeted worker has not accepted yet is *pending*: it becomes the target when all have accepted
 (:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker. Until then the previous
-target stands, for late joiners too. A newer pending publication replaces an older one that asks the same of the same
+target stands, for late joiners too. A newer pending publication replaces an older one of the same layouts for the same
 workers; otherwise both wait, because the newer may be rejected, and the older is then wanted whole.
 
 A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
@@ -134,7 +134,7 @@ class Targets:
         publication = Publication(self.version, frozenset(layouts), whom, deadline)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom):
-                # It asks the same of the same workers: whoever is silent has been so since then.
+                # The same layouts for the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
                 self._withdraw(older.version)
         for model_id, slabs in parts.items():
