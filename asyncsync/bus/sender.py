@@ -98,7 +98,8 @@ class SenderLink(Link):
         return self.publisher
 
     def is_idle(self) -> bool:
-        """Whether no publication is under way, nobody waits for anything, and a timer is set."""
+        """Whether no publication is under way, nobody waits for anything, a timer is set, and no tree's root is above
+        this."""
         publishing = self.publishing
         if self._timer is None or publishing.order.waiting or publishing.order.locked():
             return False

@@ -54,8 +54,8 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop a BYE that has arrived but is unread when the sender
-    closes."""
+    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes,
+    such as its BYE."""
     socket = context.socket(zmq.DEALER)
     _configure(socket)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)

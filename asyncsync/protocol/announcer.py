@@ -57,13 +57,13 @@ class Announcer:
         self._membership.send(peer.route, last.instruction, last.payload)
 
     def _due(self, peer: Peer, first: Collection[str]) -> Parts:
-        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one of the models in
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in
         ``first``.
 
         The parts of one publication come together or not at all, and without those of any other: one that fails keeps
         nothing else from coming. What has failed is not sent again until there is something newer in its publication's
-        place. Where a newer publication has replaced a part, that one goes first: so nobody sees the remaining parts
-        without it.
+        place. Where a newer one has replaced a part, the newer goes first: so nobody sees what is left without that
+        part.
         """
         behind: dict[str, Target] = {}
         blocked: set[int] = set()

@@ -20,7 +20,7 @@ class Holdings:
     """What the models of one worker hold.
 
     Attributes:
-        held, versions: of each model, the newest applied update, and the version of the current epoch.
+        held, versions: of each model, the newest applied update, and the version of the current epoch that it holds.
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
         homes: per model, the slabs of failed updates in which some of its memory may lie.
         is_report_due: whether a leased slab has been released since the last report.

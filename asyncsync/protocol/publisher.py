@@ -35,7 +35,7 @@ __all__ = ["Publisher"]
 
 
 class Publisher:
-    """The sender's half of a bus; nothing is sent once it is ``fenced``, as it has met a newer trainer.
+    """The sender's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing.
 
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
     """

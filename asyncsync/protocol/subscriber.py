@@ -115,7 +115,7 @@ class Subscriber:
         self.reports.applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised: :meth:`Holdings.failed`."""
+        """Applying has raised; see :meth:`Holdings.failed`."""
         if staging.abandoned:
             return
         self.staged.finish(staging)
