@@ -23,17 +23,9 @@ CLEAN_DELAY = 0.002
 class Applying:
     """The updates of one receiver, from staged to applied.
 
-    Args:
-        link: the receiver's.
-        subscriber: its state machine.
-        gate: lets updates through when nobody reads the models.
-        transports: by model; they are cleaned afterwards.
-        show: called when models have a version.
-
-    Attributes:
-        manual: models whose updates wait for ``receive`` (``apply="on_receive"``).
-        wanted: those of them that somebody is receiving right now.
-        cascade: passes updates on.
+    ``manual`` has the models whose updates wait for ``receive`` (``apply="on_receive"``), ``wanted`` those of them that
+    somebody is receiving right now. ``show`` is called when models have a version; the transports are cleaned
+    afterwards.
     """
 
     def __init__(
@@ -81,10 +73,8 @@ class Applying:
             self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
 
     def _ready(self) -> list[Staging]:
-        """What is staged, without what is to wait for ``receive``.
-
-        An update may go before an older one that waits; what both bring, the older one then brings no more.
-        """
+        """What is staged, without what is to wait for ``receive``. An update may go before an older one that waits;
+        what both bring, the older one then brings no more."""
         ready: list[Staging] = []
         waiting: list[Staging] = []
         for staging in self._subscriber.staged:
@@ -100,10 +90,8 @@ class Applying:
         return any(m in self.manual and m not in self.wanted for m in staging.parts)
 
     def _pass(self, passing: list[Staging]) -> None:
-        """By the gate, in whatever thread: apply one after the other. One that fails keeps none of the others back.
-
-        After an interrupt, once more: then what is over already is left out.
-        """
+        """Called by the gate, in whatever thread: apply one after the other. One that fails keeps none of the others
+        back. After an interrupt the gate calls once more: then what is over already is left out."""
         for staging in passing:
             if not staging.over:
                 if staging.attempt():
@@ -111,10 +99,8 @@ class Applying:
                 staging.over = True
 
     def waits(self, models: Iterable[str]) -> bool:
-        """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to.
-
-        A reader may still come before they are applied: then they wait in their slot.
-        """
+        """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to. A
+        reader may still come before they are applied: then they wait in their slot."""
         if self._gate.readers or self._gate.pending or self.cascade.task is not None:
             return True
         return not self.manual.isdisjoint(models) or self.cascade.concerns(models)

@@ -78,23 +78,14 @@ class Carrier:
         return None
 
     def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
-        """Receiver: a slab for bytes that come as chunks, into a module whose Parameters may lie in it.
-
-        Args:
-            layout: of the slab.
-            pool: where it comes from, unless this has slabs for that.
-
-        Raises:
-            MemoryError: there is not enough.
-        """
+        """Receiver: a slab for bytes that come as chunks, into a module whose Parameters may lie in it. It is of
+        ``pool``, unless this carrier has slabs for that. Raises MemoryError if there is not enough."""
         return pool.acquire(layout)
 
     def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
-        """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else.
-
-        They are good for this update only; the next one with this descriptor has them at the same place, as long as
-        :meth:`attach` is not called for others in between. Raises what that raises.
-        """
+        """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else. They are
+        good for this update only; the next one with this descriptor has them at the same place, as long as
+        :meth:`attach` is not called for others in between. Raises what that raises."""
         return None
 
     @property

@@ -1,7 +1,7 @@
 """Cascade: a worker that serves workers of its own passes each update on before it counts as applied.
 
 A receiver's context with ``update_policy_weights_`` is called with every update that has gone through the gate, unless
-its attribute ``cascades`` is false by then: nobody is below it. The sender's ``send`` so returns when the whole tree
+its attribute ``cascades`` is false by then: nobody is below it. So the sender's ``send`` returns when the whole tree
 below has the weights, and a failure down there is this worker's.
 """
 
@@ -21,13 +21,10 @@ __all__ = ["Cascade"]
 
 
 class Cascade:
-    """The contexts of a receiver's models.
+    """The contexts of a receiver's models. While ``task`` is not None, it passes one update on.
 
     An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
     another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.
-
-    Attributes:
-        task: passes one update on; None: nothing is under way.
     """
 
     def __init__(self) -> None:
@@ -46,10 +43,8 @@ class Cascade:
         return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)
 
     def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
-        """Pass one update on; ``then`` is called on the loop with what ``update_policy_weights_`` raised, or None.
-
-        Each context is called once, with TensorDicts of its own. The slabs must stay as they are until ``then``.
-        """
+        """Pass one update on; ``then`` is called on the loop with what ``update_policy_weights_`` raised, or None. Each
+        context is called once, with TensorDicts of its own. The slabs must stay as they are until ``then``."""
         self.task = asyncio.get_running_loop().create_task(self._run(slabs, then))
 
     async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
@@ -90,7 +85,7 @@ class Cascade:
 
 
 def _has_workers(context: Any) -> bool:
-    # Asked for each update: a collector may be given its workers later.
+    # Read at each update: a collector may be given its workers later.
     return context is not None and bool(getattr(context, "cascades", True))
 
 

@@ -9,18 +9,14 @@ __all__ = ["Conditions", "Order"]
 
 
 class Conditions:
-    """Coroutines that wait until a predicate over the link's state holds.
-
-    Attributes:
-        waiters: the predicate of each that waits.
-    """
+    """Coroutines that wait until a predicate over the link's state holds. ``waiters`` has the predicate of each."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def notify(self) -> None:
-        """The state may have changed: ask every predicate, and wake those whose predicate holds."""
+        """The state may have changed: evaluate every predicate, and wake those whose predicate holds."""
         if not self.waiters:
             return
         for waiter, predicate in list(self.waiters.items()):
@@ -65,20 +61,13 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class Order(asyncio.Lock):
-    """A lock that coroutines get in the order in which they ask for it, within a time limit.
-
-    Attributes:
-        waiting: how many there are that have asked for it in vain so far.
-    """
+    """A lock that coroutines get in the order in which they request it, within a time limit. ``waiting`` counts those
+    that do not have it yet."""
 
     waiting = 0
 
     async def acquire_until(self, deadline: float) -> None:
-        """Acquire it, until a time of the loop's clock.
-
-        Raises:
-            TimeoutError: the others have had it for too long.
-        """
+        """Acquire it, until a time of the loop's clock; TimeoutError if the others have had it for too long."""
         if not self.waiting and not self.locked():
             await self.acquire()  # at once
             return

@@ -180,11 +180,8 @@ class BusCore:
         return self._shared(worker)
 
     def _shared(self, worker: int) -> BusCore:
-        """The one bus that all copies of this one share where they are this worker, in this process.
-
-        Raises:
-            ValueError: some of them are asynchronous, others blocking.
-        """
+        """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
+        if some of them are asynchronous, others blocking."""
         key = (self._uid, worker, os.getpid())
         shared = _receiving.get(key)
         if shared is None or shared._closed:
@@ -206,7 +203,7 @@ class BusCore:
         return twin
 
     def _look(self, function: Callable[[], T]) -> T:
-        """Look at the link's state, where it does not change meanwhile."""
+        """Read the link's state, where it does not change meanwhile."""
         return function()
 
     # -- links ------------------------------------------------------------------------------------------------------

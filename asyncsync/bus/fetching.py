@@ -17,16 +17,8 @@ FETCH_DEADLINE = 60.0
 
 
 class Fetches:
-    """One task per part that is being fetched.
-
-    Args:
-        subscriber: names what is to be fetched, and takes what has come.
-        changed: called after that.
-
-    Attributes:
-        transports: by model.
-        tasks: those that have not ended.
-    """
+    """One task per part that is being fetched; ``tasks`` has those that have not ended. ``transports`` are those of the
+    models, by name. ``changed`` is called when the subscriber has taken what has come."""
 
     def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:
         self.transports: dict[str, Carrier] = {}

@@ -39,18 +39,8 @@ TICK = 0.25  # whatever is due at a time is due within seconds: so much later do
 
 
 class Link(ABC):
-    """Base of the sender's and the receiver's link.
-
-    Attributes:
-        dropped: how many messages were dropped, by reason.
-
-    Args:
-        name: of the thread for copies.
-        descriptors: how many file descriptors its peers will take.
-
-    Raises:
-        NotConnected: there are not so many.
-    """
+    """Base of the sender's and the receiver's link. ``descriptors`` is how many file descriptors its peers will take:
+    raises NotConnected if there are not so many. ``dropped`` counts messages, by reason."""
 
     _at_exit: Finalize | None = None  # while it is open
 
@@ -72,8 +62,8 @@ class Link(ABC):
     def opened(self) -> None:
         """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
         _open.add(self)
-        # Before this process's children are joined, who may wait for us (and who run this, but not atexit); after
-        # asyncsync.runtime.loop_thread, which ends those on its loop in peace.
+        # Before this process's children are joined, which may wait for it, and which run this, but not atexit; after
+        # asyncsync.runtime.loop_thread, which shuts down those on its loop.
         self._at_exit = Finalize(None, _end_all, exitpriority=9)
 
     def until_the_loop_ends(self, end: Callable[[], Awaitable[None]]) -> None:
@@ -115,7 +105,7 @@ class Link(ABC):
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """Say BYE, close everything, release everything. Idempotent."""
+        """Send BYE, close everything, release everything. Idempotent."""
 
     @abstractmethod
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
@@ -143,7 +133,7 @@ class Link(ABC):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around every callback: an exception that escapes is a bug of ours, and must not leave callers waiting."""
+        """Around every callback: an exception that escapes is a bug of the bus, and must not leave callers waiting."""
         try:
             yield
         except Exception as error:
@@ -158,20 +148,15 @@ class Link(ABC):
             logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, error)
 
     def crash(self, error: BaseException) -> None:
-        """A bug of ours surfaced in a callback: no caller may wait for ever on it."""
+        """A bug of the bus surfaced in a callback: no caller may wait for ever on it."""
         if self.failure is None:
             self.failure = error
             logger.error("the bus has failed", exc_info=error)
         self.conditions.notify()
 
     def check(self) -> None:
-        """Raise what keeps this link from working.
-
-        Raises:
-            ClosedError: it was shut down.
-            RuntimeError: used from another process or event loop.
-            WeightSyncError: a callback has failed.
-        """
+        """Raise what keeps this link from working: ClosedError if it was shut down, RuntimeError if it is used from
+        another process or event loop, WeightSyncError if a callback has failed."""
         if self.pid != os.getpid():
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
         if self.closed:
@@ -210,11 +195,8 @@ class Link(ABC):
         return await finish(self.thread.submit(function))
 
     def cut(self, linger_ms: int) -> None:
-        """:meth:`shutdown` without the loop, which does not run and never will.
-
-        Args:
-            linger_ms: how long this may wait until the BYE has left.
-        """
+        """:meth:`shutdown` without the loop, which does not run and never will. Waits ``linger_ms`` at most until the
+        BYE has left."""
         if self.closed or self.is_inherited:
             return
         self.closed = True
@@ -226,7 +208,7 @@ class Link(ABC):
                 stack.callback(step)
 
     def _forget(self) -> None:
-        """It is ending: nobody else has to see to it."""
+        """The link is ending: nobody else has to see to that."""
         _open.discard(self)
         if self._at_exit is not None:
             self._at_exit.cancel()
@@ -259,7 +241,7 @@ async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGene
 
 
 def _end_all() -> None:
-    """The process ends: say goodbye to the other sides and remove our files, but do not keep it waiting."""
+    """The process ends: send BYE to the other sides and remove this process's files, but do not keep it waiting."""
     deadline = time.monotonic() + 2 * EXIT_SECONDS
     for link in [one for one in _open if not one.is_inherited]:
         seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))

@@ -19,7 +19,7 @@ ExtractAll = Callable[[], Mapping[str, Source]]
 
 
 class Member(Protocol):
-    """A scheme, as its bus sees it. Everything is called on the bus's event loop, unless it says otherwise."""
+    """A scheme, as its bus sees it. Everything is called on the bus's event loop, unless noted otherwise."""
 
     _bus: Any
     _own_bus: bool  # whether nobody else may join its bus

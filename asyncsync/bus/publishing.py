@@ -52,13 +52,7 @@ class _Job(NamedTuple):
 
 
 class Publishing:
-    """The publications of one link.
-
-    Args:
-        fast: its fast path, which every publication ends.
-        known: by model, the weights that have been sent.
-        pool: where slabs are taken from that no transport has a pool for.
-        depart: sends what is to be sent.
+    """The publications of one link; each ends its ``fast`` path.
 
     Attributes:
         origin: in a tree, returns the version at its root that what is published stands for.
@@ -110,11 +104,8 @@ class Publishing:
         """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
-        Unless ``at_once``, the announcement has still to :meth:`depart`.
-
-        Raises:
-            AckTimeout: all memory that a transport has for slabs is in use, and was until the deadline (by the loop's
-                clock).
+        Unless ``at_once``, the announcement has still to :meth:`depart`. Raises AckTimeout if all memory that a
+        transport has for slabs is in use until the deadline, a time of the loop's clock.
         """
         link, publisher = self._link, self._publisher
         try:
@@ -246,10 +237,8 @@ class Publishing:
         *,
         alone: bool = False,
     ) -> Slab:
-        """A slab for these weights, entered as a job: whatever happens, it is released with that.
-
-        ``alone``: it is the only one, and is packed before anybody else can run unless this waits.
-        """
+        """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
+        only one, and is packed before anybody else can run unless this waits."""
         self._pools.add(pool)
         known = self._known.get(model_id)
         memory = known.again(flat) if known is not None and alone else None

@@ -44,14 +44,10 @@ ENDING_SECONDS = 2.0
 
 
 class ReceiverLink(Link):
-    """Connects, feeds the subscriber, sends its answers.
+    """Connects, feeds the subscriber, sends its answers. ``side_channel`` is None until there has been one.
 
-    Attributes:
-        applying: how staged updates go through the gate.
-        receiving: how callers wait for them.
-        side_channel: None: there has been none yet.
-        shown: of each model, epoch and version of what it shows to its readers, and in a tree the version at its root
-            that this one stands for, else the same. Switched where the model is: under the gate.
+    ``shown`` has, of each model, epoch and version of what it shows to its readers, and in a tree the version at its
+    root that this one stands for, else the same. It is switched where the model is: under the gate.
     """
 
     def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
@@ -99,7 +95,7 @@ class ReceiverLink(Link):
 
     def _connected(self) -> None:
         if not is_trustworthy(self.endpoint):
-            # Without our HELLO, whoever answers there does not know our nonce, and is not listened to.
+            # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
             logger.error("%s is not this user's any more; not talking to whoever answers there", self.endpoint)
         elif self.subscriber.session.ended is None:
             self.subscriber.connected(self.loop.time())
@@ -302,7 +298,7 @@ class ReceiverLink(Link):
                 self.subscriber.close()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        # What the model has of the sender's memory stays, and the BYE says so: the model outlives this link.
+        # What the model has of the sender's memory stays, and the BYE reports it: the model outlives this link.
         return [self.subscriber.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
 
     def _say_goodbye(self) -> None:

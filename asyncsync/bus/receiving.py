@@ -23,16 +23,8 @@ Mark = tuple[Epoch, int]
 
 
 class Receiving:
-    """The waits of one receiver's callers.
-
-    Args:
-        applying: has to know what somebody is receiving right now.
-        endpoint: where the sender is, for error messages.
-        origin: the version at the root of a tree that these models show.
-
-    Attributes:
-        copying: how many copies are being made of received slabs.
-    """
+    """The waits of one receiver's callers. ``origin`` returns the version at the root of a tree that these models show;
+    ``copying`` counts the copies that are being made of received slabs."""
 
     def __init__(
         self,
@@ -67,12 +59,9 @@ class Receiving:
             self._applying.withdraw()
 
     async def connected(self, model_id: str, timeout: float) -> None:
-        """Wait for the sender's welcome, and for the initial weights if it has any.
-
-        Raises:
-            SchemaMismatch: the sender's weights do not fit the model.
-            NotConnected, Fenced, ClosedError: no sender in time, or it turned this worker away.
-        """
+        """Wait for the sender's welcome, and for the initial weights if it has any. Raises SchemaMismatch if these do
+        not fit the model; NotConnected, Fenced or ClosedError if no sender has come in time, or it turned this worker
+        away."""
         subscriber = self._subscriber
 
         def done() -> bool:
@@ -137,13 +126,9 @@ class Receiving:
     async def receive(
         self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
     ) -> Mark | None:
-        """The mark of an applied update newer than ``after``; None when the timeout expires.
-
-        ``left`` returns whether the caller was shut down, and the bus not.
-
-        Raises:
-            ClosedError, Fenced: nothing newer is there, and nothing will come.
-        """
+        """The mark of an applied update newer than ``after``; None when the timeout expires. Raises ClosedError or
+        Fenced if nothing newer is there, and nothing will come. ``left`` returns whether the caller was shut down, and
+        the bus not."""
         subscriber = self._subscriber
 
         def newer() -> bool:
@@ -162,12 +147,9 @@ class Receiving:
         return None
 
     async def current(self, model_id: str, timeout: float) -> Mark:
-        """Ask the sender what this worker should have, and wait until it has that.
-
-        Raises:
-            AckTimeout: no answer, or not applied, within the timeout.
-            SchemaMismatch, RemoteError, …: the update could not be applied here.
-        """
+        """Request what this worker should have, and wait until it has that. Raises AckTimeout without an answer, or
+        without having applied it, within the timeout; SchemaMismatch, RemoteError or the like if it could not be
+        applied here."""
         subscriber = self._subscriber
         deadline = self._link.loop.time() + timeout
         self._check_again(model_id)
@@ -205,12 +187,7 @@ class Receiving:
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
         """Wait until this worker has applied this version, or a newer one, of every one of these models that is to have
-        one.
-
-        Raises:
-            AckTimeout: not within the timeout.
-            ClosedError, Fenced: it will not come.
-        """
+        one. Raises AckTimeout; ClosedError or Fenced if it will not come."""
         subscriber = self._subscriber
 
         def done() -> bool:
@@ -226,12 +203,8 @@ class Receiving:
             raise self._ending()
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
-        """Wait until what these models show is at least this version of the root of the tree.
-
-        Raises:
-            AckTimeout: not within the timeout.
-            ClosedError, Fenced: it will not come.
-        """
+        """Wait until what these models show is at least this version of the root of the tree. Raises as
+        :meth:`wait_version`."""
         models = list(models)
         if not await self._link.wait(
             lambda: self._origin(models) >= version or self._subscriber.session.ended is not None, timeout

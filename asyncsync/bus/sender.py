@@ -40,17 +40,11 @@ BLOCKED_SECONDS = 1.0
 
 
 class SenderLink(Link):
-    """Binds, serves the workers, publishes.
+    """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
+    descriptors.
 
-    Attributes:
-        publisher: the state machine. It stands still while the fast path is on: :meth:`caught_up` ends that.
-        fast: the fast path.
-        publishing: how weights are published.
-        min_workers: how many workers an elastic sender needs.
-        pool: where slabs are taken from that no transport has a pool for.
-
-    Raises:
-        NotConnected: the endpoint is in use, or there are too few file descriptors.
+    The state machine, ``publisher``, stands still while the fast path is on: :meth:`caught_up` ends that. An elastic
+    sender needs ``min_workers``; ``pool`` has slabs for transports that have none.
     """
 
     def __init__(self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings) -> None:
@@ -104,7 +98,8 @@ class SenderLink(Link):
         return self.publisher
 
     def is_idle(self) -> bool:
-        """Whether no publication is under way and nobody waits for anything; and a timer is set."""
+        """Whether no publication is under way, nobody waits for anything, a timer is set, and no tree's root is above
+        this."""
         publishing = self.publishing
         if self._timer is None or publishing.order.waiting or publishing.order.locked():
             return False

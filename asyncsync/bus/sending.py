@@ -18,11 +18,8 @@ Workers = int | Iterable[int] | None
 
 
 async def extract(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
-    """Check and prepare; what is returned takes the sources' values when it is called.
-
-    Raises:
-        ValueError: unknown models or workers, or none at all; before anything is done.
-    """
+    """Check and prepare; what is returned takes the sources' values when it is called. Raises ValueError, before
+    anything is done, for unknown models or workers, or none at all."""
     if not weights.keys() <= bus._schemes.keys():
         unknown = sorted(weights.keys() - bus._schemes.keys())
         raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(bus._schemes)}")
@@ -37,11 +34,8 @@ async def _extract_in_order(
     bus: BusCore, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
 ) -> ExtractAll:
     """:func:`extract`, when those who called before have been prepared: whoever takes longer over that must not publish
-    what is older as the newer version. The next step keeps this order, if nothing is awaited in between.
-
-    Raises:
-        AckTimeout: the others have not been prepared within the timeout.
-    """
+    what is older as the newer version. The next step keeps this order, if nothing is awaited in between. Raises
+    AckTimeout if the others have not been prepared within the timeout."""
     try:
         await bus._preparing.acquire_until(asyncio.get_running_loop().time() + timeout)
     except TimeoutError:
@@ -71,7 +65,7 @@ async def publish_sources(
     *,
     at_once: bool = True,
 ) -> int:
-    """:func:`publish` of what has been prepared. ``at_once``: False: it has still to depart."""
+    """:func:`publish` of what has been prepared; unless ``at_once``, it has still to depart."""
     transports = {topic: bus._schemes[topic]._transport() for topic in topics}
     link = bus._sender()
     deadline = link.loop.time() + timeout
@@ -82,12 +76,8 @@ async def publish_sources(
 
 
 async def send(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers, timeout: float) -> int:
-    """:func:`publish`, and wait until the workers have applied it.
-
-    Raises:
-        NotConnected: nobody could; nothing was published.
-        PartialSendError: names each worker that has not, and why.
-    """
+    """:func:`publish`, and wait until the workers have applied it. Raises NotConnected, with nothing published, if
+    nobody could; PartialSendError, which names each worker that has not, and why."""
     link = bus._link
     is_free = not (bus._closed or bus._preparing.waiting or bus._preparing.locked())
     if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and is_free:
@@ -178,14 +168,8 @@ async def _wait_applied(
     *,
     spent: float = 0.0,
 ) -> None:
-    """Wait until these workers have applied at least this version. ``spent``: of the timeout, already.
-
-    If there is anything to wait for, and time, what is to be sent departs when all is ready to wait.
-
-    Raises:
-        PartialSendError: names each worker that has not, and why.
-        NotConnected: there is none that could.
-    """
+    """Wait until these workers have applied at least this version; raises as :func:`send`. ``spent``: of the timeout,
+    already. If there is anything to wait for, and time, what is to be sent departs when all is ready to wait."""
     publisher = link.caught_up()
     chosen = publisher.progress.targeted(version, models) if workers is None else workers
     if not chosen and (link.min_workers or publisher.num_workers is not None):
@@ -218,11 +202,8 @@ def _check_workers(link: SenderLink, workers: list[int] | None) -> list[int] | N
 
 
 def _check_quorum(link: SenderLink, models: Iterable[str]) -> None:
-    """Refuse to send to nobody.
-
-    Raises:
-        NotConnected: no worker has one of these models; of an elastic sender, fewer than ``min_workers`` have it.
-    """
+    """Raise NotConnected if no worker has one of these models; for an elastic sender, if fewer than ``min_workers``
+    have it."""
     publisher = link.publisher  # who is there, and with which models, does not change on the fast path
     for model_id in models:
         there = publisher.membership.eligible(model_id)

@@ -1,5 +1,4 @@
-"""Sharing: schemes that were constructed or pickled apart come onto one bus, so that one update can carry all their
-models."""
+"""Sharing: how schemes that were constructed or pickled apart come onto one bus."""
 
 from __future__ import annotations
 
@@ -12,20 +11,15 @@ __all__ = ["join_buses"]
 
 
 def join_buses(schemes: Iterable[Member]) -> Any:
-    """Move schemes that have a bus of their own onto one bus, before they are initialised.
+    """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
+    their models. All of them are blocking, or all asynchronous.
 
     The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled
     copies made from now on find each other in a worker; copies made earlier still have the address of old.
 
-    Args:
-        schemes: not initialised; all blocking, or all asynchronous.
-
-    Returns:
-        The common bus; None: there is none, because they share several buses already, or there are no schemes.
-
-    Raises:
-        ValueError: several explicit endpoints, or settings that one bus cannot have. Nothing was changed.
-        RuntimeError: a scheme is initialised or connected already.
+    Returns the common bus; None: there is none, because they share several buses already, or there are no schemes.
+    Raises, with nothing changed, ValueError for several explicit endpoints, or settings that one bus cannot have;
+    RuntimeError if a scheme is initialised or connected already.
     """
     schemes = list(schemes)
     for scheme in schemes:

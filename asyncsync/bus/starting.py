@@ -1,5 +1,4 @@
-"""Starting: how the schemes of a bus connect, how a sender waits for its workers, and what can be known of their
-processes meanwhile."""
+"""Starting: how the schemes of a bus connect, and what a sender can know of its workers' processes while it waits."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ async def connect(bus: BusCore, initial: Mapping[str, Extract | None], timeout: 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     for scheme in list(bus._schemes.values()):
-        # A receiver says hello with all its models before it waits for the first of them.
+        # A receiver's HELLO has all its models, before it waits for the first of them.
         scheme._register()
     for topic, scheme in list(bus._schemes.items()):
         remaining = max(0.0, deadline - loop.time())
@@ -56,14 +55,11 @@ async def wait_for_workers(
     deadline: float,
     processes: Iterable[Any] = (),
 ) -> None:
-    """Wait until the expected workers have these models and have applied what there is.
+    """Wait until the expected workers have these models and have applied what there is; until ``deadline``, by the
+    loop's clock, which the caller gave as ``timeout``; or until one of the workers' ``processes`` has ended.
 
-    Until ``deadline``, by the loop's clock, which the caller gave as ``timeout``, or until one of the workers'
-    ``processes`` has ended.
-
-    Raises:
-        PartialSendError: a worker cannot take the weights; nobody was given any.
-        NotConnected: not everybody was there in time; names who, and why.
+    Raises PartialSendError if a worker cannot take the weights: then nobody was given any; NotConnected, which names
+    who is missing and why, if not everybody was there in time.
     """
     publisher = link.caught_up()
     membership, progress = publisher.membership, publisher.progress
@@ -107,11 +103,7 @@ async def wait_for_workers(
 
 
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
-    """Refuse what is no process, before anything is begun.
-
-    Raises:
-        TypeError: names what is understood.
-    """
+    """Raise TypeError, which names what is understood, for what is no process, before anything is begun."""
     if not isinstance(processes, Iterable):
         raise TypeError(f"processes= takes several, in a list: [{processes!r}]")
     found = tuple(processes)

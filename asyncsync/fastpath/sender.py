@@ -8,7 +8,7 @@ same packet too (DONE). It listens to one worker at a time, first to the one tha
 by each would take the core from those that are not done.
 
 Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anything else happens to it (another
-message has come, a worker has gone, time has passed, somebody asks for the status), :meth:`FastSender.end` hands over
+message has come, a worker has gone, time has passed, somebody calls status()), :meth:`FastSender.end` hands over
 what it has missed: how many updates there were, and who has not answered the last. That is all there is to know, for
 the next version is published only when everybody has answered. From there on the publisher goes on by itself, and finds
 out what was lost as it always does.
@@ -75,12 +75,8 @@ class Shell(Protocol):
 class FastSender:
     """The fast path of one link: begins a :class:`SteadySender` where it can, and ends it before anything else happens.
 
-    Args:
-        known: by model, the weights that have been sent.
-        is_on: False: there is never any.
-
-    Attributes:
-        steady: None: the general way goes on.
+    ``known`` has, by model, the weights that have been sent. While ``steady`` is None, the general way goes on; without
+    ``is_on``, it always does.
     """
 
     def __init__(self, shell: Shell, known: dict[str, SourceCache], *, is_on: bool = True) -> None:
@@ -124,10 +120,8 @@ class FastSender:
     def publish(
         self, sources: Mapping[str, FlatWeights | Mapping[int, FlatWeights]], transports: Mapping[str, Slots]
     ) -> int | None:
-        """Publish for everybody, where :meth:`may_publish`; :meth:`complete` is to follow. Returns the version.
-
-        None: this is not for the fast path, and nothing was done.
-        """
+        """Publish for everybody, where :meth:`may_publish`; :meth:`complete` is to follow. Returns the version; None:
+        this is not for the fast path, and nothing was done."""
         if len(sources) != 1:
             return None
         ((model_id, flat),) = sources.items()
@@ -203,20 +197,11 @@ class FastSender:
 
 
 class SteadySender:
-    """The steady state of one model.
+    """The steady state of one model (:meth:`asyncsync.protocol.announcer.Announcer.steady`).
 
-    Args:
-        publisher: in the steady state (:meth:`asyncsync.protocol.announcer.Announcer.steady`).
-        model_id: the model.
-        known: the weights that have been sent.
-        slots: the newest version's slab, and the next one's; both with the caller's reference, and a descriptor.
-        workers: everybody, and their side channels.
-
-    Attributes:
-        version: the newest.
-        updates: how many there were.
-        waiting: who has not answered it.
-        waiter: to be woken when everybody has answered, or this has ended.
+    ``slots`` are the newest version's slab and the next one's, both with the caller's reference, and a descriptor.
+    ``updates`` counts the versions since the beginning; ``waiting`` has who has not answered the newest, and ``waiter``
+    is woken when everybody has, or when this has ended.
     """
 
     def __init__(

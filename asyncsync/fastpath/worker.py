@@ -49,15 +49,10 @@ def begin(
     window: Callable[[Part, Layout, bytes], memoryview | None],
     show: Show,
 ) -> None:
-    """Begin a steady state, if this AGAIN was applied at once, by copying a few bytes.
+    """Begin a steady state, if ``again``, the last instruction, was applied at once, by copying a few bytes.
 
-    Args:
-        subscriber: ends the steady state whenever anything else happens.
-        again: the last instruction.
-        gate: of the models.
-        goes_straight: whether updates of a model wait for readers only.
-        window: of a part and its layout, where the bytes are that another descriptor names.
-        show: called when the model has a version.
+    ``window`` returns, for a part and its layout, where the bytes are that another descriptor names. ``goes_straight``:
+    whether updates of a model wait for readers only. ``show`` is called when the model has a version.
     """
     if not subscriber.settings.fast or subscriber.fast_path is not None:
         return
@@ -75,7 +70,7 @@ def begin(
     try:
         slab = subscriber.pool.acquire(newest.layout)
     except (MemoryError, RuntimeError):  # torch raises the latter
-        return  # the next update tells the trainer, if it cannot be had then either
+        return  # if the next update cannot be had either, the trainer gets FAILED
     try:
         if binding.prepare(slab) is not binding.cached(slab):
             return
@@ -89,16 +84,11 @@ def begin(
 
 
 class SteadyWorker:
-    """The steady state of one model.
+    """The steady state of one model (:meth:`asyncsync.protocol.subscriber.Subscriber.steady`).
 
-    Args:
-        subscriber: in that state (:meth:`asyncsync.protocol.subscriber.Subscriber.steady`).
-        model_id: the model.
-        part: of the last update.
-        slabs: what holds that, and another one, each with the caller's reference and prepared for this model.
-        gate: the model's.
-        window: the bytes that a descriptor names, where they are; None: the general way finds them.
-        show: called when the model has a version.
+    ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
+    reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
+    the general way finds them.
     """
 
     def __init__(
@@ -145,10 +135,9 @@ class SteadyWorker:
     def take(self, packet: memoryview, now: float) -> bytes | None:
         """Apply what an AGAIN brings, and return the answer. None: it has to go the general way; nothing was done.
 
-        Raises:
-            Exception: it cannot be done; nothing was changed, unless copying bytes has failed. The general way is next.
-            BaseException: an interrupt. Half of it may be in the model, which nobody reads before the update, which is
-                staged then, has gone the general way.
+        An exception: it cannot be done, and nothing was changed, unless copying bytes has failed; the general way is
+        next. After an interrupt half of it may be in the model, which nobody reads before the update, which is staged
+        then, has gone the general way.
         """
         if len(packet) <= _AGAIN.size:
             return None

@@ -32,23 +32,18 @@ MOST_PLANS = 4
 
 
 class Binding:
-    """A receiver's model with the strategy that maps weights to it.
+    """A receiver's model with the strategy whose receiver half maps weights to it.
 
     Args:
-        model: module, TensorDict, dict of tensors, or None.
-        strategy: its receiver half converts.
         cast: convert dtypes where they differ, instead of refusing.
         inplace: copy into the model's own memory (default), or give its tensors new memory.
-        repoints: give a module's Parameters their memory in a slab that is theirs until the next update.
+        repoints: give a module's Parameters their memory in a slab that is theirs until the next update. As an
+            attribute: whether they may get it.
         apply: replaces the copy (a scheme's or strategy's overridden ``apply_weights``); called with a TensorDict that
             is its to keep.
 
-    Attributes:
-        bound: the model as updates see it; None: there is no model.
-        repoints: whether Parameters may get their memory in a slab.
-
     Raises:
-        TypeError: any other model.
+        TypeError: the model is no module, TensorDict, dict of tensors, or None.
         SchemaMismatch: a lazy module that is not initialised yet.
     """
 
@@ -85,12 +80,9 @@ class Binding:
         return self._converts and self._custom is None
 
     def check(self, layout: Layout) -> None:
-        """Compare a layout with the model, before any weights of it are sent.
-
-        Raises:
-            SchemaMismatch: with both key lists and their common prefix, or every differing shape and dtype.
-            Exception: whatever the strategy's ``convert`` raises.
-        """
+        """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
+        lists and their common prefix, or every differing shape and dtype; and whatever the strategy's ``convert``
+        raises."""
         if self.bound is None or self._custom is not None:
             return
         self.bound.refresh()
@@ -102,12 +94,9 @@ class Binding:
         self.bound.check_fit(specs, {dotted(p) for p in layout.value_paths})
 
     def prepare(self, slab: Slab) -> Prepared | None:
-        """Convert and check one update. The result may refer to views into the slab; None without a model.
-
-        Raises:
-            SchemaMismatch: tied parameters of the model would get two different values.
-            Exception: whatever the strategy's ``convert`` raises.
-        """
+        """Convert and check one update. The result may refer to views into the slab; None without a model. Raises
+        SchemaMismatch if tied parameters of the model would get two different values, and whatever the strategy's
+        ``convert`` raises."""
         if self._custom is not None:
             # The user's code may keep what it is given, and the slab will hold another version then.
             return CustomUpdate(self._custom, slab.copy().weights())

@@ -31,22 +31,16 @@ class BoundModel:
     """A model that updates are written to.
 
     Args:
-        model: module, TensorDict or dict.
         extract_as: whose names to use, those of ``"tensordict"`` or of ``"state_dict"``.
         cast: convert dtypes where they differ, instead of refusing.
         inplace: copy into the model's own memory, or give its tensors new memory.
         converted: what comes was made by a strategy's ``convert``.
 
     Attributes:
-        tensors: where the model has its tensors.
         plans: those of the latest layouts, by digest; a new table whenever the model is looked through anew.
-        is_repointed: whether some of the model's memory may be a slab's.
-        repointed: the tensors that got such memory.
+        is_repointed, repointed: whether some of the model's memory may be a slab's, and the tensors that got such
+            memory.
         repointing: how the last update came in, if it gave some tensors such memory.
-
-    Raises:
-        TypeError: any other model.
-        SchemaMismatch: a lazy module that is not initialised yet.
     """
 
     def __init__(
@@ -69,11 +63,8 @@ class BoundModel:
         self.plans = {}
 
     def check_fit(self, specs: Specs, values: Collection[str]) -> None:
-        """Compare tensors, by name, and the names of values with the model.
-
-        Raises:
-            SchemaMismatch: with both key lists and their common prefix, or every differing shape and dtype.
-        """
+        """Compare tensors, by name, and the names of values with the model. Raises SchemaMismatch, with both key lists
+        and their common prefix, or every differing shape and dtype."""
         own = self.tensors
         required = own.required
         if self._converted:
@@ -111,11 +102,8 @@ class BoundModel:
 class Repointing:
     """How an update came into a model of which some tensors lie in a slab: the next one may come the same way.
 
-    Args:
-        plan: of the update.
-        tensors: the model's.
-        moved: positions of those that got their memory in the slab; new memory is all that they need next time.
-        copied: positions of those that were copied to where they were.
+    ``moved`` and ``copied`` are positions in the plan: of those that got their memory in the slab, where new memory is
+    all that they need next time, and of those that were copied to where they were.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ _TICK = 0.05  # seconds after which a waiting reader looks again for readers tha
 
 
 class Writer:
-    """What writes the models, and who is told when it has."""
+    """What writes the models, and what is called when it has."""
 
     __slots__ = ("applied", "apply", "done", "frame", "thread")
 
@@ -60,11 +60,8 @@ class _Verdict(enum.Enum):
 
 
 class Gate:
-    """Counts the readers of a receiver's models and applies a pending update when there are none.
-
-    Args:
-        patience: seconds that an outermost reader waits while an update is pending, before AckTimeout.
-    """
+    """Counts the readers of a receiver's models and applies a pending update when there are none. ``patience``: seconds
+    that an outermost reader waits while an update is pending, before AckTimeout."""
 
     def __init__(self, *, patience: float = 30.0) -> None:
         self.patience = patience
@@ -109,14 +106,8 @@ class Gate:
     # Modules
 
     def attach(self, module: nn.Module) -> None:
-        """Count every call of a module as a reader, from the next call on.
-
-        Args:
-            module: an eager module; a second attach of the same one changes nothing.
-
-        Raises:
-            ValueError: the module is compiled or scripted, so that hooks would not run.
-        """
+        """Count every call of a module as a reader, from the next call on; a second attach of the same one changes
+        nothing. Raises ValueError if it is compiled or scripted, so that hooks would not run."""
         with self._mutex:
             self._handles += attach(self, module)
 
@@ -132,13 +123,11 @@ class Gate:
     def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         """Apply an update as soon as nobody reads: now, or when the last reader leaves, in that reader's thread.
 
-        An update that is still pending is replaced, and its `done` is never called.
-
-        Args:
-            update: writes the model. If it raises an Exception it is dropped; anything else (KeyboardInterrupt)
-                propagates, and no reader enters before this update, or a newer one, has been applied whole.
-            done: called with None or the Exception in the thread that applied, before readers enter again, so that
-                calls come in the order of the updates. What it raises is logged.
+        An update that is still pending is replaced, and its `done` is never called. If `update`, which writes the
+        model, raises an Exception, it is dropped; anything else (KeyboardInterrupt) propagates, and no reader enters
+        before this update, or a newer one, has been applied whole. `done` is called with None or the Exception in the
+        thread that applied, before readers enter again, so that calls come in the order of the updates. What `done`
+        raises is logged.
         """
         with self._mutex:
             self._update = Writer(update, done)
@@ -257,14 +246,9 @@ class Gate:
     # Readers
 
     def hold(self) -> Hold:
-        """A reader for `with` and `async with`.
-
-        A forward or hold inside it, also in a task or in asyncio.to_thread started inside, never waits.
-
-        Raises:
-            AckTimeout: on entering, if an update has been pending for `patience` seconds. Not on the loop thread.
-            RuntimeError: on entering a Hold that is open.
-        """
+        """A reader for `with` and `async with`. A forward or hold inside it, also in a task or in asyncio.to_thread
+        started inside, never waits. Entering it raises RuntimeError if it is open already; AckTimeout, but not on the
+        loop thread, if an update has been pending for `patience` seconds."""
         return Hold(self)
 
     def _admit(self, reader: Reader, *, join: bool) -> _Verdict:

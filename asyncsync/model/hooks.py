@@ -29,11 +29,7 @@ class CallCounter(Protocol):
 
 
 def attach(gate: CallCounter, module: nn.Module) -> list[RemovableHandle]:
-    """Count every call of a module, from the next call on; nothing changes if they are counted already.
-
-    Raises:
-        ValueError: the module is compiled or scripted, so that hooks would not run.
-    """
+    """Count every call of a module, from the next call on, as :meth:`asyncsync.model.gate.Gate.attach` describes."""
     scripted = isinstance(module, torch.jit.ScriptModule)
     if scripted or is_compiled(module):
         raise ValueError(

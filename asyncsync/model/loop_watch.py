@@ -5,7 +5,7 @@
         watch.look(now)                                 # at each call of the model
 
 On the loop's own thread, a worker that calls its model again and again and awaits nothing gets no update, and does not
-hear its trainer's goodbye. The test above is all that most calls pay.
+receive its trainer's BYE. The test above is all that most calls pay.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ __all__ = ["LoopWatch"]
 
 _log = logging.getLogger("asyncsync")
 SECONDS = 1.0  # without a turn of the loop, from one call to another
-PAUSE = SECONDS / 4  # between two looks: to ask the loop for a sign of life costs a microsecond
+PAUSE = SECONDS / 4  # between two looks: to have the loop call back costs a microsecond
 
 
 class LoopWatch:
-    """Whether the loop on which a gate's updates come in turns between calls of the model.
-
-    Attributes:
-        thread: the loop's; None: not bound yet.
-        next_look: when :meth:`look` is due, by time.monotonic().
-    """
+    """Whether the loop on which a gate's updates come in turns between calls of the model. Its ``thread`` is None until
+    it is bound; ``next_look`` is when :meth:`look` is due, by time.monotonic()."""
 
     __slots__ = ("_asked", "_loop", "next_look", "thread")
 
@@ -38,7 +34,7 @@ class LoopWatch:
         self.thread: int | None = None
         self.next_look = math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: float | None = None  # when the loop was asked for a sign of life that it has not given yet
+        self._asked: float | None = None  # since when the loop has been to call back
 
     def bind(self) -> None:
         """Watch the loop of the calling thread."""

@@ -29,21 +29,13 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class ModelTensors:
-    """Where a model has its tensors.
-
-    Args:
-        model: module, TensorDict or dict.
-        extract_as: whose names to use, those of ``"tensordict"`` or of ``"state_dict"``.
+    """Where a model has its tensors, under the names of ``extract_as``, ``"tensordict"`` or ``"state_dict"``.
 
     Attributes:
         owners: the location of every tensor, by its dotted name.
         extra_state: modules that take extra state, by the name of that.
         required: what an update must bring.
         ties: groups of names that share one tensor.
-
-    Raises:
-        TypeError: any other model.
-        SchemaMismatch: a lazy module that is not initialised yet.
     """
 
     def __init__(self, model: Any, extract_as: str) -> None:
@@ -143,10 +135,8 @@ class ModelTensors:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """The tensors of an update in order: their names, their locations in the model, and what they are.
-
-    ``ties`` are pairs of positions that are one tensor in the model.
-    """
+    """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
+    pairs of positions that are one tensor in the model."""
 
     model: ModelTensors
     names: list[str]

@@ -29,13 +29,8 @@ class ReaderGate(Protocol):
 
 
 class Reader:
-    """One reader inside, and the token by which readers nested in it are known.
-
-    Args:
-        gate: the gate.
-        frame: of the call of a module; None: a hold.
-        task: whose hold it is, if a task's.
-    """
+    """One reader inside, and the token by which readers nested in it are known: the call of a module with this
+    ``frame``; None: a hold, of this ``task`` if it is a task's."""
 
     __slots__ = ("frame", "gate", "is_abandoned", "key", "parent", "task", "thread")
 
@@ -78,11 +73,9 @@ def is_held_by_caller(gate: ReaderGate) -> bool:
 
 
 def is_finished(frame: FrameType | None) -> bool:
-    """Whether a call is over.
-
-    The interpreter refuses to clear a frame that still runs, in whatever thread or greenlet. Looking for the frame on
-    its thread's stack instead would race with a generator that yields meanwhile: its `f_back` is gone then.
-    """
+    """Whether a call is over. The interpreter refuses to clear a frame that still runs, in whatever thread or greenlet.
+    Looking for the frame on its thread's stack instead would race with a generator that yields meanwhile: its `f_back`
+    is gone then."""
     if frame is None:
         return False
     try:

@@ -115,12 +115,8 @@ class WeightStrategy:
 
 
 def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
-    """``strategy=`` of a scheme: a format's name, or a strategy object.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: neither.
-    """
+    """``strategy=`` of a scheme: a format's name, or a strategy object. Raises ValueError for an unknown name,
+    TypeError for anything else."""
     if isinstance(strategy, str):
         return WeightStrategy(strategy)
     if isinstance(strategy, WeightStrategy):
@@ -129,11 +125,8 @@ def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 
 
 def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
-    """What the strategy's sender half extracts, flattened.
-
-    Raises:
-        TypeError, ValueError: as :func:`asyncsync.weights.tree.flatten` and the strategy document.
-    """
+    """What the strategy's sender half extracts, flattened; raises as that and
+    :func:`asyncsync.weights.tree.flatten`."""
     flat = module_weights(strategy, source) if isinstance(source, nn.Module) else None
     return flatten(strategy.extract_weights(source)) if flat is None else flat
 

@@ -18,12 +18,8 @@ REMEDY = (
 
 
 def warn_of_calls_unseen(model: nn.Module, stacklevel: int) -> None:
-    """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by.
-
-    Args:
-        model: what the gate is about to be attached to.
-        stacklevel: of the caller's caller: 2 is the caller.
-    """
+    """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by. ``stacklevel``
+    is that of the caller's caller: 2 is the caller."""
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
     if getattr(forward, "__func__", None) is nn.Module.forward and not isinstance(model, TensorDictBase):

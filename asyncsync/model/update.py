@@ -37,11 +37,8 @@ class Prepared(Protocol):
         time. False: it takes more, and nothing was done."""
 
     def resolve(self) -> None:
-        """Find the destinations and check them once more; nothing is changed yet.
-
-        Raises:
-            SchemaMismatch: the model has changed since the layout was accepted.
-        """
+        """Find the destinations and check them once more; nothing is changed yet. Raises SchemaMismatch if the model
+        has changed since the layout was accepted."""
 
     def apply(self) -> None:
         """Copy. Nothing that :meth:`resolve` could have seen fails here."""
@@ -54,14 +51,11 @@ class ModelUpdate:
     """An update that is copied into a model's tensors, or gives them new memory.
 
     Args:
-        model: what is updated.
-        plan: the model's tensors that are written, in order.
-        sources: what they get.
-        states: extra state that is a tensor, by name.
-        values: extra state that is a msgpack value, by name.
+        plan, sources: the model's tensors that are written, in order, and what they get.
+        states, values: extra state that is a tensor, or a msgpack value, by name.
         slab: where Parameters may get their memory; None: nowhere.
-        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: it
-            takes more than to copy bytes.
+        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: it takes
+            more than to copy bytes.
 
     Attributes:
         is_simple: the same may be done whenever the slab holds another version.
@@ -304,23 +298,15 @@ class CustomUpdate:
 
 
 def prepare_tensors(model: BoundModel, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> ModelUpdate:
-    """An update with tensors that are at hand, by their dotted names, and may not fit at all.
-
-    Raises:
-        SchemaMismatch: they do not fit.
-    """
+    """An update with tensors that are at hand, by their dotted names; raises SchemaMismatch if they do not fit."""
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
 
 
 def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) -> None:
-    """Check, then apply weights that are at hand, whole or not at all.
-
-    Raises:
-        TypeError: no model to apply them to.
-        SchemaMismatch: nothing was changed.
-    """
+    """Check, then apply weights that are at hand, whole or not at all. Raises TypeError if there is no model to apply
+    them to, SchemaMismatch if they do not fit it."""
     if model is None:
         raise TypeError("there is no model to apply the weights to")
     tensors = {dotted(p): t for p, t in flat.tensors.items()}

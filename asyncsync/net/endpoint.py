@@ -40,15 +40,8 @@ def draw_endpoint() -> str:
 
 
 def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
-    """Refuse an address that cannot work or is not safe, before anything is bound.
-
-    Args:
-        endpoint: ``ipc:///path`` or ``tcp://host:port``.
-        allow_plaintext: accept addresses beyond this host without encryption.
-
-    Raises:
-        ValueError: names what is wrong with the address and the remedy.
-    """
+    """Refuse an address that cannot work or is not safe, before anything is bound: the ValueError names what is wrong
+    with it, and the remedy. ``allow_plaintext`` accepts addresses beyond this host without encryption."""
     if not isinstance(endpoint, str):
         raise TypeError(f"an endpoint is a string such as 'ipc:///absolute/path', not {endpoint!r}")
     if endpoint.startswith("ipc://"):
@@ -121,13 +114,10 @@ def side_channel_path(endpoint: str) -> Path | None:
 
 
 class EndpointLock:
-    """Exclusive ownership of an ipc path, until released or until this process dies.
+    """Exclusive ownership of an ipc path, until released or until this process dies. ``beside`` has further files that
+    the owner has made there, to be removed with the path.
 
-    Raises:
-        NotConnected: another live process has bound the path, or no file can be made there.
-
-    Attributes:
-        beside: further files that the owner has made there, to be removed with the path.
+    Raises NotConnected if another live process has bound the path, or no file can be made there.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -171,7 +161,7 @@ class EndpointLock:
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     self._lock.unlink()
                     raise FileExistsError(f"{path} is there already, and is no socket")
-                path.unlink()  # left behind by a killed predecessor: the lock says that nobody listens there
+                path.unlink()  # left behind by a killed predecessor: who has the lock knows that nobody listens there
 
     def release(self) -> None:
         """Remove the path, its lock, and the private directory; idempotent."""
@@ -187,7 +177,7 @@ class EndpointLock:
                 self._path.parent.rmdir()
 
     def disown(self) -> None:
-        """Close the descriptor only; in a forked child, it would keep the lock beyond the parent's death."""
+        """Close the descriptor only: in a forked child it would keep the lock beyond the parent's death."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -206,7 +196,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 @atexit.register
 def _release_all() -> None:
-    """Nothing is left behind by a program that forgets shutdown()."""
+    """A program that forgets shutdown() leaves nothing behind."""
     for lock in list(_locks):
         lock.release()
 
@@ -217,7 +207,7 @@ def _lock(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The holder before us may have removed the file between our open and our lock.
+            # The holder before this one may have removed the file between open() and flock().
             if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
                 return descriptor
         except BlockingIOError:

@@ -35,14 +35,8 @@ SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 
 
 class MemoryPlace(NamedTuple):
-    """Where other processes find a memory file.
-
-    Attributes:
-        pid: of its owner.
-        number: the owner's file descriptor.
-        device, inode: of the file, which tell whether the descriptor is still that of this file.
-        size: in bytes.
-    """
+    """Where other processes find a memory file: the pid of its owner, the owner's file descriptor, and the size in
+    bytes. ``device`` and ``inode`` tell whether the descriptor is still that of this file."""
 
     pid: int
     number: int
@@ -59,12 +53,8 @@ class MemoryPlace(NamedTuple):
 
 def create(size: int, *, reserved: bool = True) -> int:
     """The descriptor of a new memory file, all of whose pages are there; ``reserved=False``: each comes when it is
-    written.
-
-    Raises:
-        WeightSyncError: this system has none, or there are too few file descriptors.
-        MemoryError: there is not so much memory.
-    """
+    written. Raises WeightSyncError if this system has none, or there are too few file descriptors; MemoryError if there
+    is not so much memory."""
     if sys.platform != "linux":
         raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
     if why := shortage(2):  # the file's, and its mapping's
@@ -91,7 +81,6 @@ def create(size: int, *, reserved: bool = True) -> int:
 
 
 def no_memory(size: int, error: Exception) -> MemoryError:
-    """What is raised when the system refuses memory."""
     return MemoryError(
         f"no shared memory for a slot of {size} bytes: {error}. One is needed for each version that is in use at once, "
         "usually two: look at the memory limit of this process or container"
@@ -100,11 +89,7 @@ def no_memory(size: int, error: Exception) -> MemoryError:
 
 def seal(number: int, *, against_writing: bool = False) -> None:
     """Make sure that nobody resizes the file: reading a mapping of a file that was cut kills the process.
-
-    Args:
-        number: its descriptor.
-        against_writing: nobody writes it either, except by mappings that are there already.
-    """
+    ``against_writing``: nobody writes it either, except by mappings that are there already."""
     if not hasattr(os, "memfd_create"):
         return
     seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
@@ -118,17 +103,8 @@ def seal(number: int, *, against_writing: bool = False) -> None:
 
 
 def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = False) -> int:
-    """A descriptor of another process's memory file.
-
-    Args:
-        place: where it is.
-        whose: "the sender's", for messages.
-        remedy: what to do if it cannot be opened, for messages.
-        writable: to write it, too.
-
-    Raises:
-        WeightSyncError: it is not there any more, this process may not open it, or it could be cut.
-    """
+    """A descriptor of another process's memory file. Raises WeightSyncError if it is not there any more, this process
+    may not open it, or it could be cut. ``whose``, such as "the trainer's", and ``remedy`` are for its message."""
     path = f"/proc/{place.pid}/fd/{place.number}"
     access = os.O_RDWR if writable else os.O_RDONLY
     try:

@@ -1,8 +1,5 @@
-"""Packets: a message of the side channel, in one piece.
-
-A packet is the number of payload frames, their lengths, the frames, and the instruction's header: as large as what is
-left.
-"""
+"""Packets: a message of the side channel, in one piece: the number of payload frames, their lengths, the frames, and
+the instruction's header, which is as large as what is left."""
 
 from __future__ import annotations
 
@@ -44,12 +41,8 @@ def join(frames: Sequence[Buffer]) -> list[Buffer]:
 
 
 def split(packet: memoryview) -> list[memoryview]:
-    """The message in a packet: views of its header and payload frames.
-
-    Raises:
-        LimitExceeded: longer than any of ours.
-        ProtocolError: anything else that :func:`join` does not make.
-    """
+    """The message in a packet: views of its header and payload frames. Raises LimitExceeded for more bytes than a
+    packet can have, ProtocolError for anything else that :func:`join` does not make."""
     size = len(packet)
     if size > MAX_PACKET:
         raise LimitExceeded(f"a packet of more than {MAX_PACKET} bytes")
@@ -69,11 +62,8 @@ def split(packet: memoryview) -> list[memoryview]:
 
 
 def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
-    """The instruction in a packet and its payload frames: views, good as long as the packet.
-
-    Raises:
-        LimitExceeded, ProtocolError: malformed, or no instruction that goes by the side channel.
-    """
+    """The instruction in a packet and its payload frames: views, good as long as the packet. Raises LimitExceeded or
+    ProtocolError if it is malformed, or no instruction that goes by the side channel."""
     if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
         return decode_fixed(packet[1:], ())  # one of those that come by the side channel
     instruction, payload = decode(split(packet))

@@ -1,7 +1,5 @@
 """Processes of this host: which one this is, when another one ends, and how many file descriptors this one has left.
-
-What would take the last descriptors is refused, because at the limit libzmq aborts the process.
-"""
+What would take the last descriptors is refused, because at the limit libzmq aborts the process."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def this_process() -> Identity:
 
 
 class ProcessWatch:
-    """Tells at once when a process of this host ends (``pidfd_open``)."""
+    """Notices at once when a process of this host ends, by ``pidfd_open``."""
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -49,7 +47,7 @@ class ProcessWatch:
 
     @property
     def is_watching(self) -> bool:
-        """False where the end of the process would not be noticed: a sandbox forbids it, say, or it is this process."""
+        """False where the end of the process would not be noticed: a sandbox forbids it, or it is this process."""
         return self._descriptor >= 0
 
     def _open(self) -> None:
@@ -80,7 +78,7 @@ class ProcessWatch:
 
 
 def free_descriptors() -> int:
-    """How many file descriptors this process may still open; very many where that cannot be told."""
+    """How many file descriptors this process may still open; very many where that is unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

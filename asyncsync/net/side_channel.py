@@ -9,7 +9,7 @@ breaks, or its buffer is full, everything goes through ZeroMQ, as does what is t
 introduces itself with the nonce of its incarnation; the sender ties the side channel to that peer and answers with a
 greeting, or hangs up. Until the greeting has come the receiver writes nothing else. Both check who is at the other end
 (``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver closes its side channel too, and
-opens another one with the next WELCOME. That a side channel ends means nothing else: ``pidfd`` tells of deaths.
+opens another one with the next WELCOME. That a side channel ends means nothing else: ``pidfd`` reports ended processes.
 
 **Order.** Only what :mod:`asyncsync.net.packets` lists goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH,
 STAGED, APPLIED, DONE, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need
@@ -17,7 +17,7 @@ not, because:
 
 - What goes through ZeroMQ never overtakes what has gone by the side channel: a packet is in the other's buffer when the
   sending call returns, and each side empties the side channel before it handles a message from ZeroMQ. So BYE comes
-  after the UPDATE or APPLIED that was sent before it, and a PONG never knows less than the trainer has heard.
+  after the UPDATE or APPLIED that was sent before it, and a PONG reports no less than what has come before it.
 - An UPDATE by the side channel may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the
   worker has accepted already, and the sender does not use the side channel between a HELLO and its READY (so not for
   another epoch either) or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or
@@ -69,16 +69,10 @@ Crash = Callable[[BaseException], None]
 class SideChannel:
     """One connection, served by callbacks of the running loop.
 
-    Args:
-        connection: connected, not blocking; closed by :meth:`close`.
-        buffer: where packets are received; may be shared by the side channels of one loop.
-        ended: called when the other side has closed the side channel, or it has broken.
-        crash: called with an exception that escapes from ``receive``.
-
-    Attributes:
-        receive: called with each packet; the view is good for the time of the call.
-        open: whether both sides have introduced themselves, so that :meth:`send` may be called.
-        sent: messages sent, but for those that the fast path writes.
+    ``connection`` does not block; :meth:`close` closes it. The side channels of one loop may share the ``buffer``.
+    ``ended`` is called when the other side has closed the side channel, or it has broken; ``receive`` with each packet,
+    a view that is good for the time of the call. :meth:`send` may be called once it is ``open``: both sides have
+    introduced themselves. ``sent`` does not count what the fast path writes.
     """
 
     receive: Receive
@@ -173,16 +167,10 @@ class SideChannel:
 
 
 class SideChannels:
-    """The sender's end: a socket that listens, and the side channels of those who have introduced themselves.
+    """The sender's end: a socket that listens, and the side channels of those who have introduced themselves, by nonce.
 
-    Args:
-        path: where to listen; None, or where that cannot be: there are no side channels.
-        introduce: takes a receiver's nonce, returns what is to be called with its packets; None turns it away.
-        crash: called with an exception that escapes from a callback.
-
-    Attributes:
-        path: None if nothing is listened to.
-        of: the side channels, by the nonce of the receiver.
+    ``introduce`` takes a receiver's nonce, and returns what is to be called with its packets; None turns it away.
+    ``path`` is None if nothing is listened to: none was given, or no socket can be made there.
     """
 
     def __init__(self, path: Path | None, introduce: Callable[[bytes], Receive | None], crash: Crash) -> None:
@@ -265,7 +253,7 @@ class SideChannels:
 
 
 def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideChannel | None:
-    """A receiver's side channel; None if there is nothing to connect to. :attr:`SideChannel.open` is true once the
+    """A receiver's side channel; None if there is nothing to connect to. It is :attr:`~SideChannel.open` once the
     sender has agreed."""
     connection = _socket(path)
     if connection is None:

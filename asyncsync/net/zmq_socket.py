@@ -1,8 +1,8 @@
 """ZeroMQ sockets on an event loop.
 
 :class:`LoopSocket` is a plain ``zmq.Socket`` whose file descriptor the loop watches: there is no ``recv`` that a
-cancellation could lose a message from, and no helper task. The descriptor is edge-triggered, so it is drained until
-nothing is left, and looked at again after each send.
+cancellation could lose a message from, and no helper task. The descriptor is edge-triggered, so the socket is drained
+until nothing is left, and checked again after each send.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes
-    (its BYE)."""
+    """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes,
+    such as its BYE."""
     socket = context.socket(zmq.DEALER)
     _configure(socket)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -68,9 +68,6 @@ class Bound:
     there: it would keep the port, and the workers from hearing of it, beyond this process's end.
 
     They are libzmq's own, which has no name for them; but whatever has this address has it from this socket.
-
-    Args:
-        bound: to one address.
     """
 
     def __init__(self, bound: zmq.Socket[bytes]) -> None:
@@ -128,13 +125,9 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 class LoopSocket:
-    """A ZeroMQ socket served by callbacks of the running loop.
-
-    Args:
-        socket: bound or connected by the caller; closed by :meth:`close`.
-        receive: called with the frames of each message.
-        crash: called with an exception that escapes from ``receive``.
-    """
+    """A ZeroMQ socket served by callbacks of the running loop. The caller has bound or connected it; :meth:`close`
+    closes it. ``receive`` is called with the frames of each message, ``crash`` with an exception that escapes from
+    it."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], receive: Callable[[list[Any]], None], crash: Callable[[BaseException], None]
@@ -178,18 +171,15 @@ class LoopSocket:
                 self._receive(frames)
                 del frame, frames
         except zmq.Again:
-            pass  # the events spoke of a message that is not whole yet
+            pass  # the events announced a message that is not whole yet
         except Exception as error:
             self._crash(error)
         finally:
             self._draining = False
 
     def send(self, frames: Sequence[Any]) -> int:
-        """Send without waiting, to be followed by :meth:`flushed`; views of large memory are not copied.
-
-        Returns:
-            0, or ``zmq.EAGAIN`` (the queue is full, or nobody is connected), or ``zmq.EHOSTUNREACH`` (no such peer).
-        """
+        """Send without waiting, to be followed by :meth:`flushed`; views of large memory are not copied. Returns 0, or
+        ``zmq.EAGAIN`` if the queue is full or nobody is connected, or ``zmq.EHOSTUNREACH`` if there is no such peer."""
         socket = self._socket
         last = len(frames) - 1
         try:

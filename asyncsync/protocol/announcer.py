@@ -18,9 +18,8 @@ __all__ = ["Announcer"]
 class Announcer:
     """Announces updates to workers.
 
-    Attributes:
-        last: the newest announcement; None: there is none, or it must not be used any more.
-        serial: of the last UPDATE or AGAIN.
+    ``last`` is the newest announcement; None: there is none, or it must not be used any more. ``serial`` is that of the
+    last UPDATE or AGAIN.
     """
 
     def __init__(self, membership: Membership, targets: Targets, leases: Leases) -> None:
@@ -58,11 +57,13 @@ class Announcer:
         self._membership.send(peer.route, last.instruction, last.payload)
 
     def _due(self, peer: Peer, first: Collection[str]) -> Parts:
-        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one of these models.
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in
+        ``first``.
 
         The parts of one publication come together or not at all, and without those of any other: one that fails keeps
         nothing else from coming. What has failed is not sent again until there is something newer in its publication's
-        place. Where a newer one has replaced a part, that goes first: so nobody sees what is left without it.
+        place. Where a newer one has replaced a part, the newer goes first: so nobody sees what is left without that
+        part.
         """
         behind: dict[str, Target] = {}
         blocked: set[int] = set()
@@ -142,14 +143,9 @@ class Announcer:
     ) -> None:
         """Take over from the fast path, which has gone on from :meth:`steady` without this.
 
-        Args:
-            model_id: the model.
-            slab: the newest version, with the caller's reference.
-            updates: how many there were, each of the next version and serial number.
-            peers: the workers; everybody has applied all of them, but for the newest:
-            waiting: who has not acknowledged that.
-            unsent: to whom it has yet to be announced.
-            now: when it was published.
+        There were ``updates`` of them, each of the next version and serial number; ``slab`` is the newest, with the
+        caller's reference, published at ``now``. All ``peers`` have applied all of them, but for the newest: those in
+        ``waiting`` have not acknowledged that, and to those in ``unsent`` it has yet to be announced.
         """
         version, serial = self._targets.version + updates, self.serial + updates
         assert self.last is not None

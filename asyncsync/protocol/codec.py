@@ -1,11 +1,11 @@
 """Instructions as bytes: msgpack headers, validated field by field.
 
 A message is a header frame, ``[protocol, kind, field, …]``, and payload frames. The decoder accepts what the encoder
-produces and raises :class:`ProtocolError` (or its subclass :class:`LimitExceeded`) for everything else; nothing is
-allocated on the word of a peer, there is no pickle and no msgpack ext type.
+produces and raises :class:`ProtocolError` for everything else; nothing is allocated on the word of a peer, there is no
+pickle and no msgpack ext type.
 
-AGAIN and DONE, of which a training loop's updates mostly consist, have a fixed form and no msgpack. Their first byte is
-one that begins no msgpack value, the second is the instruction's kind, the epoch follows.
+AGAIN and DONE, of which a training loop's updates mostly consist, have a fixed form without msgpack. Their first byte
+begins no msgpack value, the second is the instruction's kind, the epoch follows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PART = _values(Part)
 
 
 def encode(instruction: Instruction) -> bytes:
-    """The header frame of an instruction. Text that is no Unicode (a file's name in a message, say) is mended."""
+    """The header frame of an instruction. Text that is no Unicode, such as a file's name in a message, is mended."""
     if isinstance(instruction, Done):
         return encode_done(instruction.epoch, instruction.serial)
     if isinstance(instruction, Again):
@@ -76,12 +76,8 @@ def encode(instruction: Instruction) -> bytes:
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
-    """An instruction and its payload frames, from an untrusted peer.
-
-    Raises:
-        LimitExceeded: too large, too deep, too many frames or entries.
-        ProtocolError: anything else that no correct peer sends.
-    """
+    """An instruction and its payload frames, from an untrusted peer. Raises LimitExceeded where something is too large,
+    too deep or too often there, ProtocolError for anything else that no correct peer sends."""
     if not frames:
         raise ProtocolError("an empty message")
     if len(frames) > MAX_FRAMES:
@@ -92,7 +88,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     if len(header) > 1 and header[0] == FIXED:
         return decode_fixed(header, frames[1:])
     try:
-        # In a small header even nested, lying counts cannot make the decoder allocate much.
+        # In a small header not even nested false counts can make the decoder allocate much.
         if len(header) <= _SMALL_HEADER:
             raw = _unpack_small(header)
         else:
@@ -169,13 +165,11 @@ def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
 
 
 def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
-    """The header of an AGAIN with these fields."""
     length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
     return _AGAIN.pack(FIXED, _AGAIN_KIND, *epoch, serial, since, version, length) + tail
 
 
 def encode_done(epoch: Epoch, serial: int) -> bytes:
-    """The header of a DONE with these fields."""
     return _DONE.pack(FIXED, _DONE_KIND, *epoch, serial)
 
 

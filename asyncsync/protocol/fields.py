@@ -1,7 +1,5 @@
 """Single fields of a message: their limits, and their types, whose annotation is the check when one comes from a peer.
-
-A check returns the field, or raises :class:`ProtocolError`.
-"""
+A check returns the field, or raises :class:`ProtocolError`."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def show(raw: Any) -> str:
 
 
 def build(cls: Any, raw: Any) -> Any:
-    """An object of a dataclass, from a list of its fields, of which each is checked as its annotation says."""
+    """An object of a dataclass, from a list of its fields, of which each is checked by its annotation."""
     checks = _checks(cls)
     if not isinstance(raw, list) or len(raw) != len(checks):
         raise ProtocolError(f"{cls.__name__} takes {len(checks)} fields, not {show(raw)}")
@@ -121,7 +119,7 @@ def _in_use(raw: Any) -> tuple[tuple[str, int], ...]:
 
 
 _u64, _number, _name = integer(), integer(1), text(MAX_NAME)
-# Half of what fits: a trainer that starts again takes one more than the highest that it hears of.
+# Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
 _start = integer(0, MAX_START)
 
 Boolean = Annotated[bool, _boolean]

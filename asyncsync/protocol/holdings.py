@@ -19,16 +19,11 @@ Held = tuple[Epoch, int, Slab]
 class Holdings:
     """What the models of one worker hold.
 
-    Args:
-        pool: for copies.
-
     Attributes:
-        held: of each model, the newest applied update.
-        versions: of each model, the version of the current epoch that it holds.
-        error: per model, the last update that could not be applied.
+        held, versions: of each model, the newest applied update, and the version of the current epoch that it holds.
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
         homes: per model, the slabs of failed updates in which some of its memory may lie.
-        is_report_due: whether a leased slab has been let go of since the last report.
+        is_report_due: whether a leased slab has been released since the last report.
         copies_later: whether there may be something to :meth:`copy_out`.
     """
 
@@ -70,7 +65,7 @@ class Holdings:
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
         for model_id, part in staging.parts.items():
-            # It had got so far, and the model's memory may be here until an update succeeds.
+            # Applying had got so far, and the model's memory may be in this slab until an update succeeds.
             if part.slab.holds_parameters:
                 if part.slab.holds_all_parameters:
                     self._move_out(model_id, (staging.epoch, part.version))
@@ -99,7 +94,6 @@ class Holdings:
     # -- leases -----------------------------------------------------------------------------------------------------
 
     def lease(self, part: Part, slab: Slab) -> None:
-        """A leased slab has come."""
         # By the trainer's name for the model: a worker's own name for it may change when another model joins.
         self.leased[part.model_id, part.version] = slab
         slab.on_release = self._released
@@ -108,11 +102,8 @@ class Holdings:
         self.is_report_due = True
 
     def report(self, awaited: Iterable[Part]) -> InUse:
-        """Which leased slabs are in use here; see :mod:`asyncsync.protocol.leases`.
-
-        Args:
-            awaited: parts that are fetched. They count as if they were here: they may be granted already.
-        """
+        """Which leased slabs are in use here; see :mod:`asyncsync.protocol.leases`. Parts that are ``awaited``, because
+        they are fetched, count as if they were here: they may be granted already."""
         self.is_report_due = False
         if self.leased:
             self.leased = {key: slab for key, slab in self.leased.items() if slab.is_used}
@@ -148,7 +139,7 @@ class Holdings:
         return mine
 
     def close(self) -> None:
-        """Let go of all slabs."""
+        """Release all slabs."""
         for _, _, slab in self.held.values():
             slab.release()
         self.held.clear()

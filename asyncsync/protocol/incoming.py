@@ -23,12 +23,10 @@ FRUITLESS_RESTARTS = 3
 class IncomingUpdate:
     """An announced update whose bytes are arriving, if they have not come with it.
 
-    Attributes:
-        slabs: one per part, owned until :meth:`take`.
-        awaited: the indices of parts that are read in place, fetched and not granted yet.
-        received: how many bytes have come, of the parts laid end to end. What comes behind a gap is sent again with it.
-        granted: bytes for which the trainer has credit.
-        restarts, fruitless: how often the rest was fetched again, in all and since something came.
+    It owns its ``slabs``, one per part, until :meth:`take`. ``awaited`` has the indices of parts that are read in
+    place, fetched and not granted yet. ``received`` counts the bytes that have come, of the parts laid end to end: what
+    comes behind a gap is sent again with it. ``granted`` is up to where the trainer has credit. ``restarts`` and
+    ``fruitless`` count how often the rest was fetched again, in all and since something came.
     """
 
     def __init__(
@@ -90,11 +88,8 @@ class IncomingUpdate:
         return self.streaming and now >= self.last_progress + patience
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Put a piece where it belongs; False if it was there already, or something before it is missing.
-
-        Raises:
-            ProtocolError: it does not fit into the part, or its checksum is wrong. Nothing was written.
-        """
+        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
+        ProtocolError, with nothing written, if it does not fit into the part, or its checksum is wrong."""
         if part >= len(self.parts) or offset + len(data) > self.parts[part].streamed:
             raise ProtocolError(f"a chunk of {len(data)} bytes at {offset} of part {part} does not fit")
         if crc is not None and zlib.crc32(data) != crc:
@@ -126,18 +121,10 @@ class IncomingUpdate:
 class Incoming:
     """The bytes that come in, of one update at a time.
 
-    Args:
-        attach: brings the slab of a part with a descriptor at once, or None: then it is one of :attr:`fetches`.
-        copy: copies a slab.
-        send: sends an instruction.
-        complete: called with serial, parts and slabs of an update that is complete.
-        failed: called with serial and parts of an update that cannot be completed, and why.
-
-    Attributes:
-        update: the one whose bytes are missing.
-        fetches: ``(serial, index, part, slab)`` to be fetched by the part's descriptor; ends in :meth:`fetched`.
-        bytes_received: of all updates.
-        acquire: a slab for the bytes of a part.
+    ``attach`` brings the slab of a part with a descriptor at once, or returns None: then ``(serial, index, part,
+    slab)`` joins :attr:`fetches`, and ends in :meth:`fetched`. ``complete`` is called when an update is complete,
+    ``failed`` when it cannot be completed. :attr:`update` is the one whose bytes are missing; :attr:`acquire` brings a
+    slab for the bytes of a part.
     """
 
     def __init__(
@@ -177,14 +164,9 @@ class Incoming:
         *,
         copies_first: bool,
     ) -> IncomingUpdate:
-        """What an UPDATE has brought, which is to :meth:`begin`. Changes nothing else.
-
-        ``copies_first``: copy at once what could be applied where it is, and copied out then.
-
-        Raises:
-            ProtocolError: malformed.
-            Exception: there is no memory, or no access to the sender's.
-        """
+        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. ``copies_first``: copy at once
+        what could be applied where it is, and copied out then. Raises ProtocolError where the UPDATE is malformed, and
+        other exceptions where there is no memory, or no access to the sender's."""
         parts = update.parts
         attached: list[Slab | None] = []
         try:
@@ -262,7 +244,7 @@ class Incoming:
         self._check_complete(update)
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
-        """A transport has brought one part of :attr:`fetches` (or failed to), and lets go of its slab."""
+        """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""
         update = self.update
         # Serial numbers begin again with every trainer; a slab is one part of one update.
         wanted = update is not None and any(slab is one for one in update.slabs)

@@ -22,12 +22,8 @@ Key = tuple[str, int]
 
 
 class WorkerLeases:
-    """What one worker incarnation may be reading; holds one reference to each of these slabs.
-
-    Args:
-        worker: its worker_idx.
-        pid: its process, which takes everything with it when it ends; 0: not on this host.
-    """
+    """What one worker incarnation may be reading; holds one reference to each of these slabs. Its process, ``pid``,
+    ends all its leases when it ends; 0: it is not on this host."""
 
     def __init__(self, worker: int, pid: int) -> None:
         self.worker = worker
@@ -63,24 +59,19 @@ class WorkerLeases:
 
 
 class Leases:
-    """What all worker incarnations may be reading; also those that have left.
-
-    Attributes:
-        of: the leases of each incarnation that has any, by its nonce.
-    """
+    """What all worker incarnations may be reading, also those that have left. ``of`` has the leases by the nonce of the
+    incarnation."""
 
     def __init__(self) -> None:
         self.of: dict[bytes, WorkerLeases] = {}
 
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
-        """These parts of the UPDATE of this serial are the worker's from now on."""
         leases = self.of.get(peer.nonce)
         if leases is None:
             leases = self.of[peer.nonce] = WorkerLeases(peer.worker, peer.hello.pid if peer.local else 0)
         leases.lease(serial, parts)
 
     def report(self, nonce: bytes, last: int, in_use: Collection[Key]) -> None:
-        """An incarnation's report: :meth:`WorkerLeases.report`."""
         if (leases := self.of.get(nonce)) is not None:
             leases.report(last, in_use)
             if not leases:

@@ -31,16 +31,10 @@ CHECK_SECONDS = 0.25
 
 
 class Newcomer:
-    """Somebody who wants the place of a worker.
+    """Somebody who wants the place of a worker, as its last HELLO describes it.
 
-    Args:
-        holder: the worker whose place it is.
-        peer: the newcomer itself, as its last HELLO says.
-        now: when the holder was sent its last PING, which it has to answer.
-
-    Attributes:
-        ping: the number of that PING.
-        welcomed_at: when it was sent a WELCOME, because the holder is silent; None: it waits.
+    The holder of the place has to answer the PING of the number ``ping``, sent at ``now``. If it is silent, the
+    newcomer is sent a WELCOME, at ``welcomed_at``; None: it waits.
     """
 
     def __init__(self, holder: Peer, peer: Peer, now: float) -> None:
@@ -59,20 +53,14 @@ class Newcomer:
 
 
 class Membership:
-    """The workers of one trainer.
-
-    Args:
-        welcome: sends a worker its WELCOME.
-        entered: called when a worker has taken a place.
+    """The workers of one trainer. ``entered`` is called when one has taken a place.
 
     Attributes:
-        epoch: the trainer's; rises above that of a trainer before it.
-        peers: the workers by their index, lost ones too; of an elastic trainer, for some time.
-        routes: the workers that are there, by where they are reached.
+        epoch: rises above that of a trainer before this one.
+        peers: by their index, lost ones too; of an elastic trainer, for some time.
         newcomers_at: those who want the place of a worker, by where they are reached.
         gone: elastic workers that were lost a while ago, and why.
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
-        turned_away: why the last one that was refused was.
         is_watched: whether the end of a co-located incarnation's process will be noticed.
         shortage: why there cannot be another worker; empty: there can.
     """
@@ -135,11 +123,8 @@ class Membership:
     # -- HELLO ------------------------------------------------------------------------------------------------------
 
     def hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
-        """A worker has connected, perhaps once more, or somebody wants its place.
-
-        Raises:
-            ProtocolError: it claims what cannot be. Nothing was changed.
-        """
+        """A worker has connected, perhaps once more, or somebody wants its place. Raises ProtocolError, with nothing
+        changed, if it claims what cannot be."""
         worker, nonce = hello.worker, hello.nonce
         if self.num_workers is not None and worker >= self.num_workers:
             self.turned_away = (
@@ -223,11 +208,8 @@ class Membership:
             self._welcome(peer)
 
     def prove(self, newcomer: Newcomer, instruction: Instruction, now: float) -> Peer | None:
-        """Take in what a newcomer answers; returns it if it has taken the place with that.
-
-        Raises:
-            ProtocolError: it is for workers to send that.
-        """
+        """Take in what a newcomer answers; returns it if it has taken the place with that. Raises ProtocolError for an
+        instruction that only a worker may send."""
         holder, peer = newcomer.holder, newcomer.peer
         if isinstance(instruction, messages.Refused) and newcomer.welcomed_at is not None:
             peer.note_refused(instruction.model_id, instruction.digest, SchemaMismatch(instruction.message))
@@ -304,7 +286,7 @@ class Membership:
     # -- liveness ---------------------------------------------------------------------------------------------------
 
     def lose(self, worker: int, nonce: bytes, reason: str, now: float) -> tuple[bool, Newcomer | None]:
-        """The worker has left, or will not be waited for. Whether it was there till now, and who wants its place."""
+        """The worker has left, or will not be waited for. Returns whether it was there, and who wants its place."""
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.lost:
             return False, None

@@ -7,11 +7,13 @@ REFUSED   worker → trainer   this one does not, and why
 UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
 CHUNK     trainer → worker   a piece of one part
+GRANTED   trainer → worker   the parts of that update that are read in place are leased to you
 AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
 STAGED    worker → trainer   all parts are here and checked
 APPLIED   worker → trainer   the versions my models hold now
 DONE      worker → trainer   what that AGAIN has brought is applied
 FAILED    worker → trainer   applying raised, with the traceback
+RELEASED  worker → trainer   which leased slabs are still in use, and nothing else
 PING/PONG both ways          liveness, and the state that repairs whatever message was lost
 BYE       both ways          I am leaving, or: you are not welcome
 """
@@ -260,7 +262,7 @@ class Bye(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Released(Instruction):
-    """From a worker that has let go of leased slabs and has nothing else to report; also after it was superseded."""
+    """From a worker that has released leased slabs and has nothing else to report; also after it was superseded."""
 
     epoch: Epoch
     nonce: Digest
@@ -272,8 +274,6 @@ class Released(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Granted(Instruction):
-    """The parts of this UPDATE that are read in place are leased to the worker."""
-
     epoch: Epoch
     serial: Number
 

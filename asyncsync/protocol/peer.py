@@ -21,13 +21,11 @@ class Peer:
     """One worker incarnation.
 
     Attributes:
-        route: where the transport reaches it at present.
+        route: where it is reached at present.
         local: whether it is a process beside this one (:meth:`Identity.is_beside`).
-        serial: of the last UPDATE that it was sent.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
-        welcomes, unanswered_welcomes: how many WELCOMEs it was sent, and how many of them it has yet to answer.
-        shown: of the layouts that it was shown, the number of the first WELCOME to which a refusal counts.
+        shown: by layout, the number of the first WELCOME to which a refusal counts.
     """
 
     worker: int
@@ -116,14 +114,10 @@ class Peer:
         return self.welcomes
 
     def show_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
-        """Have those of these layouts shown once more that it has refused, or was shown before without having accepted
-        them; a refusal that is on its way no longer counts. True if there are any, and a WELCOME may be sent now: a
-        worker that does not answer, because it is stopped, gets it when it does (:attr:`lacks_welcome`).
-
-        Args:
-            layouts: of a publication.
-            waiting: of others, whose WELCOMEs stand.
-        """
+        """Have those of a publication's layouts shown once more that it has refused, or was shown before without having
+        accepted them; a refusal that is on its way no longer counts. The WELCOMEs of layouts in ``waiting``, those of
+        other publications, stand. True if there are any, and a WELCOME may be sent now: a worker that does not answer,
+        because it is stopped, gets it when it does (:attr:`lacks_welcome`)."""
         again = [
             layout
             for layout in layouts

@@ -34,7 +34,7 @@ class Progress:
         self._num_workers = membership.num_workers
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
-        """The workers whose target is this version or newer (or was, before it was rejected)."""
+        """The workers whose target is this version or newer, or was, before it was rejected."""
         if self._num_workers is not None and models and self._targets.are_everybodys(version, models):
             concerned = []
             for worker in range(self._num_workers):

@@ -35,22 +35,9 @@ __all__ = ["Publisher"]
 
 
 class Publisher:
-    """The sender's half of a bus.
+    """The sender's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing.
 
-    Args:
-        epoch: (start time in ns, random): this incarnation's fencing token.
-        num_workers: fixed number of workers, or None (elastic).
-
-    Attributes:
-        targets: what each worker should have.
-        membership: which workers are there.
-        agreement: which of them have to accept what is pending.
-        progress: which of them have what.
-        leases: what each worker incarnation may be reading; also of those that have left.
-        announcer: UPDATE and AGAIN.
-        peers: the workers by their index.
-        outbox: ``(route, instruction, payload frames)`` to be sent, in order.
-        fenced: set once a newer trainer has been met; nothing is sent then.
+    ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
     """
 
     def __init__(
@@ -100,13 +87,9 @@ class Publisher:
                 self.agreement.welcome(peer)
 
     def publish(self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, now: float) -> int:
-        """Make these slabs the targets; returns the version. The caller keeps its own references.
-
-        A large slab may still be being packed: then :meth:`packed` follows, or :meth:`abandon`.
-
-        Raises:
-            Fenced, ClosedError: this trainer may not publish any more.
-        """
+        """Make these slabs the targets; returns the version. The caller keeps its own references. A large slab may
+        still be being packed: then :meth:`packed` follows, or :meth:`abandon`. Raises Fenced or ClosedError as
+        :meth:`check_open`."""
         self.check_open()
         if workers is None and len(parts) == 1:
             ((model_id, slab),) = parts.items()
@@ -122,7 +105,7 @@ class Publisher:
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
-        ``replaced``, from :meth:`Targets.keep` before that, stands again."""
+        ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
         self.targets.abandon(version, replaced)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
@@ -134,7 +117,7 @@ class Publisher:
         self.targets.models[model_id].assembled = True
 
     def close(self) -> None:
-        """Send BYE to everybody and let go of all slabs."""
+        """Send BYE to everybody and release all slabs."""
         if self.closed:
             return
         self.closed = True
@@ -153,11 +136,8 @@ class Publisher:
     # -- what comes from the workers --------------------------------------------------------------------------------
 
     def receive(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
-        """Take in one message.
-
-        Raises:
-            ProtocolError: from an unknown peer, of another epoch, or not for a trainer. Nothing was changed.
-        """
+        """Take in one message. Raises ProtocolError, with nothing changed, if it is from an unknown peer, of another
+        epoch, or not for a trainer."""
         if self.closed or self.fenced is not None:
             return
         if isinstance(instruction, messages.Hello):
@@ -298,7 +278,7 @@ class Publisher:
         peer.note_applied(pong.versions)
         transfer = peer.transfer
         if transfer is None:
-            # What we took for staged may have been dropped since (a failure whose report was lost).
+            # What was staged once may have been dropped since: an update that failed, and whose report was lost.
             peer.staged = {m: v for m, v in pong.staged.items() if v > peer.applied.get(m, 0)}
         elif transfer.after_ping < pong.seq and pong.serial != transfer.serial:
             if all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):

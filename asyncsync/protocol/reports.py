@@ -19,10 +19,9 @@ __all__ = ["Reports"]
 class Reports:
     """The reports of one worker to its trainer.
 
-    Attributes:
-        serial: of the latest update that has come. A report names the slabs in use of all updates up to this one.
-        unreported: what STAGED has not reported; DONE will, if it is applied at once.
-        failure: the report of the last update that failed, until what is newer is applied.
+    ``serial`` is that of the latest update that has come: a report names the slabs in use of all updates up to it.
+    ``unreported`` is what STAGED has not reported; DONE will, if it is applied at once. ``failure`` is the report of
+    the last update that failed, until what is newer is applied.
     """
 
     def __init__(self, session: Session, incoming: Incoming, holdings: Holdings, staged: StagedUpdates) -> None:
@@ -63,7 +62,7 @@ class Reports:
         self._session.send(Staged(self._session.epoch, serial, *self.in_use()))
 
     def versions(self) -> None:
-        """The models hold what they hold."""
+        """Report the versions that the models hold."""
         session = self._session
         assert session.epoch is not None
         session.send(Applied(session.epoch, session.named(self._holdings.versions), *self.in_use()))

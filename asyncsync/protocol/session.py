@@ -20,20 +20,15 @@ KEPT_LAYOUTS = 4
 
 
 class Session:
-    """One worker incarnation's sessions, one after the other.
-
-    Args:
-        adopted: called when a new trainer's epoch has begun.
+    """One worker incarnation's sessions, one after the other; ``adopted`` is called when a new trainer's epoch has
+    begun.
 
     Attributes:
         outbox: ``(instruction, payload frames)`` to be sent, in order.
-        epoch: the trainer's; None: there has been none.
-        trainer: its last WELCOME.
-        online: whether there is a connection.
-        welcomed: whether the last HELLO was answered.
+        epoch, trainer: the trainer's, and its last WELCOME; None: there has been none.
         served: the models that the trainer serves, and their layouts' digests; empty where it has no weights yet.
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
-        ended: why nothing will come any more (sender's BYE, superseded, refused); None while alive.
+        ended: why nothing will come any more; None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
     """
 
@@ -126,11 +121,8 @@ class Session:
         return not self.welcomed and now >= self._next_hello
 
     def welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
-        """Take in the trainer's answer to HELLO, or that it has other layouts, and accept or refuse them.
-
-        Raises:
-            ProtocolError: it is not for this HELLO, or malformed. Nothing was changed.
-        """
+        """Take in the trainer's answer to HELLO, or that it has other layouts, and accept or refuse them. Raises
+        ProtocolError, with nothing changed, if it is malformed or not for this HELLO."""
         if welcome.nonce != self.nonce or welcome.attempt != self._attempt:
             raise ProtocolError("a WELCOME that answers another HELLO")
         if self.epoch is not None and welcome.epoch < self.epoch:

@@ -27,11 +27,9 @@ class StagedPart:
 class Staging:
     """The parts of one update, complete and checked, that go into the models together: all of them, or none.
 
-    Attributes:
-        abandoned: replaced or withdrawn before the gate began with it; :meth:`run` then does nothing.
-        over: the gate has done with it, though perhaps in another thread, so that the loop has still to hear of it.
-        heard: the loop has.
-        error: why it could not be applied, once it is over.
+    An update that was replaced or withdrawn before the gate began with it is ``abandoned``: :meth:`run` then does
+    nothing. It is ``over`` when the gate has done with it, perhaps in another thread, and ``heard`` when the loop knows
+    of that. ``error``: why it could not be applied, once it is over.
     """
 
     def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
@@ -68,16 +66,14 @@ class Staging:
         return self.error is None and not self.abandoned
 
     def run(self) -> None:
-        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were.
-
-        The user's code comes last: if it raises, every tensor of every model has been copied.
-        """
+        """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were. The
+        user's code comes last: if it raises, every tensor of every model has been copied."""
         with self._lock:
             if self.abandoned:
                 return
             self._begun = True
         prepared = [prepared for part in self.parts.values() if (prepared := part.prepared) is not None]
-        # (Of several, one may bring extra state: a user's code, which could move the tensors of the next.)
+        # Of several, one may bring extra state: a user's code, which could move the tensors of the next.
         if len(prepared) == 1 and prepared[0].repeat():
             return
         for one in prepared:
@@ -88,8 +84,7 @@ class Staging:
             one.complete()
 
     def abandon(self) -> bool:
-        """Let go of the slabs, unless the gate is copying from them (False): then :meth:`release` is due when it is
-        done."""
+        """Release the slabs; False if the gate is copying from them: then :meth:`release` is due when it is done."""
         with self._lock:
             if self._begun:
                 return False
@@ -105,7 +100,8 @@ class Staging:
 
 
 class StagedUpdates(list[Staging]):
-    """The updates that should go through the gate, oldest first, and those that have without being heard of."""
+    """The updates that should go through the gate, oldest first. One that has gone through stays until the loop
+    knows."""
 
     def line_up(self, staging: Staging) -> None:
         """Behind those that wait for the gate, without those of whose every model something newer waits now.
@@ -131,5 +127,5 @@ class StagedUpdates(list[Staging]):
         return {m: version for one in self if one.epoch == epoch for m, version in one.versions.items()}
 
     def abandon(self) -> None:
-        """Let go of all, but for what the gate is copying from."""
+        """Abandon all, but for what the gate is copying from."""
         self[:] = [one for one in self if not one.abandon()]

@@ -5,7 +5,7 @@ Usage by a shell that owns the socket, the gate and time::
     subscriber.connected(now)                                # HELLO goes out, on every (re)connection
     subscriber.receive(instruction, payload, now)
     for staging in subscriber.staged: gate.offer(staging.run, …)
-    subscriber.applied(staging, now)  /  subscriber.failed(staging, error, now)
+    subscriber.applied(staging)  /  subscriber.failed(staging, error)
     subscriber.tick(now)                                     # every quarter of a second or so
     while subscriber.outbox: send(*subscriber.outbox.popleft())
 
@@ -43,29 +43,19 @@ class FastPath(Protocol):
         """Apply what an AGAIN announces, and return the answer. None: it has to go the general way."""
 
     def end(self) -> None:
-        """Let go of everything; what was applied is the subscriber's."""
+        """Release everything; what was applied is the subscriber's."""
 
 
 class Subscriber:
-    """The receiver's half of a bus: one worker incarnation.
-
-    Args:
-        nonce: 16 random bytes that name this incarnation.
+    """The receiver's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
 
     Attributes:
-        session: with the trainer.
-        incoming: the bytes of an update that are coming in.
-        holdings: what the models hold.
-        reports: what the trainer learns of that.
-        models: that take part in the updates.
-        outbox: ``(instruction, payload frames)`` to be sent, in order.
         attach: brings the slab of a part with a descriptor at once, or None: then it is to be fetched.
         waits: whether updates of these models will not be applied at once, as far as one knows.
-        staged: what should go through the gate, oldest first, and what has without having been heard of.
+        staged: what should go through the gate, oldest first.
         base: serial and one part of the update that AGAIN builds on.
         targets: the version that each model should have, as far as this worker knows.
         fast_path: applies what is as always; whatever else happens here ends it.
-        last_seen: when the trainer has last sent anything.
         leaving: whether further updates are ignored.
     """
 
@@ -125,7 +115,7 @@ class Subscriber:
         self.reports.applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
+        """Applying has raised; see :meth:`Holdings.failed`."""
         if staging.abandoned:
             return
         self.staged.finish(staging)
@@ -147,7 +137,7 @@ class Subscriber:
         self.session.bye(message, reads=reads)
 
     def close(self) -> None:
-        """Let go of all slabs."""
+        """Release all slabs."""
         self.end_fast_path()
         self.incoming.drop()
         self.staged.abandon()
@@ -165,11 +155,8 @@ class Subscriber:
     # -- what comes from the trainer --------------------------------------------------------------------------------
 
     def receive(self, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
-        """Take in one message.
-
-        Raises:
-            ProtocolError: malformed, of an unknown layout or another epoch, or not for a worker. Nothing was changed.
-        """
+        """Take in one message. Raises ProtocolError, with nothing changed, if it is malformed, of an unknown layout or
+        another epoch, or not for a worker."""
         if self.fast_path is not None:
             self.end_fast_path()
         session = self.session
@@ -185,7 +172,7 @@ class Subscriber:
             self.incoming.drop()
         elif epoch != session.epoch:
             if session.epoch is not None and epoch > session.epoch and session.welcomed:
-                self._hello(now)  # we have missed its WELCOME
+                self._hello(now)  # its WELCOME was lost
             raise ProtocolError(f"{type(instruction).__name__} of another epoch")
         elif isinstance(instruction, messages.Update):
             self._on_update(instruction, payload, now)
@@ -365,7 +352,7 @@ class Subscriber:
     # -- the machinery ----------------------------------------------------------------------------------------------
 
     def _hello(self, now: float) -> None:
-        # The trainer starts afresh with this HELLO: it lets go of what was under way, so its bytes may change.
+        # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
         self.incoming.drop()
         self.session.hello(self.holdings.versions, now)
 

@@ -3,7 +3,7 @@
 Most publications are for everybody; ``worker_ids`` and per-worker weights make targets differ. A publication whose
 layout some targeted worker has not accepted yet is *pending*: it becomes the target when all have accepted
 (:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker. Until then the previous
-target stands, for late joiners too. A newer pending publication replaces an older one that asks the same of the same
+target stands, for late joiners too. A newer pending publication replaces an older one of the same layouts for the same
 workers; otherwise both wait, because the newer may be rejected, and the older is then wanted whole.
 
 A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
@@ -25,14 +25,8 @@ KEPT_REJECTIONS = 16
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """One call of publish.
-
-    Attributes:
-        layouts: ``(model_id, digest)`` of everything in it.
-        workers: whom it is for; None: everybody.
-        deadline: when those that do not answer stop holding up the others.
-        awaiting: workers that have still to accept its layouts.
-    """
+    """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
+    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``."""
 
     version: int
     layouts: frozenset[tuple[str, bytes]]
@@ -83,7 +77,7 @@ class _Slot:
             self.current = None
 
     def drop(self, below: float = math.inf) -> None:
-        """Let go of everything older than this version."""
+        """Release everything older than this version."""
         if self.current is not None and self.current.version < below:
             self.current.slab.release()
             self.current = None
@@ -107,12 +101,8 @@ class _Model:
 
 
 class Targets:
-    """The targets of all workers, for all models of a bus.
-
-    Attributes:
-        version: the last one that a publication was given.
-        published: the newest one that has become a target. (One that is pending may still be refused, and never was.)
-    """
+    """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
+    ``published`` the newest one that has become a target: a pending one may still be refused, and never was."""
 
     def __init__(self) -> None:
         self.models: dict[str, _Model] = {}
@@ -144,7 +134,7 @@ class Targets:
         publication = Publication(self.version, frozenset(layouts), whom, deadline)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom):
-                # It asks the same of the same workers: whoever is silent has been so since then.
+                # The same layouts for the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
                 self._withdraw(older.version)
         for model_id, slabs in parts.items():

@@ -17,18 +17,13 @@ Parts = dict[str, tuple[int, Slab]]
 
 
 class Announcement:
-    """An UPDATE and its payload frames, the same for all workers that are to have the same parts.
-
-    Args:
-        granted: what is read in place need not be fetched before it is leased.
+    """An UPDATE and its payload frames, or an AGAIN where the one before was nearly the same: one for all workers that
+    are to have the same parts. The slabs may be gone earlier.
 
     Attributes:
-        instruction: the UPDATE, or AGAIN where the one before was nearly the same.
-        eager: whether the parts' bytes come with it.
-        repeatable: whether AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
-        layouts: model and digest of each part.
-        retained: the models whose parts are kept for a worker from the beginning. The slabs may be gone earlier.
-        leases: whether some of these parts are leased, because workers read them where they are.
+        granted: what is read in place need not be fetched before it is leased.
+        repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
+        retained: the models whose parts are kept for a worker from the beginning.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
@@ -98,12 +93,9 @@ class Announcement:
 class Transfer:
     """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
 
-    Attributes:
-        granted: how many of the parts' bytes, laid end to end, the worker has given credit for.
-        in_place, unfetched: some parts are to be read in place; the worker has not fetched them yet. Until it does
-            they are not kept for it, and may hold another version by then.
-        retained: the parts that are kept for it.
-        layouts: model and digest of each part.
+    ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit. ``retained`` are the
+    parts that are kept for it. Where some are to be read ``in_place``, and the worker has not fetched them yet
+    (``unfetched``), they are not kept for it, and may hold another version by then.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:

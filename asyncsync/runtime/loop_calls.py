@@ -33,12 +33,8 @@ class Open(Protocol):
 
 
 class LoopThread:
-    """One loop in one daemon thread, which ends when there is neither a call nor an open bus.
-
-    Args:
-        on_end: called on the loop when the thread is about to end.
-        on_exit: called when the process ends while the thread runs.
-    """
+    """One loop in one daemon thread, which ends when there is neither a call nor an open bus. ``on_end`` is called on
+    the loop when the thread is about to end, ``on_exit`` when the process ends while it runs."""
 
     loop: asyncio.AbstractEventLoop  # there once it runs
 
@@ -77,7 +73,7 @@ class LoopThread:
             self._failure = error
             return
         self.loop = loop
-        # A multiprocessing child runs these, but not atexit; before its own children are joined, who may wait for us.
+        # A multiprocessing child runs these, but not atexit; before its own children are joined, which may wait for it.
         at_exit = Finalize(None, self._on_exit, exitpriority=10)
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             self.runs = True
@@ -206,7 +202,7 @@ class Call:
             callback()
 
     def cancel(self) -> bool:
-        """Ask the coroutine to stop, from any thread, wherever it is; False if it had not begun."""
+        """Cancel the coroutine, from any thread, wherever it is; False if it had not begun."""
         return self.thread is not None and call_soon(self.thread.loop, self._stop)
 
     def _stop(self) -> None:

@@ -11,10 +11,9 @@ that nobody uses. A forked child starts without it. At the interpreter's exit, a
 whatever is still open is shut down, within bounds: the other sides learn of it, and no file stays behind. Daemon
 threads that are in a call then end silently, by SystemExit, and are waited for (:mod:`asyncsync.runtime.process_exit`).
 
-Calls from the loop's own thread would wait for themselves, and are refused.
-
-An exception may strike a caller between any two lines, and a signal's handler may call in here itself:
-:mod:`asyncsync.runtime.loop_calls` is made for that, and so is every function here.
+Calls from the loop's own thread would wait for themselves, and are refused. An exception may strike a caller between
+any two lines of any function here, and a signal's handler may call any of them: what follows from that is described in
+:mod:`asyncsync.runtime.loop_calls`.
 """
 
 from __future__ import annotations
@@ -97,14 +96,11 @@ def check_exit() -> None:
 
 
 def run(make: Make[T]) -> T:
-    """Run the coroutine that ``make`` returns on the loop, and wait until it has ended.
+    """Run the coroutine that ``make`` returns on the loop, and wait until it has ended; raises what it raises, and
+    RuntimeError on the loop's own thread.
 
     An exception in this thread meanwhile (Ctrl-C) cancels the coroutine, waits for its clean-up, and is raised; another
     one meanwhile is raised at once.
-
-    Raises:
-        RuntimeError: on the loop's own thread.
-        BaseException: whatever the coroutine raises.
     """
     if is_here():
         raise RuntimeError(
@@ -161,7 +157,7 @@ def keep(bus: Open, alive: bool) -> None:
 
 
 def _exit() -> None:
-    """The process ends: say goodbye to the other sides and remove our files, but do not keep it waiting."""
+    """The process ends: send BYE to the other sides and remove this process's files, but do not keep it waiting."""
     global _current, _exiting
     _exiting = True
     thread, _current = _current, None

@@ -1,9 +1,9 @@
 """The last moment of a process: threads that end are let end.
 
 A daemon thread that the interpreter stops inside torch aborts the process ("terminate called without an active
-exception"), and freeing a tensor is enough for that. So the exit waits, for at most a second, for our own threads that
-are about to end, and for the user's daemon threads that a call has ended; unwinding frees what they had. Those that
-come too late for that are held where they are.
+exception"), and freeing a tensor is enough for that. So the exit waits, for at most a second, for the package's own
+threads that are about to end, and for the user's daemon threads that a call has ended; unwinding frees what they had.
+Those that come too late for that are held where they are.
 """
 
 from __future__ import annotations

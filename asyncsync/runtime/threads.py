@@ -35,12 +35,8 @@ LOOK_SECONDS = 0.1
 
 
 def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
-    """Wait in portions, between which signals are handled; False if it is in vain.
-
-    Args:
-        wait: waits for at most so many seconds, and tells whether it has come.
-        timeout: seconds; None: without a deadline.
-    """
+    """Wait in portions, between which signals are handled; False if it is in vain. ``wait`` waits for at most so many
+    seconds, and returns whether it has come. ``timeout``: seconds; None: no limit."""
     if timeout is None:
         while not wait(LOOK_SECONDS):
             pass
@@ -73,10 +69,8 @@ def join(thread: threading.Thread, timeout: float) -> bool:
 
 
 async def finish(future: asyncio.Future[T]) -> T:
-    """Await a future to its end even if cancelled meanwhile; the cancellation is raised afterwards.
-
-    For work that cannot be taken back once begun, such as a thread that reads the caller's tensors.
-    """
+    """Await a future to its end even if cancelled meanwhile; the cancellation is raised afterwards. For work that
+    cannot be taken back once begun, such as a thread that reads the caller's tensors."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -91,10 +85,8 @@ async def finish(future: asyncio.Future[T]) -> T:
 
 
 def settle(future: asyncio.Future[T], result: Any = None, error: BaseException | None = None) -> None:
-    """From any thread: give a future of some event loop its result, or its exception.
-
-    Nothing happens if it is done by then, or if its loop was closed: nobody awaits it any more.
-    """
+    """From any thread: give a future of some event loop its result, or its exception. Nothing happens if it is done by
+    then, or if its loop was closed: nobody awaits it any more."""
 
     def here() -> None:
         if not future.done():
@@ -110,7 +102,7 @@ def settle(future: asyncio.Future[T], result: Any = None, error: BaseException |
 
 
 def as_exception(error: BaseException) -> Exception:
-    """What a user's code raised, as something that a future can carry and a caller can be told."""
+    """What a user's code raised, as something that a future can carry and a caller can catch."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     shown = RuntimeError(repr(error))

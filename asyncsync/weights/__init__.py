@@ -1,1 +1,1 @@
-"""Weights as bytes: nested weights and their paths, layouts, slabs, and fast copies."""
+"""Weights as bytes: nested weights, their layouts, slabs, and fast copies. No sockets, no asyncio, no clock."""

@@ -4,8 +4,6 @@ A :class:`Layout` is the packing table (key paths, dtypes, shapes, offsets, ties
 connection; afterwards its 16-byte digest stands for it. Offsets are derived from dtypes and shapes on both sides, so a
 peer cannot claim overlapping or misaligned ones.
 
-No sockets, no asyncio, no clock.
-
 Usage::
 
     flat = flatten(weights)                  # {path: tensor} and msgpack values; see asyncsync.weights.tree
@@ -111,13 +109,12 @@ class Entry:
 
 
 class Layout:
-    """The packing table of one schema.
+    """The packing table of one schema, for slabs of ``nbytes`` bytes.
 
     Attributes:
         entries: the stored tensors, in slab order.
         aliases: ``{path: index of the entry}`` of tied tensors, which are stored once.
         value_paths: key paths of the msgpack values, which are extra state and ride in the instruction.
-        nbytes: size of a slab in bytes.
         digest: 16 bytes that stand for the layout once both sides know it.
     """
 
@@ -159,11 +156,9 @@ class Layout:
     def of(cls, flat: FlatWeights) -> Layout:
         """The layout of these weights: tied tensors stored once, equal trailing shapes next to each other.
 
-        Raises:
-            TypeError: a tensor has no plain bytes, as it is sparse, quantised, nested or distributed, or msgpack cannot
-                carry a value.
-            ValueError: a tensor has no values yet, as it is meta or lazy, or two keys have the same dotted name.
-            LimitExceeded: a value or the whole is too large.
+        Raises TypeError if a tensor has no plain bytes, as it is sparse, quantised, nested or distributed, or msgpack
+        cannot carry a value; ValueError if a tensor has no values yet, as it is meta or lazy, or two keys have the same
+        dotted name; LimitExceeded if a value or the whole is too large.
         """
         seen: dict[tuple[Any, ...], Path] = {}
         ties: dict[Path, Path] = {}
@@ -262,12 +257,8 @@ class Layout:
 
     @classmethod
     def decode(cls, blob: bytes | memoryview, digest: bytes) -> Layout:
-        """Read a layout from an untrusted peer.
-
-        Raises:
-            LimitExceeded: larger, deeper or with more entries than accepted.
-            ProtocolError: anything else that is wrong with it, a digest that does not match included.
-        """
+        """Read a layout from an untrusted peer. Raises LimitExceeded if it is larger, deeper or has more entries than
+        accepted, ProtocolError for anything else that is wrong with it, a digest that does not match included."""
         if len(blob) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(f"a layout of {len(blob)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
         if hashlib.blake2b(blob, digest_size=16).digest() != digest:
@@ -321,12 +312,8 @@ def _checked_path(raw: Any) -> Path:
 
 
 def pack_values(values: list[Any], what: str) -> bytes:
-    """The msgpack bytes of values, if the receiver can read them.
-
-    Raises:
-        TypeError: msgpack cannot carry them.
-        LimitExceeded: larger, deeper or with more items than the receiver accepts.
-    """
+    """The msgpack bytes of values. Raises TypeError if msgpack cannot carry them, LimitExceeded if they are larger,
+    deeper or have more items than the receiver accepts."""
     try:
         blob: bytes = msgpack.packb(values, use_bin_type=True)
         _read_values(blob)
@@ -338,11 +325,7 @@ def pack_values(values: list[Any], what: str) -> bytes:
 
 
 def unpack_values(blob: bytes | memoryview, layout: Layout) -> dict[Path, Any]:
-    """The msgpack values that came with an update.
-
-    Raises:
-        ProtocolError: not what the layout announces.
-    """
+    """The msgpack values that came with an update. Raises ProtocolError if they are not what the layout announces."""
     if not layout.value_paths and not len(blob):
         return {}
     values = _read_values(blob)

@@ -33,7 +33,6 @@ def pack(
 
     Args:
         slab: a slab of ``Layout.of(flat)``.
-        flat: the sources, on any device.
         ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
         progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
             slab's ``values`` must be there already, as they go out first.
@@ -75,11 +74,7 @@ def pack(
 
 
 def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
-    """Encode extra state that is no tensor.
-
-    Raises:
-        TypeError, LimitExceeded: msgpack cannot carry a value.
-    """
+    """Encode extra state that is no tensor; raises as :func:`asyncsync.weights.layout.pack_values`."""
     paths = slab.layout.value_paths
     slab.values = pack_values([flat.values[p] for p in paths], "the values") if paths else b""
 

@@ -1,7 +1,4 @@
-"""SlabPool: slabs that are used again.
-
-No sockets, no asyncio, no clock.
-"""
+"""SlabPool: slabs that are used again."""
 
 from __future__ import annotations
 
@@ -18,12 +15,9 @@ __all__ = ["SlabPool"]
 class SlabPool:
     """Slabs that can be used again. Allocating a large buffer, and faulting it in, costs more than copying into it.
 
-    A pool has at most one spare slab. A slab whose bytes a socket still holds is *draining*.
-
-    Attributes:
-        on_idle: called when a slab has drained, in whichever thread let go of its last piece.
-        slabs: slabs in existence that hold memory: in use, draining and spare.
-        peak: the most there have ever been at once.
+    A pool has at most one spare slab. A slab whose bytes a socket still holds is *draining*. ``slabs`` counts those
+    that hold memory: in use, draining and spare; ``peak`` is the most there have ever been at once. ``on_idle`` is
+    called when a slab has drained, in whichever thread released its last piece.
     """
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:

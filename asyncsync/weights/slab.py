@@ -3,8 +3,6 @@
 A :class:`Slab` has a typed view per entry of its layout. :func:`asyncsync.weights.packing.pack` fills it,
 :class:`asyncsync.weights.pool.SlabPool` hands it out, and takes it back when nothing can touch it any more.
 
-No sockets, no asyncio, no clock.
-
 Usage::
 
     slab = pool.acquire(Layout.of(flat))
@@ -95,11 +93,10 @@ class Slab:
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         leased: workers read this very memory, and it is leased to them until they release it; see
             :mod:`asyncsync.protocol.leases`.
-        in_place: such a slab that workers do not copy out: they ask for a lease before they read it.
+        in_place: such a slab that workers do not copy out: they request a lease before they read it.
         short_lease: such a slab in a worker that applies it where it is, and copies it out when it has acknowledged it.
         may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
-        holds_parameters: some Parameters have their memory here.
-        holds_all_parameters: all Parameters that can have their memory here do.
+        holds_parameters, holds_all_parameters: some Parameters have their memory here, or all that can.
         exposed: a user's code had views of the slab, and may have written them.
         on_release: called when the last reference is released.
         origin: in a tree, the version at its root that this one stands for; None: it is the root's own.
@@ -215,7 +212,7 @@ class Slab:
         return piece.data
 
     def contents(self) -> bytes:
-        """All bytes, copied once however often they are asked for: for small slabs, which ride in instructions."""
+        """All bytes, copied once however often this is called: for small slabs, which ride in instructions."""
         if self._contents is None:
             assert self.packed == self.nbytes
             self._contents = bytes(self.memory)

@@ -38,11 +38,8 @@ class AddressCache:
         self._is_more = False  # to copy these takes more than to copy bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """The bytes of each tensor, valid until a tensor gets other memory.
-
-        None where it takes more than to copy bytes, and for many tensors that are seen for the first time: they may be
-        others again the next time.
-        """
+        """The bytes of each tensor, valid until a tensor gets other memory. None where it takes more than to copy
+        bytes, and for many tensors that are seen for the first time: they may be others again the next time."""
         if not self._are_noted(tensors):
             self._tensors, self._pointers, self._views, self._is_more = [], [], None, False
             if len(tensors) > MOST:
@@ -91,11 +88,7 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 class SourceCache:
-    """The latest weights with a layout: if the next are the same tensors, nothing but their bytes has to be copied.
-
-    Args:
-        layout: of these weights.
-    """
+    """The latest weights with a layout: if the next are the same tensors, nothing but their bytes has to be copied."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

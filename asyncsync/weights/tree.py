@@ -52,11 +52,8 @@ def uncompiled(path: Path) -> Path:
 
 @dataclass(slots=True)
 class FlatWeights:
-    """Weights without nesting: tensors and msgpack values, each under its key path.
-
-    Attributes:
-        ready: CUDA events, by device, after which the tensors have their values; None: they have them.
-    """
+    """Weights without nesting: tensors and msgpack values, each under its key path. ``ready`` has CUDA events, by
+    device, after which the tensors have their values; None: they have them."""
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
@@ -70,9 +67,8 @@ def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
     as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, or extra state:
     values that msgpack can carry.
 
-    Raises:
-        TypeError: a key is not a string, or a NumPy array has no tensor's dtype.
-        ValueError: two keys have the same dotted name.
+    Raises TypeError if a key is not a string, or a NumPy array has no tensor's dtype; ValueError if two keys have the
+    same dotted name.
     """
     if not isinstance(weights, TensorDictBase) and _PLAIN.issuperset(map(type, weights.values())):
         return FlatWeights(dict(zip(_paths(tuple(weights)), weights.values(), strict=True)))
