@@ -7,12 +7,8 @@ one have in common.
         collector.update_policy_weights_()
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
-A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
-thrown away. What a worker raises is raised here. A collector has workers (:mod:`asyncsync.collectors.workers.group`), a
-driver that makes batches of their rollouts (:mod:`~asyncsync.collectors.multi.driver`), and calls between two rollouts
-(:mod:`~asyncsync.collectors.multi.calls`).
-
-Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
+No rollout is thrown away, and what a worker raises is raised here. Names and defaults follow TorchRL's "RPCCollector"
+page and its ``MultiCollector``.
 """
 
 from __future__ import annotations
@@ -329,7 +325,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         return self._arguments.frames[worker_idx]
 
     def _announces(self) -> bool:
-        """Have the newest version announced as soon as it is published; False if there are several counts of them."""
+        """Have the newest version announced as soon as it is published; False if several buses count versions."""
         if len(self._senders.buses) != 1:
             return False
         group = self._group  # not the collector: the open bus would keep it alive

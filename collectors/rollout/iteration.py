@@ -37,16 +37,8 @@ PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
 
 
 class Iteration:
-    """When a rollout happens, and what becomes of its batch.
-
-    Args:
-        collector: whose hooks are called, and which is shut down by what they raise.
-        rollouts: its rollouts.
-        lock: of the rollouts.
-
-    Attributes:
-        count: how many batches there were before the newest one; -1: there was none.
-    """
+    """When a rollout happens, and what becomes of its batch. What ``collector``'s hooks raise shuts it down. ``count``:
+    batches before the newest one; -1: there was none."""
 
     def __init__(self, collector: BaseCollector, rollouts: Rollouts, lock: RolloutLock) -> None:
         self.count = -1
@@ -82,7 +74,7 @@ class Iteration:
         return self._in_turn(self._whole_batch)
 
     def _in_turn(self, function: Callable[[], T]) -> T:
-        """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
+        """Call with the lock; a StopIteration, which would end a caller's loop silently, becomes a RuntimeError."""
         with self._lock.rolling():
             try:
                 return function()
@@ -140,7 +132,7 @@ class Iteration:
         raise StopAsyncIteration
 
     def _check_can_wait(self) -> None:
-        """Raises RuntimeError: a batch was waited for for ever, by the thread that keeps it from coming."""
+        """Raises RuntimeError: this thread would wait for ever for a batch that it keeps from coming itself."""
         if self._pending is None or not self._pending.done():
             self._lock.check_not_paused_here()
 
@@ -158,7 +150,7 @@ class Iteration:
         return future
 
     def run_free(self) -> BaseException | None:
-        """All batches, in the background; returns what has ended that, if it was not the collector's end."""
+        """Collect all batches, in the background; returns what has ended that, unless the collector's end has."""
         try:
             for _ in self.iterator():
                 pass
@@ -210,7 +202,7 @@ class Iteration:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """End the thread of ``async for`` when it has finished what it does."""
+        """End the thread of ``async for`` after the work that it has begun."""
         self._thread.abandon()
 
     def close_environment(self) -> None:

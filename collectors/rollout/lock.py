@@ -3,7 +3,7 @@
 lock = RolloutLock("Collector")
 with lock.rolling():            # the thread that rolls out
     for _ in range(n):
-        if lock.wanted:         # cheap: asked before every step
+        if lock.wanted:         # cheap: read before every step
             lock.give_way()
         step()
 
@@ -26,12 +26,8 @@ __all__ = ["RolloutLock"]
 
 
 class RolloutLock:
-    """Who may step.
-
-    Attributes:
-        wanted: whether whoever rolls out shall call :meth:`give_way` before the next step.
-        closed: whether nobody shall roll out any more.
-    """
+    """Who may step. ``wanted``: who rolls out shall call :meth:`give_way` before the next step. ``closed``: nobody
+    shall roll out any more."""
 
     def __init__(self, name: str) -> None:
         self.wanted = False
@@ -50,12 +46,9 @@ class RolloutLock:
 
     @contextmanager
     def rolling(self) -> Iterator[None]:
-        """A block in which this thread rolls out. It begins when nobody wants it to stand still.
-
-        Raises:
-            RuntimeError: another thread does, or this one does already or wants it to stand still.
-            ClosedError: after :meth:`close`.
-        """
+        """A block in which this thread rolls out; begins when no other thread is inside :meth:`standing`. Raises
+        RuntimeError: some thread rolls out already, or this one is inside :meth:`standing`; ClosedError: after
+        :meth:`close`."""
         mine = False
         try:  # around the beginning, too: Ctrl-C may strike before the block
             with self._changed:
@@ -72,7 +65,7 @@ class RolloutLock:
                 self._end_turn()
 
     def _end_turn(self) -> None:
-        """Whatever interrupts it, it is done; that is raised afterwards."""
+        """End the turn, whatever interrupts this; the interruption is raised afterwards."""
         interrupt: BaseException | None = None
         afterwards: Callable[[], None] | None = None
         ended = False
@@ -92,11 +85,8 @@ class RolloutLock:
             raise interrupt
 
     def check_not_paused_here(self) -> None:
-        """Whoever is about to wait for a rollout must not be who keeps it from going on.
-
-        Raises:
-            RuntimeError: the calling thread is inside :meth:`standing`.
-        """
+        """Raises RuntimeError: the calling thread, about to wait for a rollout, is inside :meth:`standing` and so stops
+        it."""
         with self._changed:
             if is_caller(self._asking.values()):
                 raise RuntimeError(
@@ -112,11 +102,7 @@ class RolloutLock:
             )
 
     def give_way(self) -> None:
-        """Stand still while somebody wants it.
-
-        Raises:
-            ClosedError: after :meth:`close`.
-        """
+        """Stand still while another thread wants that. Raises ClosedError: after :meth:`close`."""
         with self._changed:
             self._inside = False
             self._changed.notify_all()
@@ -134,15 +120,9 @@ class RolloutLock:
 
     @contextmanager
     def standing(self, timeout: float, owner: object = None) -> Iterator[None]:
-        """A block in which no step is under way, and none begins. In the thread that rolls out: just a block.
-
-        Args:
-            timeout: seconds to wait for the step under way.
-            owner: the task whose block it is; None: the calling thread's.
-
-        Raises:
-            AckTimeout: it did not end.
-        """
+        """A block of a task or (None) of the calling thread in which no step is under way, and none begins. In the
+        thread that rolls out: just a block. Raises AckTimeout: the step under way took longer than ``timeout``
+        seconds."""
         if self.is_mine:
             yield
             return
@@ -161,13 +141,8 @@ class RolloutLock:
                 self._changed.notify_all()
 
     def close(self, timeout: float, afterwards: Callable[[], None]) -> bool:
-        """Have whoever rolls out stop before the next step, for good; returns whether nobody rolls out any more (or
-        the caller does).
-
-        Args:
-            timeout: seconds to wait for that.
-            afterwards: what the thread that still rolls out by then does when it stops.
-        """
+        """Have the thread that rolls out stop before its next step, for good. Waits ``timeout`` seconds for that, and
+        returns whether no other thread rolls out any more; one that still does calls ``afterwards`` when it stops."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self.closed = self.wanted = True

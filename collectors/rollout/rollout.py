@@ -44,9 +44,7 @@ class Rollouts:
 
     Args:
         env: the environment, not moved yet.
-        arguments: of the collector.
         weights: of the models that act.
-        lock: says whether somebody wants the steps to stop for a while.
         traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
@@ -154,7 +152,7 @@ class Rollouts:
         self._carry(root)
 
     def _carry(self, root: TensorDictBase) -> None:
-        """Make this the carrier."""
+        """Make this TensorDict the carrier."""
         if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
         root.set("collector", self.metadata)
@@ -228,10 +226,8 @@ class Rollouts:
         self._carry(root)
 
     def _step(self, random: bool) -> TensorDictBase:
-        """Policy and environment, once; the carrier is what is to be stored then. Returns the root of the next step.
-
-        If it raises, the carrier is as good as before.
-        """
+        """One call of policy and environment; the carrier is then what is stored. Returns the root of the next step. If
+        this raises, the carrier is as before."""
         carrier = self.carrier
         version = self._weights.version()
         if version != self._acting_version:
@@ -301,11 +297,8 @@ class Rollouts:
         return batch
 
     def _frame(self, random: bool, adds: bool, non_blocking: bool) -> TensorDictBase | None:
-        """One step, and its copy, inside a hold: what a model returns may be a view of its weights.
-
-        Returns:
-            A clone for the replay buffer, if frames are added one by one.
-        """
+        """One step and its copy, inside a hold: what a model returns may be a view of its weights. Returns a clone for
+        the replay buffer, if frames are added one by one."""
         root = self._step(random)
         try:
             if adds:
@@ -356,8 +349,8 @@ def _keep_written(
 ) -> None:
     """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
 
-    Not what is the environment's own: one that has it from a reset (by a TensorDictPrimer, say) hands it on by itself.
-    Any other would show the policy the old state again, or none.
+    State that a reset of the environment has, from a TensorDictPrimer, say, is left alone: the environment hands it on.
+    Any other environment would show the policy the old state again, or none.
     """
     keys = [key for key in written.keys(True, True) if environments.path_of(key) not in own]
     if not keys:
