@@ -20,14 +20,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code.
-
-    Args:
-        arguments: what comes after ``asyncsync``; None: ``sys.argv``.
-
-    Raises:
-        SystemExit: after ``--help``, ``--version`` and wrong arguments.
-    """
+    """Run the command with what comes after ``asyncsync`` (None: ``sys.argv``); returns its exit code. Raises
+    SystemExit: after ``--help``, ``--version`` and wrong arguments."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -48,11 +42,8 @@ class MissingExtra(Exception):
 
 
 def need(extra: str, *libraries: str) -> None:
-    """Look for optional libraries, to fail before anything is started.
-
-    Raises:
-        MissingExtra: names those that are missing, and the extra that installs them.
-    """
+    """Check that optional libraries are there, before anything is started. Raises MissingExtra: names those that are
+    not, and the extra that installs them."""
     missing = []
     for library in libraries:
         try:

@@ -1,5 +1,5 @@
-"""The receiver's end of a user's blocking transport: one thread that takes messages from the channel until the one that
-is wanted has come. See :mod:`asyncsync.transports.channels`."""
+"""The receiver's end of a user's blocking transport: one thread that takes messages from the channel until the wanted
+one has come. See :mod:`asyncsync.transports.channels`."""
 
 from __future__ import annotations
 
@@ -92,13 +92,8 @@ class ChannelReceiver(Carrier):
         self._setup.result()
 
     async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        """Receive until the weights with this tag have come, and copy them into the slab.
-
-        Raises:
-            TimeoutError: they have not come by the deadline.
-            SchemaMismatch: they are not what the sender announced.
-            Exception: whatever the user's code raises.
-        """
+        """Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
+        the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises."""
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
         patience -= min(MARGIN, patience / 10)
@@ -228,7 +223,7 @@ class ChannelReceiver(Carrier):
             self._deliver(request, message)
 
     def _deliver(self, request: _Request, message: Message) -> None:
-        """Copy into the slab of a request that nobody else answers any more."""
+        """Copy into the slab of a request that nothing else answers any more."""
         failure = None
         try:
             tensors = {name: tensor for name, tensor in message.items() if name != TAG}

@@ -47,11 +47,10 @@ class Place(NamedTuple):
 
     Attributes:
         mapped: workers read it there until they have something newer; else they copy it out soon.
-        pid: the owner's.
-        number: its file descriptor there.
-        device, inode: of the file, which tell whether the descriptor is still that of this file.
+        pid, number: the owner's process, and the file's descriptor there.
+        device, inode: of the file, by which a worker knows whether the descriptor is still that of this file.
         size: of the slab, in bytes.
-        inodes: of all of the owner's slots: what is not among them will not be seen again.
+        inodes: of all slots of the owner that will be used again.
     """
 
     mapped: bool
@@ -80,12 +79,8 @@ class Place(NamedTuple):
 
 
 class Slot(Slab):
-    """A slab in a memory file; ``pinned``: locked for the devices' copy engines.
-
-    Raises:
-        MemoryError: there is not enough.
-        WeightSyncError: this system has no memory files.
-    """
+    """A slab in a memory file; ``pinned``: locked for the devices' copy engines. Raises MemoryError; WeightSyncError:
+    this system has no memory files."""
 
     leased = True
 
@@ -114,7 +109,7 @@ class Slot(Slab):
         return Place(mapped, os.getpid(), self._file, self.device, self.inode, self.nbytes, inodes)
 
     def dispose(self) -> None:
-        """Give the memory back; slow where there is much of it."""
+        """Free the memory; slow where there is much of it."""
         if self._close.detach() is None:
             return
         if self.registered:
@@ -128,8 +123,8 @@ class Slot(Slab):
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again: so many of a model, however slow the readers are, besides those that hold the
-    targets of single workers. Slabs of more bytes than ``map_above`` are read in place by the workers."""
+    """Slots that can be used again: ``slots`` of a model, however slow the readers are, besides those that hold the
+    targets of single workers. Workers read slabs of more than ``map_above`` bytes in place."""
 
     def __init__(self, slots: int, map_above: int) -> None:
         super().__init__()
@@ -158,13 +153,8 @@ class SlotPool(SlabPool):
         return not pinned or self._cannot_pin or spare.buffer.is_pinned()
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether a slot can be had.
-
-        Args:
-            nbytes: of the slab.
-            wanted: slabs that are targets, or about to be: those must be.
-            count: how many slabs of their own the publication has for different workers.
-        """
+        """Whether a slot of ``nbytes`` can be had. ``wanted``: slabs that are targets or about to be, which do not
+        count. ``count``: how many slabs of their own the publication has for different workers."""
         # The rest is held by readers that are behind: with the target and the new one, so many slots.
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
