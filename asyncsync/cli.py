@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `asyncsync … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
         code = 1
     except MissingExtra as missing:
         print(f"asyncsync {options.command}: {missing}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Arguments: what they may be; of workers, of which there is one for each or one for all; what a partial has."""
+"""Arguments: which values they may have, for all workers or for each of them, and what a partial fixes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _needs_arguments(module: nn.Module) -> bool:
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
-        return False  # it does not say
+        return False  # unknown
     try:
         signature.bind()
     except TypeError:
@@ -145,7 +145,7 @@ class RolloutArguments:
     ValueError."""
 
     frames_per_batch: int
-    total_frames: Any  # checked, it is a number; math.inf: there is no end
+    total_frames: Any  # once checked, a number; math.inf: there is no end
     init_random_frames: Any
     max_frames_per_traj: Any
     reset_at_each_iter: bool
@@ -197,7 +197,7 @@ class RolloutArguments:
             )
         rounded = {"total_frames": self.total_frames, "init_random_frames": self.init_random_frames}
         if self.adds:
-            del rounded["total_frames"]  # the last rollout ends there
+            del rounded["total_frames"]  # the last rollout may be shorter
         for name, frames in rounded.items():
             if 0 < frames < math.inf and frames % frames_per_batch:
                 warn_rounding(
@@ -237,12 +237,12 @@ def _check_factory(factory: Any) -> None:
 
 
 def is_list(value: Any) -> bool:
-    """Whether there is one for each worker."""
+    """Whether an argument has a value for each worker."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def check_count(name: str, values: Any, count: int) -> None:
-    """Raises ValueError: there is not one for each worker."""
+    """Raises ValueError: there is not one value for each worker."""
     if len(values) != count:
         raise ValueError(
             f"{name} has {len(values)} entries, but there are {count} workers: give one for each, or for all"
@@ -250,14 +250,14 @@ def check_count(name: str, values: Any, count: int) -> None:
 
 
 def each(name: str, value: Any, count: int) -> list[Any]:
-    """One for each worker. Raises ValueError: a list of another length."""
+    """A value for each worker. Raises ValueError: a list of another length."""
     values = list(value) if is_list(value) else [value] * count
     check_count(name, values, count)
     return values
 
 
 def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
-    """Each worker's. Raises ValueError: a list of another length."""
+    """The devices of each worker in turn. Raises ValueError: a list of another length."""
     return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
 
 

@@ -92,11 +92,8 @@ class Signals(Protocol):
 
 
 class BaseCollector(WeightsAPI, ABC):
-    """Steps environments with a policy and hands out batches of the steps.
-
-    ``pre_collect_hook`` also runs before ``reset_at_each_iter``'s reset. ``closed`` is True once :meth:`shutdown` has
-    begun.
-    """
+    """Steps environments with a policy and hands out batches of the steps. ``closed`` is True once :meth:`shutdown` has
+    begun."""
 
     replay_buffer: Any = None
 
@@ -133,9 +130,8 @@ class BaseCollector(WeightsAPI, ABC):
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
-    # What a hook raises ends a collector. Whether another failure does is its own affair: of several processes, what a
-    # worker or postproc raises does, a caller's mistake does not; a single one can go on. An iterator keeps nothing:
-    # next() makes one of its own.
+    # What a hook raises ends a collector. In one with workers, so does what a worker or postproc raises, but a caller's
+    # mistake does not; a single collector can go on after any of these. An iterator has no state: next() makes its own.
 
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:

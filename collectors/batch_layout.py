@@ -58,8 +58,7 @@ class BatchLayout:
         return self.steps * sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves)
 
     def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
-        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied. Raises ValueError:
-        another number."""
+        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied. Raises ValueError."""
         root = TensorDict({}, [*self.batch_size, self.steps], device=self.device)
         for node in self.nodes:
             root.set(node.path, TensorDict({}, [*root.batch_size, *node.tail], device=self.device))

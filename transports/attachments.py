@@ -205,7 +205,7 @@ class Attachments:
         if self._alive != place.inodes or len(self._known) > len(place.inodes):
             self._alive = place.inodes
             for other, attachment in list(self._known.items()):
-                # What the owner has no more would keep its memory as long as it is mapped.
+                # A file that the owner has closed keeps its memory as long as it is mapped.
                 gone = other[0] != place.device or other[1] not in place.inodes
                 if gone and attachment is not found and not attachment.in_use and not attachment.is_forked:
                     self._drop(other)
@@ -290,7 +290,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    applying = any_applying()  # then the child goes on with that
+    applying = any_applying()  # then the child finishes applying
     for attachment in list(_attachments):
         attachment.after_fork(applying=applying)
     if _forking.pipe is not None:

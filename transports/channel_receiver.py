@@ -107,7 +107,7 @@ class ChannelReceiver(Carrier):
                 ahead = None
                 self._changed.notify_all()
         if ahead is not None:
-            # It was here before its instruction. The receiving thread may be waiting for something else.
+            # The message came before its instruction. The receiving thread may be waiting for another one.
             threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
         if replaced is not None:
             settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
@@ -121,7 +121,7 @@ class ChannelReceiver(Carrier):
             if not taken:
                 self._wanted = None
         while taken and not request.done.done():
-            # The thread writes into the slab, which must not be given back before it has ended with that.
+            # The thread writes into the slab, which must not be released before that has ended.
             try:
                 await asyncio.wait([request.done])
             except asyncio.CancelledError as error:
@@ -164,7 +164,7 @@ class ChannelReceiver(Carrier):
             try:
                 self._receive(request)
             except BaseException as error:
-                # A channel that fails, fails whatever is wanted now.
+                # A failure of the channel is one of the fetch that waits.
                 self._settle(as_exception(error))
             del request
 
@@ -212,9 +212,9 @@ class ChannelReceiver(Carrier):
             request = self._wanted
             if request is not None and request.descriptor == _tag(message):
                 self._wanted = None
-                self._ahead = None  # the channel keeps the order: it is older
+                self._ahead = None  # older, as the channel keeps the order
             else:
-                # Older than what is wanted, or newer: then its instruction is on the way, and it must not be lost.
+                # An older message, or a newer one, which must not be lost: its instruction is on the way.
                 request = None
                 self._ahead = message
         if request is None:

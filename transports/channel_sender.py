@@ -48,7 +48,7 @@ class _WorkerChannel:
 
     def __init__(self, worker: int, channels: dict[int, Any], create: Callable[[int], Any]) -> None:
         self.worker = worker
-        # The thread's own: the incarnation for which the connection is set up; b"": for whoever comes first.
+        # The thread's own: the incarnation for which the connection is set up; b"": for the first one that comes.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")

@@ -95,8 +95,7 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
 
 
 def retrieved(future: asyncio.Future[None]) -> None:
-    """A done callback that keeps asyncio from reporting an exception that nobody retrieves; it can be retrieved
-    still."""
+    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
     if not future.cancelled():
         future.exception()
 
@@ -123,7 +122,7 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
         for worker in workers:
             worker.abandon()
         await asyncio.wait(ended, timeout=patience)
-    else:  # the loop is over: nothing of ours waits for it any more
+    else:  # the loop is closed: nothing here waits for the transports
         for close in closes:
             thread = threading.Thread(target=_call, args=(close,), name="asyncsync-close", daemon=True)
             thread.start()

@@ -87,8 +87,7 @@ class PrivateSlab(Slab):
         return self._views
 
     def show_the_file(self) -> None:
-        """Discard this process's pages before the file has another version, when no Parameter is found here any
-        more."""
+        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
         if not (self.holds_parameters or self.exposed):
             return
         self.mapping.discard_own_pages()

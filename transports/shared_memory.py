@@ -122,7 +122,7 @@ class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
 
 
 # The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle
-# per worker. Here, the handle of the slot rides in the instruction, and every worker has a copy of its own.
+# per worker. Here, the handle of the slot travels in the instruction, and every worker has a copy of its own.
 
 
 class MPTransport(SlotTransport, base.TransportBackend):

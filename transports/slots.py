@@ -34,7 +34,7 @@ from asyncsync.weights.slab import Slab
 __all__ = ["COPY_BYTES", "Place", "SlotPool"]
 
 COPY_BYTES = 16 << 20
-# From here on it takes longer to give memory back than a loop should stand still.
+# Freeing so much memory takes longer than a loop should stand still.
 LARGE_BYTES = 8 << 20
 
 _HEAD = struct.Struct("<4sBIIQQQ")
@@ -96,7 +96,7 @@ class Slot(Slab):
             self._map = mmap.mmap(self._file, size)
             memory_file.seal(self._file, against_writing=True)
         except OSError as error:
-            self._close()  # now: the traceback refers to this object, who knows how long
+            self._close()  # now: the traceback keeps this object alive for an unknown time
             raise memory_file.no_memory(size, error) from error
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
@@ -115,7 +115,7 @@ class Slot(Slab):
         if self.registered:
             torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
         self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # a view of it is still there: the memory goes with that
+        with contextlib.suppress(BufferError):  # a view still exists: the memory is freed with that
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run
@@ -155,7 +155,7 @@ class SlotPool(SlabPool):
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
         """Whether a slot of ``nbytes`` can be had. ``wanted``: slabs that are targets or about to be, which do not
         count. ``count``: how many slabs of their own the publication has for different workers."""
-        # The rest is held by readers that are behind: with the target and the new one, so many slots.
+        # Readers that are behind hold the other slots; the limit includes the target and the new slot.
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:

@@ -122,7 +122,7 @@ class SchemeCore(SchemeState, ABC):
                 twin._carrier = make_sender(twin._bound_transport, self._bus.num_workers)
             elif self._receiving is not None and self._worker_idx is not None:
                 twin._carrier = make_receiver(twin._bound_transport(self._worker_idx, **self._receiving.options))
-            if twin._bus._link is None:  # an earlier conversion of this scheme gives way
+            if twin._bus._link is None:  # an earlier conversion of this scheme is replaced
                 twin._bus._schemes.pop(self._topic, None)
             twin._bus._join(twin, self._role, self._topic)
         return twin

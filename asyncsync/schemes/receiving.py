@@ -99,7 +99,7 @@ class Receiving:
 
     async def take_in(self, link: ReceiverLink, is_over: Callable[[], bool]) -> None:
         """Apply what has come, without returning it."""
-        self.returned = link.receiving.mark(self.topic)  # what was applied without this call is no news
+        self.returned = link.receiving.mark(self.topic)  # what was applied before is not returned
         mark = await link.receiving.receive(self.topic, self.returned, 0.0, is_over)
         if mark is not None:
             self.returned = mark

@@ -280,7 +280,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
-            if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
+            if scheme._context is self:  # an open bus keeps its schemes, which would keep this collector alive
                 scheme._context = scheme._sources.context = _RegisteredModels(self)
         self._group = group = ProcessGroup(start_method, type(self).__name__)
         self._calls = Calls(group, count)
@@ -345,7 +345,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         """Frames of each worker's rollouts, for these frames per batch."""
 
     def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
-        """What a synchronous collector alone can do."""
+        """Check arguments that only a synchronous collector supports."""
         given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
         for name, value in given.items():
             if value not in (None, False):

@@ -77,7 +77,7 @@ class _Caller:
 
     Attributes:
         thread: the identifier of its thread.
-        has_turn: whether others wait for it.
+        has_turn: whether the others wait for this one.
         begins: whether what is raised from now on ends collection.
         made: its batch, once that is there; ``has_batch``: whether it has taken that.
     """
@@ -172,12 +172,12 @@ class Driver(ABC):
         """Have these workers (None: all) act with the policy's current weights."""
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
-        except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+        except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
             raise RuntimeError(f"an updater raised {error!r}") from error
         self.updated(workers)
 
     def updated(self, workers: list[int] | None) -> None:
-        """These workers (None: all) have the newest weights."""
+        """Note that these workers (None: all) have the newest weights."""
         for worker in range(len(self._batches_since)) if workers is None else workers:
             self._batches_since[worker] = 0
 
@@ -193,7 +193,7 @@ class Driver(ABC):
             return []
         caller = _Caller()
         if any(other.thread == caller.thread for other in list(self._callers)):
-            # A coroutine of its event loop comes first, or it is in the middle of a batch.
+            # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
             raise RuntimeError(
                 f"this thread makes or awaits the next batch of this {self._name} already: await it there, or "
                 "cancel that task and await its end"
@@ -218,7 +218,7 @@ class Driver(ABC):
             self._callers.append(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
             if (made := caller.made) is not None:
-                if caller.has_turn:  # cancelled, it is finished all the same, and the next caller's
+                if caller.has_turn:  # if cancelled, the batch is finished for the next caller
                     thread = WorkThread("asyncsync-collector-batch")
                     finished = thread.submit(partial(self._finish, made))
                     thread.abandon()  # after that
@@ -278,7 +278,7 @@ class Driver(ABC):
                 with self._collector._weights.holds():  # its model may be updated here
                     arguments = self._arguments
                     made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
-            except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+            except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
         made.is_lost = False
@@ -332,12 +332,12 @@ class Driver(ABC):
                 self._collector._free_error = error
 
     def wait_for_watcher(self, timeout: float) -> None:
-        """After the workers' end: until their failure, if there was one, is known."""
+        """After the workers' end: wait until their failure, if there was one, is known."""
         if (watcher := self.free) is not None and not watcher.done():
             loop_thread.run(lambda: asyncio.wait([watcher], timeout=timeout))
 
     def count_free(self) -> None:
-        """The frames of workers that run free, or have until they had enough: then all is as before."""
+        """Count the frames of workers that run free; if they have all, end that."""
         if self.free is None:
             return
         ended = self.free.done() and self._group.failure is None
@@ -376,7 +376,7 @@ class Driver(ABC):
                     group.resume()
 
     def close(self) -> None:
-        """After the workers' end: forget what was under way, and all places."""
+        """After the workers' end: drop what was under way, and all places."""
         self._made = None
         self.left.clear()
         self.busy, self._results = {}, {}

@@ -34,7 +34,7 @@ FAILURE_SECONDS = 1.0
 
 
 class GroupCollector(BaseCollector):
-    """Has its parts when a subclass has made them."""
+    """A collector with workers; a subclass makes its parts."""
 
     acts_elsewhere = True
     num_workers: int

@@ -107,16 +107,9 @@ def described(
 def ways_of_weights(
     policy: Any, has_factory: bool, weight_updater: Any, schemes: Mapping[str, Any] | None, are_needed: bool
 ) -> tuple[WeightUpdaterBase | None, Mapping[str, Any]]:
-    """The updater and the schemes that bring weights to the workers.
-
-    Args:
-        policy: the one that is registered.
-        has_factory: whether each worker makes its own.
-        are_needed: whether the collector sends weights by itself.
-
-    Raises:
-        TypeError, ValueError: nothing brings weights to the workers that need them.
-    """
+    """The updater and the schemes that bring weights to the workers, which make their own policies if ``has_factory``.
+    ``policy`` is the registered one; ``are_needed``: the collector sends weights by itself. Raises TypeError,
+    ValueError: nothing brings weights to workers that need them."""
     updater = None if weight_updater is None else make_updater(weight_updater, policy)
     if schemes is None:
         has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])

@@ -1,4 +1,4 @@
-"""Iteration: a collector's rollouts, one after another, for whoever asks: a loop, a coroutine, or a thread of its own.
+"""Iteration: a collector's rollouts, one after another, for a loop, a coroutine, or a thread of its own.
 
 A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
 (``start()``), but never two at a time: see :mod:`asyncsync.collectors.rollout.lock`.
@@ -110,7 +110,7 @@ class Iteration:
             pending = self._pending
             if pending is None:
                 yield self.next_batch()
-            else:  # of a cancelled `async for`
+            else:  # left by a cancelled `async for`
                 self._check_can_wait()
                 until_done(pending)
                 self._pending = None
@@ -118,7 +118,7 @@ class Iteration:
 
     async def next_async(self) -> TensorDictBase | None:
         """The next of the same batches; raises StopAsyncIteration at the end."""
-        # The rollout is nobody's: who is cancelled while it runs leaves it for the next caller.
+        # The rollout belongs to no caller: one that is cancelled while it runs leaves it to the next.
         while not self._exhausted:
             self._check_can_wait()
             if self._pending is None:
@@ -206,7 +206,7 @@ class Iteration:
         self._thread.abandon()
 
     def close_environment(self) -> None:
-        """Once. Raises what the environment raises, here or after the last batch."""
+        """Close the environment, once. Raises what it raises, here or after the last batch."""
         error, self._close_error = self._close_error, None
         if error is not None:
             raise error
@@ -216,7 +216,7 @@ class Iteration:
 
 
 def _copied(state: Any) -> Any:
-    """The same with tensors of its own."""
+    """The state with tensors of its own."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, TensorDictBase):
@@ -236,7 +236,7 @@ def _state_of(environment: Any) -> Any:
 
 
 async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
-    """Wait until it is done. asyncio.wrap_future would cancel it, and complain of exceptions that another awaits."""
+    """Wait until it is done; asyncio.wrap_future would cancel it, and report exceptions that another caller awaits."""
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pending.add_done_callback(lambda _: settle(ended))
     await ended

@@ -1,14 +1,16 @@
-"""The lock of a collector's rollouts: one thread rolls out at a time, and others may stop it between two steps.
+"""The lock of a collector's rollouts: one thread rolls out at a time, and others may stop it between two steps::
 
-lock = RolloutLock("Collector")
-with lock.rolling():            # the thread that rolls out
-    for _ in range(n):
-        if lock.wanted:         # cheap: read before every step
-            lock.give_way()
-        step()
+    lock = RolloutLock("Collector")
+    with lock.rolling():            # the thread that rolls out
+        for _ in range(n):
+            if lock.wanted:         # cheap: read before every step
+                lock.give_way()
+            step()
 
-with lock.standing(timeout):    # any other thread: no step is under way inside this block
-    ...
+    with lock.standing(timeout):    # any other thread: no step is under way inside this block
+        ...
+
+:mod:`asyncsync.collectors.rollout.rollout` is what steps.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class RolloutLock:
         self._roller: threading.Thread | None = None
         self._inside = False
         self._afterwards: Callable[[], None] | None = None
-        self._asking: dict[object, object] = {}  # who wants it to stand still, by their blocks
+        self._asking: dict[object, object] = {}  # the owners of blocks in which no step may be under way
 
     @property
     def is_mine(self) -> bool:
@@ -55,7 +57,7 @@ class RolloutLock:
                 self.check_not_paused_here()
                 self._check_nobody_rolls()
                 self._wait_in_line()
-                self._check_nobody_rolls()  # of several that have waited, the first to wake does
+                self._check_nobody_rolls()  # of several that have waited, the first to wake rolls out
                 mine = True
                 self._roller = threading.current_thread()
                 self._inside = True
@@ -110,7 +112,7 @@ class RolloutLock:
             self._inside = True
 
     def _wait_in_line(self) -> None:
-        # For the end of somebody's block: standing() bounds its own wait only.
+        # Without a limit: a block in standing() may last any time; only the wait for its beginning has a timeout.
         self._wait_for(lambda: not self._asking or self.closed)
         if self.closed:
             raise ClosedError(f"this {self._name} has been shut down")
@@ -127,7 +129,7 @@ class RolloutLock:
             yield
             return
         block = object()
-        try:  # around the waiting too: whom Ctrl-C takes out of it asks for nothing any more
+        try:  # around the wait, too: after Ctrl-C there, this block stops no one
             with self._changed:
                 self._asking[block] = threading.get_ident() if owner is None else owner
                 self.wanted = True
@@ -148,6 +150,6 @@ class RolloutLock:
             self.closed = self.wanted = True
             self._changed.notify_all()
             over = self._wait_for(lambda: self._roller is None or self.is_mine, deadline - time.monotonic())
-            if not over:  # told under the lock, before it can stop
+            if not over:  # set under the lock, before the other thread can stop
                 self._afterwards = afterwards
             return over

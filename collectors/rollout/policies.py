@@ -174,7 +174,7 @@ def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Seq
 def _signature(function: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be looked up
+    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be resolved
         return inspect.signature(function)
     except ValueError:
         return None

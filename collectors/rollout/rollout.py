@@ -170,7 +170,7 @@ class Rollouts:
         ended = _aggregate_end_of_traj(after, self._done_keys)
         ids = self.metadata.get("traj_ids")
         fresh = self.traj_pool.get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
-        # a new tensor: the old one may belong to somebody's snapshot
+        # a new tensor: the old one may be in a snapshot
         self.metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Rollouts:
                     break
                 if max_lag is not None:
                     weights.keep_up(max_lag, LAG_SECONDS)
-                # Steps share a hold until somebody waits for its end: to enter one takes as long as a small policy.
+                # Steps share a hold until an update waits for its end: entering one takes as long as a small policy.
                 with weights.holds() as holds:
                     while True:
                         left -= 1
@@ -309,7 +309,7 @@ class Rollouts:
             if devices.storing is not None and not devices.no_cuda_sync:
                 devices.sync_storage()
             return None
-        finally:  # the environment has moved on, whatever became of the frame
+        finally:  # the environment has made its step, whatever became of the frame
             self._advance(root)
 
     def _add(self, frame: TensorDictBase, last: bool) -> None:

@@ -68,7 +68,7 @@ class LocalUpdates:
             if not interruptibly(ended.wait, timeout) and self._withdraw(change):
                 raise _late(timeout)
             while not ended.wait(POLL_SECONDS):  # it is being applied right now
-                self.gate.poll()  # unless Ctrl-C has ended that half way: then nobody else need come by
+                self.gate.poll()  # if Ctrl-C has ended that half way, perhaps no other thread passes the gate
         except BaseException:
             self._withdraw(change)  # an interrupted caller changes nothing afterwards
             raise
@@ -112,8 +112,8 @@ class LocalUpdates:
                     return
                 change = self._changes[0]
                 change.begun = True
-            # What a KeyboardInterrupt has left half done is done again before anybody reads it; what it has left done
-            # is only told again: the source may be another one by then.
+            # An update that a KeyboardInterrupt struck half way is applied again before any step reads the weights; one
+            # that was complete is only reported again: its source may be another one by now.
             if not change.over:
                 try:
                     change.apply()

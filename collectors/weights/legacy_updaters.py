@@ -96,7 +96,7 @@ class WeightUpdaterBase:
     def _serve(self, collector: Any) -> None:
         """Belong to this collector, and count its version up with each push."""
         self.register_collector(collector)
-        if self._count_push not in self.post_hooks:  # it may have served one that is gone
+        if self._count_push not in self.post_hooks:  # it may have served another collector
             self.register_post_hook(self._count_push)
 
     @property

@@ -50,7 +50,7 @@ class _Mapped:
 
 
 class BatchWriter:
-    """What a worker writes through."""
+    """Writes a worker's batches."""
 
     def __init__(self) -> None:
         self._index = 0

@@ -86,7 +86,7 @@ class WorkerProcess:
                     self._waiting.popleft().close()
             except ConnectionError:
                 self.is_open = False
-            if not self.is_open:  # whoever waits learns of its end from its sentinel
+            if not self.is_open:  # those that wait see the worker's end by its sentinel
                 self._forget()
             return not self._waiting
 

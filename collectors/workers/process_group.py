@@ -294,7 +294,7 @@ class ProcessGroup(WorkerGroup):
             self.infos[worker.index] = WorkerInfo(*message[1:])
         elif kind == "result":
             self.results.append(RolloutResult(worker.index, *message[1:]))
-        elif kind == "paused" and not self._page.paused:  # it looked just before it was to go on
+        elif kind == "paused" and not self._page.paused:  # it read the page just before the pause ended
             self._resume_one(worker.index)
         else:
             self.states[worker.index] = kind
@@ -345,7 +345,7 @@ class ProcessGroup(WorkerGroup):
         self.stop(close_env)
         for worker in self._workers:
             if worker.is_alive:
-                # A thousand messages wait for it, or it cannot be sent to: the bell comes first.
+                # Sending fails, or a thousand messages wait: the bell reaches the worker first.
                 with contextlib.suppress(RuntimeError, OSError):
                     self.post(worker.index, ("stop",))
                 worker.ring(timeout + GRACE_SECONDS)

@@ -167,7 +167,7 @@ class RolloutWorker:
         self._check()
         if self._nested:
             return batch, frames, False
-        # The trainer does its own with the whole batch. This is what a partial has asked of each worker's collector.
+        # The trainer postprocesses the whole batch. This is for what a partial has set in each worker's collector.
         if collector.postproc is None and not collector.split_trajs:
             return batch, frames, True
         return processed(batch, collector.postproc, split_trajs=collector.split_trajs), frames, False

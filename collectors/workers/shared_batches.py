@@ -35,7 +35,7 @@ from asyncsync.weights.copying import normal_tensors
 __all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
 
 ALIGNMENT = 64
-MAX_HELD = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
+MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
 
 
 @dataclass(frozen=True)
