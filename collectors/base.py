@@ -78,7 +78,7 @@ def is_caller(owners: Iterable[object]) -> bool:
 
 
 class Signals(Protocol):
-    """What a collector reads between two steps, of whoever runs it as a worker."""
+    """What a collector that is a worker reads between two steps: what its trainer wants."""
 
     @property
     def calls(self) -> bool:
@@ -272,7 +272,7 @@ class BaseCollector(WeightsAPI, ABC):
     # Whoever runs a collector as a worker calls these. A collector that overrides none of them cannot be one.
 
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        """Become the worker of whoever gives these signals. ``sink`` returns memory for a batch of a
+        """Become a worker that heeds these signals. ``sink`` returns memory for a batch of a
         :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None: the collector uses its own."""
         raise NotImplementedError(f"{type(self).__name__} cannot be a worker of another collector")
 

@@ -61,7 +61,7 @@ class _WorkerChannel:
     # on the loop
 
     def connect(self) -> asyncio.Future[None]:
-        """Set up the connection with whoever comes first; a setup that failed is begun anew."""
+        """Set up the connection with the first receiver that comes; a setup that failed is begun anew."""
         failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
         if self.connecting is None or failed:
             self.connecting = self.thread.submit(self._connect)

@@ -159,8 +159,8 @@ class Sources:
         return {*flat.tensors, *flat.values}
 
     def _check_unsure(self, source: EachWorkers, flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
-        """Raises ValueError: weights with integer keys, which may be one thing, an optimiser's state, say, have no keys
-        of this model's, so they are no dict for each worker."""
+        """Raises ValueError: weights with integer keys have no keys of this model's, so they may be one thing, as an
+        optimiser's state is, rather than a dict for each worker."""
         unsure = sorted(source.unsure)
         wrong = [w for w in unsure if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
         if wrong:

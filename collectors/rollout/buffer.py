@@ -6,12 +6,11 @@
     batch = buffer.finish()                                                 # [*batch_size, steps], time last
 
 The first step of a rollout determines the :class:`BatchLayout`, and ``allocate(layout)`` gives memory for the whole
-batch, into which each step is copied: no TensorDict is made per step, and nothing is stacked at the end. A step that
-does not fit (other keys, shapes or dtypes) or is no plain nested TensorDict of strided tensors (NonTensorData, lazy
-stacks, nested tensors) makes the rest of that rollout a list of clones, which ``finish`` stacks (lazily, where shapes
-differ).
+batch, into which each step is copied: no TensorDict is made per step, and nothing is stacked at the end. A step with
+other keys, shapes or dtypes, or one that is no plain nested TensorDict of strided tensors (NonTensorData, lazy stacks,
+nested tensors), makes the rest of that rollout a list of clones, which ``finish`` stacks, lazily where shapes differ.
 
-What an ``allocate`` can rely on (workers put batches into shared memory with it):
+What an ``allocate``, such as the one by which workers put batches into shared memory, can rely on:
 
 - It is called once per rollout, right before the first step is written, and never for a rollout without a layout.
 - ``layout`` compares and hashes by value, and pickles: the same environment and policy give an equal layout every time.

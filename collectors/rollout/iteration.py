@@ -161,7 +161,7 @@ class Iteration:
             return error
         return None
 
-    # -- checkpoints: what is saved for another program, by whoever sees to it that no step is under way --------------
+    # -- checkpoints for another program; no step is under way ---------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`asyncsync.collectors.Collector.state_dict`."""

@@ -10,7 +10,7 @@
     with lock.standing(timeout):    # any other thread: no step is under way inside this block
         ...
 
-:mod:`asyncsync.collectors.rollout.rollout` is what steps.
+Blocks of :meth:`RolloutLock.standing` may be open in several threads and tasks at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["RolloutLock"]
 
 
 class RolloutLock:
-    """Who may step. ``wanted``: who rolls out shall call :meth:`give_way` before the next step. ``closed``: nobody
-    shall roll out any more."""
+    """Which thread may step. ``wanted``: the thread that rolls out shall call :meth:`give_way` before the next step.
+    ``closed``: no thread shall roll out any more."""
 
     def __init__(self, name: str) -> None:
         self.wanted = False

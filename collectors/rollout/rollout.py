@@ -53,8 +53,8 @@ class Rollouts:
         carrier: what the next call of the policy reads.
         buffer: where the steps of each rollout go.
         frames: how many have been collected.
-        random: whether whoever runs this collector as its worker wants the policy left out.
-        signals: of whoever runs this collector as its worker; None: nobody does.
+        random: for a collector that is a worker: whether its trainer wants the policy left out.
+        signals: what the trainer of a worker wants; None: this collector is no worker.
     """
 
     devices: RolloutDevices

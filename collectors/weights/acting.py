@@ -27,7 +27,7 @@ class ActingWeights:
         schemes: those that receive, by model id.
         own: how many updates were applied here without schemes.
         counted_above: how many versions updaters above have counted; None: nobody is above.
-        newest_above: reads the newest version published for this collector, faster than its schemes can; None: nothing.
+        newest_above: reads the newest version published for this collector; None: only its schemes know of one.
     """
 
     def __init__(self, gate: Gate) -> None:

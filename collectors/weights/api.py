@@ -1,7 +1,7 @@
 """A collector's weights: taking them from the trainer, passing them on, applying them to its own models.
 
 Each form of ``update_policy_weights_`` becomes one update ``{model_id: weights}``, checked before anything is done. It
-goes one way: by sender schemes, through the (deprecated) weight updater, or into this collector's own models. A model
+goes one way: by sender schemes, through the deprecated weight updater, or into this collector's own models. A model
 that this collector *receives* is only passed on downwards: the scheme has applied it here.
 
 Names, forms and exclusions follow TorchRL's "RPCCollector" page.
@@ -344,7 +344,7 @@ class WeightsAPI:
             self._local.apply(self._weights.take_in)
 
     def _take(self, given: Any) -> None:
-        """The policy's weights from whoever is above, without schemes; None: the registered policy's."""
+        """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
         source = self._registered("policy") if given is None else given
         self._local.apply(lambda: self._apply_locally({"policy": source}))
         if "policy" in self._senders.schemes:

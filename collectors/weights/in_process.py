@@ -124,7 +124,7 @@ class LocalUpdates:
             self._changes.popleft()
 
     def _withdraw(self, change: _Change) -> bool:
-        """Whether the update has not begun; it never will."""
+        """Withdraw an update, unless it has begun; whether that was in time."""
         with self._lock:
             if change.begun:
                 return False

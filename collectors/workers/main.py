@@ -158,7 +158,7 @@ class WorkerLoop:
         self._send("connected")
 
     def listen(self, watched: list[Any]) -> None:
-        """In a thread: wait for the trainer's end, or for that of the time that it leaves this process to end."""
+        """In a thread: wait until the trainer has ended, or the time that it allows for this process's end is over."""
         [bell, *_] = watched
         limit = None
         while bell in wait(watched, limit):

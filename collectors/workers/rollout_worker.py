@@ -184,7 +184,7 @@ class RolloutWorker:
         self._page.add_frames(frames)
         return frames
 
-    # -- what its collector looks up between two steps ----------------------------------------------------------------
+    # -- what its collector reads between two steps --------------------------------------------------------------------
 
     def counted(self) -> int:
         """How many versions updaters above have counted."""

@@ -158,7 +158,7 @@ class Lease:
 
 
 def mapped(number: int, size: int) -> np.ndarray[Any, Any]:
-    """The file's memory as a tensor, without a descriptor, which Python's own mmap objects need."""
+    """The file's memory as an array, without a descriptor, which Python's own mmap objects need."""
     with normal_tensors():
         memory = torch.from_file(f"/proc/self/fd/{number}", shared=True, size=size, dtype=torch.uint8)
     found: np.ndarray[Any, Any] = memory.numpy()
