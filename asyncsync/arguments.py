@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["as_version", "as_workers", "check_bytes", "check_count", "check_forward", "check_quorum", "check_timeout"]
 
-MAX_VERSION = 1 << 62  # of a checkpoint: there is room left to count on
+MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
 
 
 def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:

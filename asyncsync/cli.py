@@ -20,14 +20,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code.
-
-    Args:
-        arguments: what comes after ``asyncsync``; None: ``sys.argv``.
-
-    Raises:
-        SystemExit: after ``--help``, ``--version`` and wrong arguments.
-    """
+    """Run the command with what comes after ``asyncsync`` (None: ``sys.argv``); returns its exit code. Raises
+    SystemExit: after ``--help``, ``--version`` and wrong arguments."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -35,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `asyncsync … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
         code = 1
     except MissingExtra as missing:
         print(f"asyncsync {options.command}: {missing}", file=sys.stderr)
@@ -48,11 +42,8 @@ class MissingExtra(Exception):
 
 
 def need(extra: str, *libraries: str) -> None:
-    """Look for optional libraries, to fail before anything is started.
-
-    Raises:
-        MissingExtra: names those that are missing, and the extra that installs them.
-    """
+    """Check that optional libraries are there, before anything is started. Raises MissingExtra: names those that are
+    not, and the extra that installs them."""
     missing = []
     for library in libraries:
         try:

@@ -1,4 +1,4 @@
-"""A look at msgpack bytes before they are decoded: depth, item count, no ext types.
+"""A check of msgpack bytes before they are decoded: depth, item count, no ext types.
 
 msgpack's decoder allocates what a header announces, so a few nested bytes can announce gigabytes. This scan walks the
 bytes once, without allocating, and refuses what exceeds the limits or does not fit into the bytes that are there.
@@ -18,12 +18,8 @@ _CONTAINER = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def check_structure(blob: bytes | memoryview, *, max_depth: int, max_items: int) -> None:
-    """Raise unless ``blob`` is exactly one msgpack value within the limits.
-
-    Raises:
-        LimitExceeded: nested deeper than ``max_depth``, or more than ``max_items`` values.
-        ProtocolError: truncated, trailing bytes, or a type that is not allowed here (ext).
-    """
+    """Check that ``blob`` is exactly one msgpack value within the limits. Raises LimitExceeded: too deep, or too many
+    values; ProtocolError: truncated, trailing bytes, or a type that is not allowed here (ext)."""
     end = len(blob)
     position = 0
     items = 0

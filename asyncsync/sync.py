@@ -15,7 +15,7 @@ and in a worker::
 
     scheme.init_on_receiver("policy", model=policy, worker_idx=index)
     scheme.connect()                        # policy(...) is never torn from here on
-    weights = scheme.receive(timeout=1.0)   # tells of updates; they are applied as they come
+    weights = scheme.receive(timeout=1.0)   # returns updates; they are applied as they come
 
 All schemes of a process share one event loop on a thread of its own; see :mod:`asyncsync.runtime.loop_thread`.
 """

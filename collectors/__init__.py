@@ -38,7 +38,7 @@ __all__ = [
     "split_trajectories",
 ]
 
-# Loaded when asked for: a trainer that only updates weights imports no environments.
+# Loaded at first use: a trainer that only updates weights imports no environments.
 _HOMES = {
     "Collector": "asyncsync.collectors.single",
     "ExplorationType": "tensordict.nn",

@@ -1,4 +1,4 @@
-"""Arguments: what they may be; of workers, of which there is one for each or one for all; what a partial has."""
+"""Arguments: which values they may have, for all workers or for each of them, and what a partial fixes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,7 @@ MAX_WORKERS = 480
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """It, as an int.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: it is less than the least.
-    """
+    """A whole number, at least ``least``. Raises TypeError, ValueError."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -66,11 +61,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def frames_or_none(name: str, value: Any) -> int | None:
-    """A number of frames, which may be a float such as 1e6; negative or None: no number.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """A number of frames, which may be a float such as 1e6; None for a negative one or None. Raises TypeError."""
     if value is None:
         return None
     if isinstance(value, float):
@@ -128,7 +119,7 @@ def check_policy_factory(name: str, factory: Any) -> None:
 
 
 def _parameters(function: Any) -> int | None:
-    """How many parameters it has; None: it does not say."""
+    """How many parameters a callable has; None: unknown."""
     try:
         return len(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -139,7 +130,7 @@ def _needs_arguments(module: nn.Module) -> bool:
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
-        return False  # it does not say
+        return False  # unknown
     try:
         signature.bind()
     except TypeError:
@@ -149,18 +140,12 @@ def _needs_arguments(module: nn.Module) -> bool:
 
 @dataclass
 class RolloutArguments:
-    """What a collector's rollouts are like: its arguments of these names, checked.
-
-    Attributes:
-        steps: of the environment, in a rollout; known after :meth:`fit`.
-        requested_frames_per_batch: frames of a rollout: steps times environments; known after :meth:`fit`.
-
-    Raises:
-        TypeError, ValueError: arguments that cannot be, or that exclude each other.
-    """
+    """What a collector's rollouts are like: its arguments of these names, checked. :meth:`fit` sets ``steps``, of the
+    environment in a rollout, and ``requested_frames_per_batch``: steps times environments. Raises TypeError,
+    ValueError."""
 
     frames_per_batch: int
-    total_frames: Any  # checked, it is a number; math.inf: there is no end
+    total_frames: Any  # once checked, a number; math.inf: there is no end
     init_random_frames: Any
     max_frames_per_traj: Any
     reset_at_each_iter: bool
@@ -212,7 +197,7 @@ class RolloutArguments:
             )
         rounded = {"total_frames": self.total_frames, "init_random_frames": self.init_random_frames}
         if self.adds:
-            del rounded["total_frames"]  # the last rollout ends there
+            del rounded["total_frames"]  # the last rollout may be shorter
         for name, frames in rounded.items():
             if 0 < frames < math.inf and frames % frames_per_batch:
                 warn_rounding(
@@ -252,12 +237,12 @@ def _check_factory(factory: Any) -> None:
 
 
 def is_list(value: Any) -> bool:
-    """Whether there is one for each worker."""
+    """Whether an argument has a value for each worker."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def check_count(name: str, values: Any, count: int) -> None:
-    """Raises ValueError: there is not one for each worker."""
+    """Raises ValueError: there is not one value for each worker."""
     if len(values) != count:
         raise ValueError(
             f"{name} has {len(values)} entries, but there are {count} workers: give one for each, or for all"
@@ -265,24 +250,20 @@ def check_count(name: str, values: Any, count: int) -> None:
 
 
 def each(name: str, value: Any, count: int) -> list[Any]:
-    """One for each worker. Raises ValueError: a list of another length."""
+    """A value for each worker. Raises ValueError: a list of another length."""
     values = list(value) if is_list(value) else [value] * count
     check_count(name, values, count)
     return values
 
 
 def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
-    """Each worker's. Raises ValueError: a list of another length."""
+    """The devices of each worker in turn. Raises ValueError: a list of another length."""
     return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
 
 
 def check_devices(devices: Mapping[str, Device | None]) -> None:
-    """That these are there, by the names of their arguments. Initialises nothing.
-
-    Raises:
-        TypeError: something that is no device.
-        ValueError: a device that this machine does not have.
-    """
+    """Check devices, by the names of their arguments, and initialise none. Raises TypeError: not a device; ValueError:
+    this machine does not have it."""
     for name, given in devices.items():
         if given is None:
             continue
@@ -332,16 +313,8 @@ def own_arguments(kind: Any) -> Mapping[str, Any]:
 
 
 def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a worker's collector is called with: those that it does not have from a partial already.
-
-    Args:
-        kind: the worker's collector_class.
-        arguments: what the collector around it would call it with.
-        defaults: what these are where nobody has given them.
-
-    Raises:
-        TypeError: the partial has one that was given here too.
-    """
+    """The keyword arguments for a worker's ``kind``: ``arguments`` but for those that a partial fixes already. Raises
+    TypeError: the partial fixes one that was given here too: its value is not that of ``defaults``."""
     own = own_arguments(kind)
     for name in own:
         if name in arguments and not _same(arguments[name], defaults.get(name)):

@@ -37,16 +37,10 @@ PostHook = Callable[[TensorDictBase], None]
 
 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
-    """A block in which a collector stands still, for one use, by a thread or a coroutine::
+    """A block in which a collector stands still, for one use, by a thread (``with``) or a coroutine (``async with``),
+    whose event loop goes on while the step under way ends.
 
-        with collector.pause():              # a thread
-            ...
-        async with collector.pause():        # a coroutine: its event loop goes on while the step under way ends
-            ...
-
-    Args:
-        block: makes it, for the calling thread (None) or a task; may wait when it is entered, and never when it is
-            left.
+    ``block`` makes it, for the calling thread (None) or a task. Entering may wait, leaving never does.
     """
 
     def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
@@ -84,30 +78,22 @@ def is_caller(owners: Iterable[object]) -> bool:
 
 
 class Signals(Protocol):
-    """Of whoever runs a collector as its worker: what the collector looks up between two steps."""
+    """What a collector that is a worker reads between two steps: what its trainer wants."""
 
     @property
     def calls(self) -> bool:
-        """Whether :meth:`interrupts` is to be asked. Read after each step, inside its hold: it never waits."""
+        """Whether :meth:`interrupts` is to be called. Read after each step, inside its hold, so it never waits."""
 
     def interrupts(self) -> bool:
-        """Whether the rollout ends early. Asked before a step, outside any hold; it may wait."""
+        """Whether the rollout ends early. Called before a step, outside any hold; it may wait."""
 
     def counted(self) -> int:
         """How many versions updaters above have counted."""
 
 
 class BaseCollector(WeightsAPI, ABC):
-    """Steps environments with a policy and hands out what came of it.
-
-    Args:
-        pre_collect_hook: called without arguments before each rollout, and before ``reset_at_each_iter``'s reset.
-        post_collect_hook: called with each batch immediately before it is handed out; what it returns is ignored.
-        worker_idx: which worker of a larger collector this is, from 0.
-
-    Attributes:
-        closed: True once :meth:`shutdown` has begun.
-    """
+    """Steps environments with a policy and hands out batches of the steps. ``closed`` is True once :meth:`shutdown` has
+    begun."""
 
     replay_buffer: Any = None
 
@@ -144,9 +130,8 @@ class BaseCollector(WeightsAPI, ABC):
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
-    # What a hook raises ends a collector. Whether another failure does is its own affair: of several processes, what a
-    # worker or postproc raises does, a caller's mistake does not; a single one can go on. An iterator keeps nothing:
-    # next() makes one of its own.
+    # What a hook raises ends a collector. In one with workers, so does what a worker or postproc raises, but a caller's
+    # mistake does not; a single collector can go on after any of these. An iterator has no state: next() makes its own.
 
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
@@ -222,7 +207,7 @@ class BaseCollector(WeightsAPI, ABC):
         self._set_free()
 
     def _set_free(self) -> None:
-        """Have the thread :attr:`_free` collect, or watch who does, unless it runs."""
+        """Collect in the background, unless that runs: in a thread, :attr:`_free`, or, with workers, in a task."""
         raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
 
     def is_running(self) -> bool:
@@ -230,7 +215,7 @@ class BaseCollector(WeightsAPI, ABC):
         return self._free is not None and self._free.is_alive()
 
     def _raise_free_error(self) -> None:
-        """What ended collection in the background, once."""
+        """Raise what ended collection in the background, once."""
         error, self._free_error = self._free_error, None
         if error is not None:
             raise error
@@ -287,22 +272,18 @@ class BaseCollector(WeightsAPI, ABC):
     # Whoever runs a collector as a worker calls these. A collector that overrides none of them cannot be one.
 
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        """Be the worker of whoever gives these signals. ``sink`` gives memory for a batch, by its
-        :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None where the collector is to use its own."""
+        """Become a worker that heeds these signals. ``sink`` returns memory for a batch of a
+        :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None: the collector uses its own."""
         raise NotImplementedError(f"{type(self).__name__} cannot be a worker of another collector")
 
     def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
-        """Have ``max_lag`` look at the newest version that was published for this collector: number ``index`` at
-        ``place``, where its own workers read it; ``newest`` reads it here. None: there is none to read."""
+        """Have ``max_lag`` compare with the newest version published for this collector, which its own workers read as
+        number ``index`` at ``place``, and this process by ``newest``. None: there is none to read."""
         self._weights.newest_above = newest
 
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
-        """One rollout as it was collected, before ``split_trajs`` and ``postproc``, and how many frames it has.
-
-        Args:
-            random: whether the policy is left out.
-            writes: the frames go to the replay buffer, and there is no batch.
-        """
+        """One rollout before ``split_trajs`` and ``postproc``, and its number of frames. ``random``: without the
+        policy; ``writes``: the frames go to the replay buffer, and there is no batch."""
         raise NotImplementedError
 
     def _interrupt(self, timeout: float, close_env: bool) -> None:

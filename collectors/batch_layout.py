@@ -16,7 +16,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of every step: its key path, and its shape (with the environment's batch size), dtype and device."""
+    """One tensor of every step: its key path, shape with the environment's batch size, dtype and device."""
 
     path: Path
     shape: torch.Size
@@ -34,14 +34,11 @@ class Node:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What a batch of ``steps`` steps looks like: enough to allocate it, here or in another process.
+    """What a batch of ``[*batch_size, steps]`` looks like, where ``batch_size`` is the environment's and the last
+    dimension is named ``"time"``.
 
-    Attributes:
-        batch_size: the environment's; the batch has ``[*batch_size, steps]``.
-        steps: length of the last batch dimension, which is named ``"time"``.
-        device: of the TensorDict (None: none); the leaves name their own.
-        nodes: nested TensorDicts, parents before children, without the root.
-        leaves: in the order of the first step.
+    ``nodes`` are nested TensorDicts, parents before children, without the root; ``leaves`` are in the order of the
+    first step. ``device`` is the TensorDict's, which may be None: each leaf names its own.
     """
 
     batch_size: torch.Size
@@ -61,11 +58,7 @@ class BatchLayout:
         return self.steps * sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves)
 
     def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
-        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied.
-
-        Raises:
-            ValueError: another number of tensors.
-        """
+        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied. Raises ValueError."""
         root = TensorDict({}, [*self.batch_size, self.steps], device=self.device)
         for node in self.nodes:
             root.set(node.path, TensorDict({}, [*root.batch_size, *node.tail], device=self.device))

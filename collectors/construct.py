@@ -1,7 +1,7 @@
 """Constructors that may choose another class, and what ``help()`` and ``inspect.signature`` show of them.
 
-A class that chooses knows no class above it: the families of collectors are looked up here by name, and the package's
-face says where each one is.
+A class that chooses imports no class above it: families of collectors are found here by name, and the package's
+``__init__`` registers them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {}
 
 
 def family(name: str) -> Any:
-    """The class of this family: "sync" and "async" step environments in processes of this host.
-
-    Raises:
-        LookupError: no such family is known.
-    """
+    """The class of this family: "sync" and "async" step environments in processes of this host. Raises LookupError."""
     if name not in FAMILIES:
         raise LookupError(f"there is no family {name!r} of collectors: choose one of {sorted(FAMILIES)}")
     return FAMILIES[name]()
 
 
 class Chooses(ABCMeta):
-    """Of classes that define ``_choose(args, kwargs)``, which takes the arguments that choose out of ``kwargs`` and
-    returns what makes the object; None: the class itself does.
-
-    Parameters that ``_choose`` of a class takes and its constructor does not have are listed in ``_selectors``.
-    """
+    """The metaclass of classes with ``_choose(args, kwargs)``, which takes the choosing arguments out of ``kwargs`` and
+    returns what makes the object; None: the class itself does. ``_selectors`` lists those of these parameters that the
+    constructor does not have."""
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -49,12 +43,9 @@ class Chooses(ABCMeta):
 
 
 def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
-    """What makes a collector of several workers, for ``Collector(..., num_collectors=n, sync=…)``; None: a single one
-    is meant. ``cls`` is what was called, with ``args`` and ``kwargs``.
-
-    Raises:
-        TypeError, ValueError: arguments that do not go together, or a subclass, which is what it is.
-    """
+    """What makes a collector of several workers, for a call of ``cls`` with ``num_collectors=n, sync=…``; None: a
+    single one is meant. Raises TypeError, ValueError: arguments that exclude each other, or ``subclass``, which never
+    chooses."""
     count, sync = kwargs.pop("num_collectors", None), kwargs.pop("sync", None)
     if count is None and sync is None:
         return None

@@ -346,7 +346,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _registered(self, model_id: str) -> Any:
-        # The one that acts may be a copy on another device. If it is what is received, the original is out of date.
+        # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
         if model_id in self._weights.schemes or self.policy is self._original_policy:
             return super()._registered(model_id)
         try:

@@ -19,12 +19,9 @@ Key = str | tuple[str, ...]
 
 
 class _TrajectoryPool:
-    """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads.
-
-    Several collectors may share one, and each load what it has saved of it: so it never goes back.
-
-    A pool that several processes share overrides :meth:`_advance`.
-    """
+    """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads; :meth:`_advance` is overridden to
+    share one between processes. It never goes back, since several collectors may share it, and each load its own saved
+    state."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,8 +34,7 @@ class _TrajectoryPool:
         return torch.arange(first, first + n, device=device)
 
     def _advance(self, n: int, least: int = 0) -> int:
-        """Add ``n`` to the counter, after raising it to ``least`` where it is below; returns what it was before
-        adding."""
+        """Raise the counter to ``least`` where it is below, add ``n``, and return what it was before adding."""
         with self._lock:
             first = max(self._next, least)
             self._next = first + n
@@ -54,11 +50,8 @@ class _TrajectoryPool:
 
 
 def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> torch.Tensor:
-    """Where a trajectory ends: bool, shape ``data.batch_size``; True where any of the keys has a True.
-
-    Raises:
-        KeyError: a key is missing.
-    """
+    """Where a trajectory ends: bool, shape ``data.batch_size``; True where any key has a True. Raises KeyError: one is
+    missing."""
     n = data.batch_dims
     ended: torch.Tensor | None = None
     for key in done_keys:
@@ -78,7 +71,7 @@ def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> to
 
 
 def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A mask of the batch's shape, for ``torch.where`` with an entry."""
+    """A mask of the batch's shape, with dimensions added for ``torch.where`` with an entry."""
     return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
 
 
@@ -168,11 +161,8 @@ def _padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
 
 
 def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, split_trajs: bool) -> TensorDictBase:
-    """Split, then postprocessed, then without entries whose names begin with an underscore.
-
-    Raises:
-        TypeError: postproc returned something else than a TensorDict.
-    """
+    """The batch split, then postprocessed, then without entries whose names begin with an underscore. Raises TypeError:
+    postproc returned no TensorDict."""
     if split_trajs:
         batch = split_trajectories(batch, prefix="collector")
     if postproc is not None:

@@ -3,11 +3,11 @@
 A mapping is private (:mod:`asyncsync.transports.private_memory`): reading it costs no copy, and what a worker writes
 there stays its own.
 
-A slot can have a *short lease*: an update is applied from it, and then it is copied out. No Parameter lies there.
+A slot with a *short lease* is copied out once its update is applied; no Parameter lies there.
 
-Whose tensors may lie here: only those of Parameters that :mod:`asyncsync.model.update` has pointed here, and only as
-long as this worker has not released the slot. :meth:`Attachments.detach` makes them the process's own, for models that
-live on when their scheme does not; a forked child does so at once, and the parent holds the lease until then.
+Only tensors of Parameters that :mod:`asyncsync.model.update` has pointed here may lie here, and only until this worker
+releases the slot. :meth:`Attachments.detach` makes them the process's own, for models that outlive their scheme; a
+forked child does so at once, and the parent holds the lease until then.
 """
 
 from __future__ import annotations
@@ -61,20 +61,17 @@ class Mapped(PrivateSlab):
 
     @property
     def is_used(self) -> bool:
-        """Whether somebody may read it: this process, or one that was forked from it and has not its own copy yet."""
+        """Whether this process, or one forked from it that has no copy of its own yet, may read the slab."""
         return self.references > 0 or self._attachment.is_forked
 
 
 class Attachment:
-    """One slot, mapped.
+    """One slot, mapped. Raises WeightSyncError: it is not there, or not what it should be; MemoryError: it cannot be
+    mapped.
 
     Attributes:
-        is_copied: what it holds is copied out at once.
-        is_detached: it is this process's own memory now, and shows the slot no more.
-
-    Raises:
-        WeightSyncError: it is not there, or not what it should be.
-        MemoryError: it cannot be mapped.
+        is_copied: whether its content is copied out at once.
+        is_detached: whether it is this process's own memory now, and shows the slot no more.
     """
 
     def __init__(self, place: Place) -> None:
@@ -145,7 +142,7 @@ class Attachment:
         return slab
 
     def clean(self) -> None:
-        """If nobody uses it: throw away pages of this process's own, which would hide what the slot holds next."""
+        """If nothing uses it, discard pages of this process's own, which would hide what the slot holds next."""
         slab = self._slab
         if slab is not None and not slab.references and not self.is_detached:
             slab.show_the_file()
@@ -171,7 +168,7 @@ class Attachment:
             return bool(self._forks)
 
     def lease_to(self, child: int) -> None:
-        """The slot is not released until this pipe of a forked child ends."""
+        """Hold the slot's lease until this pipe of a forked child ends."""
         with self._lock:
             self._forks = [*(number for number in self._forks if not _ended(number)), child]
 
@@ -183,7 +180,7 @@ class Attachment:
             os.close(number)
 
     def after_fork(self, *, applying: bool) -> None:
-        """In a child, which has one thread."""
+        """In a child, which has one thread: detach what a model uses here."""
         self._lock = threading.Lock()
         self.forget_forks()
         if self.is_adopted or (self.in_use and applying):
@@ -193,7 +190,7 @@ class Attachment:
 
 
 class Attachments:
-    """Those of one receiver."""
+    """The attachments of one receiver."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Attachment] = {}
@@ -208,14 +205,14 @@ class Attachments:
         if self._alive != place.inodes or len(self._known) > len(place.inodes):
             self._alive = place.inodes
             for other, attachment in list(self._known.items()):
-                # What the owner has no more would keep its memory as long as it is mapped.
+                # A file that the owner has closed keeps its memory as long as it is mapped.
                 gone = other[0] != place.device or other[1] not in place.inodes
                 if gone and attachment is not found and not attachment.in_use and not attachment.is_forked:
                     self._drop(other)
         return found
 
     def clean(self) -> None:
-        """Now rather than when the next update is waited for: it takes milliseconds."""
+        """Clean now rather than when the next update is waited for: it takes milliseconds."""
         for attachment in self._known.values():
             attachment.clean()
 
@@ -225,8 +222,8 @@ class Attachments:
         return any(attachment.is_adopted or attachment.is_forked for attachment in self._known.values())
 
     def detach(self) -> bool:
-        """Have the models depend on the sender's memory no longer; takes a while. False if one in a forked child does
-        nevertheless."""
+        """End the models' dependence on the sender's memory, which takes a while. False if one in a forked child still
+        depends on it."""
         used = [attachment for attachment in self._known.values() if attachment.in_use]
         for attachment in used:
             attachment.detach()
@@ -238,7 +235,7 @@ class Attachments:
         return not forked
 
     def close(self) -> None:
-        """Forget what is not in use."""
+        """Drop the attachments that are not in use."""
         for key, attachment in list(self._known.items()):
             if not attachment.in_use:
                 attachment.forget_forks()
@@ -293,7 +290,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    applying = any_applying()  # then the child goes on with that
+    applying = any_applying()  # then the child finishes applying
     for attachment in list(_attachments):
         attachment.after_fork(applying=applying)
     if _forking.pipe is not None:

@@ -1,16 +1,16 @@
 """What a transport must do to carry slabs, and the methods that TorchRL documents, as coroutines.
 
-A transport is a :class:`asyncsync.bus.carrier.Carrier`, which the bus has move slabs, with methods of its own for
-users. There are two of these interfaces, both called TransportBackend: :class:`asyncsync.TransportBackend` (here) and
-:class:`asyncsync.sync.TransportBackend` (:mod:`asyncsync.transports.blocking`).
+A transport is a :class:`asyncsync.bus.carrier.Carrier` with methods of its own for users. Two interfaces have the name
+TransportBackend: :class:`asyncsync.TransportBackend` (here) and :class:`asyncsync.sync.TransportBackend`
+(:mod:`asyncsync.transports.blocking`).
 
 Usage of the documented methods, on a connected scheme's transport::
 
     await sender.shared_transport.send_weights(weights)                  # no worker is waited for
     await receiver.receiver_transport.receive_weights(timeout=1.0, weights=buffer)   # None: nothing came
 
-A transport is stateless: weights, model and strategy are arguments, and its scheme is known to it by a weak reference.
-A transport of a user's own subclasses a TransportBackend; its scheme returns it from ``create_transport``.
+A transport is stateless: weights, model and strategy are arguments, and it has only a weak reference to its scheme. A
+transport of a user's own subclasses a TransportBackend; its scheme returns it from ``create_transport``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TransportCore(Carrier):
     _scheme: weakref.ref[Any] | None = None
 
     def _bind(self, scheme: Any) -> None:
-        """Have the documented methods act for this scheme; ``init_on_sender`` and ``init_on_receiver`` do that."""
+        """Let the documented methods act for this scheme; ``init_on_sender`` and ``init_on_receiver`` call this."""
         self._scheme = weakref.ref(scheme)
 
     def _bound(self, role: str | None = None) -> Any:

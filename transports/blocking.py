@@ -39,7 +39,7 @@ C = TypeVar("C", bound=type)
 
 
 def in_sync_as(name: str) -> Callable[[C], C]:
-    """Decorates a class that users import from asyncsync.sync by this name: it shows, and pickles, as what they see."""
+    """Decorates a class that users import from asyncsync.sync by this name, with which it is shown and pickled."""
 
     def decorate(kind: C) -> C:
         kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name

@@ -1,5 +1,5 @@
-"""The receiver's end of a user's blocking transport: one thread that takes messages from the channel until the one that
-is wanted has come. See :mod:`asyncsync.transports.channels`."""
+"""The receiver's end of a user's blocking transport: one thread that takes messages from the channel until the wanted
+one has come. See :mod:`asyncsync.transports.channels`."""
 
 from __future__ import annotations
 
@@ -92,13 +92,8 @@ class ChannelReceiver(Carrier):
         self._setup.result()
 
     async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        """Receive until the weights with this tag have come, and copy them into the slab.
-
-        Raises:
-            TimeoutError: they have not come by the deadline.
-            SchemaMismatch: they are not what the sender announced.
-            Exception: whatever the user's code raises.
-        """
+        """Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
+        the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises."""
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
         patience -= min(MARGIN, patience / 10)
@@ -112,7 +107,7 @@ class ChannelReceiver(Carrier):
                 ahead = None
                 self._changed.notify_all()
         if ahead is not None:
-            # It was here before its instruction. The receiving thread may be waiting for something else.
+            # The message came before its instruction. The receiving thread may be waiting for another one.
             threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
         if replaced is not None:
             settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
@@ -126,7 +121,7 @@ class ChannelReceiver(Carrier):
             if not taken:
                 self._wanted = None
         while taken and not request.done.done():
-            # The thread writes into the slab, which must not be given back before it has ended with that.
+            # The thread writes into the slab, which must not be released before that has ended.
             try:
                 await asyncio.wait([request.done])
             except asyncio.CancelledError as error:
@@ -169,7 +164,7 @@ class ChannelReceiver(Carrier):
             try:
                 self._receive(request)
             except BaseException as error:
-                # A channel that fails, fails whatever is wanted now.
+                # A failure of the channel is one of the fetch that waits.
                 self._settle(as_exception(error))
             del request
 
@@ -217,9 +212,9 @@ class ChannelReceiver(Carrier):
             request = self._wanted
             if request is not None and request.descriptor == _tag(message):
                 self._wanted = None
-                self._ahead = None  # the channel keeps the order: it is older
+                self._ahead = None  # older, as the channel keeps the order
             else:
-                # Older than what is wanted, or newer: then its instruction is on the way, and it must not be lost.
+                # An older message, or a newer one, which must not be lost: its instruction is on the way.
                 request = None
                 self._ahead = message
         if request is None:
@@ -228,7 +223,7 @@ class ChannelReceiver(Carrier):
             self._deliver(request, message)
 
     def _deliver(self, request: _Request, message: Message) -> None:
-        """Copy into the slab of a request that nobody else answers any more."""
+        """Copy into the slab of a request that nothing else answers any more."""
         failure = None
         try:
             tensors = {name: tensor for name, tensor in message.items() if name != TAG}

@@ -1,5 +1,5 @@
-"""The sender's end of a user's blocking transports: one thread per worker, which hands over what that worker is told to
-fetch. See :mod:`asyncsync.transports.channels`."""
+"""The sender's end of a user's blocking transports: one thread per worker, which hands over what that worker is
+instructed to fetch. See :mod:`asyncsync.transports.channels`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class _Dispatch:
 
 
 class _WorkerChannel:
-    """One worker's transport and thread. At most one dispatch is under way, and the newest that waits."""
+    """One worker's transport and thread. At most one dispatch is under way, and one, the newest, waits."""
 
     def __init__(self, worker: int, channels: dict[int, Any], create: Callable[[int], Any]) -> None:
         self.worker = worker
-        # The thread's own: the incarnation for which the connection is set up; b"": for whoever comes first.
+        # The thread's own: the incarnation for which the connection is set up; b"": for the first one that comes.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
@@ -61,7 +61,7 @@ class _WorkerChannel:
     # on the loop
 
     def connect(self) -> asyncio.Future[None]:
-        """Set up the connection with whoever comes first; a setup that failed is begun anew."""
+        """Set up the connection with the first receiver that comes; a setup that failed is begun anew."""
         failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
         if self.connecting is None or failed:
             self.connecting = self.thread.submit(self._connect)
@@ -97,7 +97,7 @@ class _WorkerChannel:
             self._begin(following)
 
     def close(self) -> None:
-        """Let go of what waits; the thread ends when the user's code lets it."""
+        """Drop what waits; the thread ends when the user's code returns."""
         self._closed = True
         if self._waiting is not None:
             self._waiting.release()
@@ -134,8 +134,8 @@ class _WorkerChannel:
 
 
 class ChannelSender(Carrier):
-    """A sender's blocking transports: ``first`` is worker 0's, ``create`` makes those of the others. Without a number
-    of workers, each gets its own when it is first served."""
+    """A sender's blocking transports: ``first`` is worker 0's, ``create`` makes those of the others; without a number
+    of workers, when each is first served."""
 
     def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
         self.channels: dict[int, Any] = {0: first}
@@ -207,8 +207,8 @@ class ChannelSender(Carrier):
 
 
 def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
-    """A sender's carrier: one transport that serves all workers, or one blocking transport per worker, made by its
-    worker_idx. Raises TypeError if ``create`` returns something that is no transport."""
+    """A sender's carrier: one transport for all workers, or one blocking transport per worker, made by its worker_idx.
+    Raises TypeError: ``create`` returns something that is no transport."""
     first = create(0)
     if not is_channel(first):
         carrier: Carrier = first

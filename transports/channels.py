@@ -11,8 +11,7 @@ channel to one worker that is first in, first out, knows no versions, and may bl
 - With it goes an entry :data:`TAG`, unique to that publication. The receiver takes messages from the channel until the
   one that the instruction names has come: never an older one, a duplicate, or a mixture.
 
-Threads that a user's code blocks are abandoned at the end, never waited for. This module has what both ends use; see
-:mod:`asyncsync.transports.channel_sender` and :mod:`asyncsync.transports.channel_receiver`.
+Threads that a user's code blocks are abandoned at the end, never waited for. This module has what both ends use.
 """
 
 from __future__ import annotations
@@ -60,11 +59,8 @@ RECEIVER_SETUP = "setup_connection_and_weights_on_receiver"
 
 
 def is_channel(transport: Any) -> bool:
-    """True for a blocking transport of a user's own, False for one that the bus can use as it is.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """True for a blocking transport of a user's own, False for one that the bus can use as it is. Raises TypeError:
+    neither."""
     kind = type(transport)
     if isinstance(transport, TransportCore):
         own = [n for n in ("send_weights", "receive_weights") if _is_own(kind, n)]
@@ -99,21 +95,21 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
 
 
 def retrieved(future: asyncio.Future[None]) -> None:
-    """A done callback: asyncio does not complain of an exception that is never retrieved; it still can be."""
+    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
     if not future.cancelled():
         future.exception()
 
 
 def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
-    """Views into a slab and the tag. Extra state, which is no tensor, rides in the instruction."""
+    """Views into a slab, and the tag. Extra state, which is no tensor, travels in the instruction."""
     weights = nest(slab.tensors())
     weights.set(TAG, torch.frombuffer(bytearray(descriptor), dtype=torch.uint8))
     return weights
 
 
 async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventLoop | None, timeout: float) -> None:
-    """Call every transport's ``close``: if they were used on a loop, each on a thread of its own, which is waited for a
-    moment."""
+    """Call every transport's ``close``; if they were used on a loop, each in a thread of its own, and wait a moment for
+    these."""
     closes = [close for t in transports if callable(close := getattr(t, "close", None))]
     if loop is None or not closes:
         for close in closes:
@@ -126,7 +122,7 @@ async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventL
         for worker in workers:
             worker.abandon()
         await asyncio.wait(ended, timeout=patience)
-    else:  # the loop is over: nothing of ours waits for it any more
+    else:  # the loop is closed: nothing here waits for the transports
         for close in closes:
             thread = threading.Thread(target=_call, args=(close,), name="asyncsync-close", daemon=True)
             thread.start()

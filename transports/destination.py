@@ -1,4 +1,4 @@
-"""Where received weights go besides being returned: a buffer of the caller's, a model of the caller's.
+"""Where received weights go besides being returned: a buffer or a model of the caller's.
 
 Everything is checked before anything is changed: arguments when a :class:`Destination` is made, the fit when weights
 have come.
@@ -23,7 +23,7 @@ __all__ = ["Destination", "check_fit"]
 
 class Destination:
     """A buffer, a model and a strategy, as the documented methods of a transport take them. To be made before the
-    scheme receives. Raises TypeError or ValueError for anything else."""
+    scheme receives. Raises TypeError, ValueError: another kind of argument."""
 
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
@@ -39,7 +39,7 @@ class Destination:
         self.model = None if model is scheme.model else model
 
     def take(self, received: TensorDictBase | None) -> Any:
-        """Apply and fill in what the scheme has returned just now; returns what the documented method returns. If this
+        """Apply and fill in what the scheme has just returned; returns what the documented method returns. If this
         raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
         if received is None:
             return None
@@ -74,11 +74,8 @@ class Destination:
 
 
 def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:
-    """Refuse tensors that are not those of an update; both by their dotted names.
-
-    Raises:
-        SchemaMismatch: keys, shapes or dtypes differ; says which.
-    """
+    """Compare tensors with those of an update, both by their dotted names. Raises SchemaMismatch, with the keys, shapes
+    or dtypes that differ."""
     problems = [f"{name!r} is missing" for name in sent.keys() - own.keys()]
     problems += [f"{name!r} is not in the update" for name in own.keys() - sent.keys()]
     for name, tensor in sent.items():

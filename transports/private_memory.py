@@ -25,15 +25,8 @@ _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 class PrivateMapping:
-    """A memory file, mapped copy on write.
-
-    Args:
-        number: the file's descriptor, which may be closed afterwards.
-        size: in bytes.
-
-    Raises:
-        OSError, ValueError: it cannot be mapped.
-    """
+    """A memory file, mapped copy on write; the descriptor ``number`` may be closed afterwards. Raises OSError,
+    ValueError: it cannot be mapped."""
 
     def __init__(self, number: int, size: int) -> None:
         self.memory = map_private(number, size)
@@ -84,8 +77,8 @@ class PrivateSlab(Slab):
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout, each a storage of its own where a Parameter may lie: one that is
-        pickled, saved, or shared with another process, takes along its bytes, not the whole slab's."""
+        """A typed view per entry of the layout. Where a Parameter may lie, each view is a storage of its own: pickled,
+        saved, or shared with another process, it takes along its bytes, not the whole slab's."""
         if not self.may_hold_parameters:
             return super().views
         if self._views is None:
@@ -94,7 +87,7 @@ class PrivateSlab(Slab):
         return self._views
 
     def show_the_file(self) -> None:
-        """Before it is used for another version, when no Parameter is to be found here any more."""
+        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
         if not (self.holds_parameters or self.exposed):
             return
         self.mapping.discard_own_pages()

@@ -28,16 +28,8 @@ _forks = 0  # counted before each fork of this process, and after it
 
 
 class ReceivedSlab(PrivateSlab):
-    """A slab of a worker's own in which Parameters may lie.
-
-    Args:
-        layout: of the weights, which have some bytes.
-        pool: it comes from.
-
-    Raises:
-        WeightSyncError: this system has no memory files.
-        MemoryError: it cannot be mapped.
-    """
+    """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
+    system has no memory files; MemoryError: it cannot be mapped."""
 
     may_hold_parameters = True
 
@@ -77,11 +69,8 @@ class ReceivedSlab(PrivateSlab):
 
 
 class ReceivedPool(SlabPool):
-    """Received slabs that can be used again; plain ones where the system has no memory files.
-
-    A forked child has its parent's mappings, and its copy of a model reads them: a slab that was in use at a fork is
-    written no more.
-    """
+    """Received slabs that can be used again; plain ones where the system has no memory files. A slab that was in use at
+    a fork is written no more: a child's copy of a model reads it, in the mappings that it has from its parent."""
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         try:

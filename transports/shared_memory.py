@@ -1,10 +1,10 @@
 """Shared memory: one copy per update into a slot, however many workers; they read it there.
 
-The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction says where
-the slot is; a worker maps it (:mod:`asyncsync.transports.attachments`). A small slab is copied out at once, and the
-slot is free. One of 1 MiB or more is copied out when it has been applied and acknowledged, unless it has to wait for a
-reader of the model. Of a large one, more than 16 MiB, a module's Parameters get their memory in the slot, whose lease
-lasts until a newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
+The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction names the
+slot; a worker maps it (:mod:`asyncsync.transports.attachments`). A small slab is copied out at once, and the slot is
+free. One of 1 MiB or more is copied out when it has been applied and acknowledged, unless it has to wait for a reader
+of the model. Of a large one, more than 16 MiB, a module's Parameters get their memory in the slot, whose lease lasts
+until a newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
 
 
 # The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle
-# per worker. Here, the handle of the slot rides in the instruction, and every worker has a copy of its own.
+# per worker. Here, the handle of the slot travels in the instruction, and every worker has a copy of its own.
 
 
 class MPTransport(SlotTransport, base.TransportBackend):

@@ -34,7 +34,7 @@ from asyncsync.weights.slab import Slab
 __all__ = ["COPY_BYTES", "Place", "SlotPool"]
 
 COPY_BYTES = 16 << 20
-# From here on it takes longer to give memory back than a loop should stand still.
+# Freeing so much memory takes longer than a loop should stand still.
 LARGE_BYTES = 8 << 20
 
 _HEAD = struct.Struct("<4sBIIQQQ")
@@ -47,11 +47,10 @@ class Place(NamedTuple):
 
     Attributes:
         mapped: workers read it there until they have something newer; else they copy it out soon.
-        pid: the owner's.
-        number: its file descriptor there.
-        device, inode: of the file, which tell whether the descriptor is still that of this file.
+        pid, number: the owner's process, and the file's descriptor there.
+        device, inode: of the file, by which a worker knows whether the descriptor is still that of this file.
         size: of the slab, in bytes.
-        inodes: of all of the owner's slots: what is not among them will not be seen again.
+        inodes: of all slots of the owner that will be used again.
     """
 
     mapped: bool
@@ -80,12 +79,8 @@ class Place(NamedTuple):
 
 
 class Slot(Slab):
-    """A slab in a memory file; ``pinned``: locked for the devices' copy engines.
-
-    Raises:
-        MemoryError: there is not enough.
-        WeightSyncError: this system has no memory files.
-    """
+    """A slab in a memory file; ``pinned``: locked for the devices' copy engines. Raises MemoryError; WeightSyncError:
+    this system has no memory files."""
 
     leased = True
 
@@ -101,7 +96,7 @@ class Slot(Slab):
             self._map = mmap.mmap(self._file, size)
             memory_file.seal(self._file, against_writing=True)
         except OSError as error:
-            self._close()  # now: the traceback refers to this object, who knows how long
+            self._close()  # now: the traceback keeps this object alive for an unknown time
             raise memory_file.no_memory(size, error) from error
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
@@ -114,13 +109,13 @@ class Slot(Slab):
         return Place(mapped, os.getpid(), self._file, self.device, self.inode, self.nbytes, inodes)
 
     def dispose(self) -> None:
-        """Give the memory back; slow where there is much of it."""
+        """Free the memory; slow where there is much of it."""
         if self._close.detach() is None:
             return
         if self.registered:
             torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
         self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # a view of it is still there: the memory goes with that
+        with contextlib.suppress(BufferError):  # a view still exists: the memory is freed with that
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run
@@ -128,8 +123,8 @@ class Slot(Slab):
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again: so many of a model, however slow the readers are, besides those that hold the
-    targets of single workers. Slabs of more bytes than ``map_above`` are read in place by the workers."""
+    """Slots that can be used again: ``slots`` of a model, however slow the readers are, besides those that hold the
+    targets of single workers. Workers read slabs of more than ``map_above`` bytes in place."""
 
     def __init__(self, slots: int, map_above: int) -> None:
         super().__init__()
@@ -158,14 +153,9 @@ class SlotPool(SlabPool):
         return not pinned or self._cannot_pin or spare.buffer.is_pinned()
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether a slot can be had.
-
-        Args:
-            nbytes: of the slab.
-            wanted: slabs that are targets, or about to be: those must be.
-            count: how many slabs of their own the publication has for different workers.
-        """
-        # The rest is held by readers that are behind: with the target and the new one, so many slots.
+        """Whether a slot of ``nbytes`` can be had. ``wanted``: slabs that are targets or about to be, which do not
+        count. ``count``: how many slabs of their own the publication has for different workers."""
+        # Readers that are behind hold the other slots; the limit includes the target and the new slot.
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:

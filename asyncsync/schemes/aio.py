@@ -18,7 +18,7 @@ __all__ = ["Bus", "WeightSyncScheme"]
 
 
 class _AsyncContext:
-    """``async with``, at whose end a bus or a scheme is shut down."""
+    """``async with``, which shuts a bus or a scheme down at its end."""
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         raise NotImplementedError

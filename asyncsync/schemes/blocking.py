@@ -1,6 +1,6 @@
 """The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one
-event loop of the process (:mod:`asyncsync.runtime.loop_thread`). Where nothing more is to be done, they are those of
-:mod:`asyncsync.schemes.aio`, made ordinary.
+event loop of the process (:mod:`asyncsync.runtime.loop_thread`): those of :mod:`asyncsync.schemes.aio`, made ordinary,
+but where a caller's thread has more to do.
 
 What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
 ``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
@@ -40,12 +40,8 @@ def ordinary(
     run: str = "_run",
     first: Callable[Concatenate[Any, P], None] | None = None,
 ) -> Callable[Concatenate[Any, P], T]:
-    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring.
-
-    Args:
-        run: the method's name that runs the coroutine on the loop.
-        first: is called before, in the caller's thread.
-    """
+    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
+    called ``run`` runs the coroutine on the loop; ``first`` is called before, in the caller's thread."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,11 +54,8 @@ def ordinary(
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that has nothing to wait for.
-
-    Raises:
-        TypeError: it has: a hook of the user's is a coroutine function.
-    """
+    """Run a coroutine that has nothing to wait for. Raises TypeError: it waits, because a hook of the user's is a
+    coroutine function."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -155,7 +148,7 @@ class Bus(BusCore):
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
     def _values(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, ExtractAll]:
-        """Whom it is for, and the sources' values, taken here and now."""
+        """The workers it is for, and the values of the sources, taken here and now."""
         workers = as_workers(worker_ids)
         return workers, _taken(now(sending.extract(self, weights, workers)))
 
@@ -310,8 +303,8 @@ class WeightSyncScheme(SchemeCore):
         self._bus._end(make)
 
     def _deliver(self, make: Make[T]) -> T:
-        """Weights for the caller. An exception in its thread may strike until they are there: then the next receive
-        returns them."""
+        """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns
+        them."""
         undo: list[Callable[[], None]] = []
         gone = False
 

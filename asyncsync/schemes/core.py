@@ -1,8 +1,8 @@
 """Scheme: one model's weights on a bus. The core of every scheme, under :class:`asyncsync.WeightSyncScheme` as under
 :class:`asyncsync.sync.WeightSyncScheme`. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
 
-Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` is the
-rendezvous.
+Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` waits for the
+other side.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class SchemeCore(SchemeState, ABC):
                 twin._carrier = make_sender(twin._bound_transport, self._bus.num_workers)
             elif self._receiving is not None and self._worker_idx is not None:
                 twin._carrier = make_receiver(twin._bound_transport(self._worker_idx, **self._receiving.options))
-            if twin._bus._link is None:  # an earlier conversion of this scheme gives way
+            if twin._bus._link is None:  # an earlier conversion of this scheme is replaced
                 twin._bus._schemes.pop(self._topic, None)
             twin._bus._join(twin, self._role, self._topic)
         return twin
@@ -333,8 +333,8 @@ class SchemeCore(SchemeState, ABC):
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def _at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`_prepare` and :meth:`_flatten` would come to, for a module of which all is sent as it is; None
-        for anything else, of which nothing was asked."""
+        """The result of :meth:`_prepare` and :meth:`_flatten` in one step, for a module that is sent as a whole; None
+        for anything else, which is left untouched."""
         source = self._sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not SchemeCore.prepare_weights:

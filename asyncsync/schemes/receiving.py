@@ -22,15 +22,11 @@ __all__ = ["Receiving"]
 
 
 class Receiving:
-    """The receiver of one model; most arguments are those of ``init_on_receiver``.
+    """The receiver of one model; the arguments are those of ``init_on_receiver``, but ``adopts``: Parameters may get
+    their memory in a slab; ``custom``: the user's own way of applying weights, if any; ``options``: for
+    ``create_transport``.
 
-    Args:
-        adopts: whether Parameters may get their memory in a slab.
-        custom: the user's own way of applying weights, if there is one.
-        options: for ``create_transport``.
-
-    Raises:
-        ValueError: an unknown ``apply`` or ``gate``, or a compiled or scripted module whose calls cannot be seen.
+    Raises ValueError: an unknown ``apply`` or ``gate``, or a compiled or scripted module whose calls cannot be seen.
     """
 
     def __init__(
@@ -68,14 +64,14 @@ class Receiving:
             warn_of_calls_unseen(model, stacklevel=3)
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
-        """Take part in the updates of a link, and pass them on to this context."""
+        """Take part in the updates of a link, and pass updates on to this context."""
         if self._is_hooked:
             link.gate.attach(self._model)
         link.register(self.topic, self.binding, transport, manual=self._is_manual, context=context)
 
     def take_back(self, mark: Mark | None, before: Mark | None) -> None:
-        """This update has not reached the caller: the next :meth:`receive` returns it, unless a newer one was returned
-        meanwhile."""
+        """Note that this update has not reached the caller: the next :meth:`receive` returns it, unless a newer one was
+        returned meanwhile."""
         if self.returned == mark:
             self.returned = before
 
@@ -88,7 +84,7 @@ class Receiving:
         return None if mark is None else await self._return(link, mark, before)
 
     async def fetch(self, link: ReceiverLink, timeout: float) -> TensorDict:
-        """What the sender says is current, applied."""
+        """The sender's current version, applied."""
         mark = await link.receiving.current(self.topic, timeout)
         return await self._return(link, mark, self.returned)
 
@@ -103,7 +99,7 @@ class Receiving:
 
     async def take_in(self, link: ReceiverLink, is_over: Callable[[], bool]) -> None:
         """Apply what has come, without returning it."""
-        self.returned = link.receiving.mark(self.topic)  # what was applied without this call is no news
+        self.returned = link.receiving.mark(self.topic)  # what was applied before is not returned
         mark = await link.receiving.receive(self.topic, self.returned, 0.0, is_over)
         if mark is not None:
             self.returned = mark

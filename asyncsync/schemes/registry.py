@@ -1,6 +1,5 @@
-"""Which schemes there are. Each is a pair of classes, one of the asyncio API and one of the blocking API, and has a
-backend's name, for ``WeightSyncScheme.from_backend``. A scheme's module registers its pair; those to come: distributed,
-rpc, ray."""
+"""Which schemes there are. Each is a pair of classes, one of each API, registered by the scheme's module with the
+backend's name for ``WeightSyncScheme.from_backend``. Those to come: distributed, rpc, ray."""
 
 from __future__ import annotations
 

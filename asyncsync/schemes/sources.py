@@ -31,26 +31,16 @@ Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
 
 
 class EachWorkers(dict[int, Any]):
-    """``{worker_idx: prepared weights}``.
-
-    Attributes:
-        unsure: those that were given as plain dicts, and by nothing but their integer keys.
-        are_extracted: no ``prepare_weights`` of a user's own has made something else of them.
-    """
+    """``{worker_idx: prepared weights}``. ``unsure``: workers whose weights were plain dicts in a dict with integer
+    keys, which may mean something else. ``are_extracted``: no ``prepare_weights`` of a user's own has replaced them."""
 
     unsure: frozenset[int] = frozenset()
     are_extracted: bool = True
 
 
 class Sources:
-    """The sources of one model; the arguments are those of ``init_on_sender``.
-
-    Attributes:
-        registered: the model, or the weights; None: neither.
-
-    Raises:
-        ValueError: several sources, or weights that look like one dict for each worker.
-    """
+    """The sources of one model; the arguments are those of ``init_on_sender``. ``registered``: the model, or the
+    weights; None: neither. Raises ValueError: several sources, or weights that look like one dict for each worker."""
 
     def __init__(
         self,
@@ -104,7 +94,7 @@ class Sources:
 
     async def prepare(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
         """A source that :meth:`flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``. Without a
-        hook, only their values are taken, and that later."""
+        hook, only :meth:`flatten` takes their values."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
         if not by_worker(weights):
@@ -134,7 +124,7 @@ class Sources:
         count: int | None,
         sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a prepared source's values, in the caller's thread, for these workers of so many. ``sent`` returns the
+        """Take a prepared source's values, in the caller's thread, for these of ``count`` workers. ``sent`` returns the
         keys of what was sent last; None: nothing was."""
         if isinstance(source, EachWorkers):
             wrong = [
@@ -169,8 +159,8 @@ class Sources:
         return {*flat.tensors, *flat.values}
 
     def _check_unsure(self, source: EachWorkers, flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
-        """Integer keys and plain dicts may be an optimiser's state as well, or something else that is one thing: they
-        are a dict for each worker only if they have keys of this model's."""
+        """Raises ValueError: weights with integer keys have no keys of this model's, so they may be one thing, as an
+        optimiser's state is, rather than a dict for each worker."""
         unsure = sorted(source.unsure)
         wrong = [w for w in unsure if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
         if wrong:
@@ -185,7 +175,7 @@ class Sources:
 def count_workers(
     num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None
 ) -> int | None:
-    """How many workers there are by the arguments of ``init_on_sender``, which must agree; None: they do not say."""
+    """The number of workers by the arguments of ``init_on_sender``, which must agree; None: they leave it open."""
     for name, entries in (("devices", devices), ("params_map", params_map)):
         if entries is not None:
             if num_workers not in (None, len(entries)):
@@ -223,7 +213,7 @@ def as_tensordict(flat: FlatWeights) -> TensorDict:
 
 def resolve_model(context: Any, model_id: str | None) -> Any:
     """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path. Raises
-    ValueError if it knows none."""
+    ValueError: it knows none."""
     model, reason = _look(context, model_id)
     if model is not None:
         return model
@@ -262,11 +252,8 @@ def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
 
 
 def follow(target: Any, path: str) -> Any:
-    """What an attribute path leads to: names, ``[0]`` and ``['key']``, from this object on. Nothing is evaluated.
-
-    Raises:
-        AttributeError, LookupError, TypeError: it leads nowhere.
-    """
+    """What an attribute path leads to from this object: names, ``[0]`` and ``['key']``. Nothing is evaluated. Raises
+    AttributeError, LookupError, TypeError: it leads nowhere."""
     position = 0
     while position < len(path):
         step = _STEP.match(path, position)

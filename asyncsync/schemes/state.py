@@ -1,5 +1,5 @@
 """What a scheme knows: its configuration, its role in this process, the documented read-only properties, and what it
-refuses in the state that it is in.
+refuses in which state.
 
 Configuration travels with a pickled scheme; everything else belongs to one role in one process and stays behind.
 """
@@ -296,7 +296,7 @@ class SchemeState:
         self._check_open()
 
     def _check_not_held(self, timeout: float | None = None) -> None:
-        """In the caller's thread: refuse what would never end."""
+        """In the caller's thread: refuse a wait that would never end."""
         gate = self._bus._gate
         if timeout is None and gate is not None and gate.held_by_caller:
             raise RuntimeError(

@@ -43,13 +43,8 @@ Factory = Callable[..., Any]
 
 
 def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The environment that a collector was given: itself, a callable's result, a Gymnasium id's, or the only one of a
-    list.
-
-    Raises:
-        ValueError: a list of more or fewer than one; ``create_env_kwargs`` for an environment that cannot take them.
-        TypeError: what came is no environment.
-    """
+    """The environment that a collector was given: itself, a callable's result, a Gymnasium id's, or a list's only one.
+    Raises ValueError: another length, or ``create_env_kwargs`` that it cannot take; TypeError: not an environment."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
         if len(create_env_fn) != 1:
             raise ValueError(
@@ -102,7 +97,7 @@ def _gym(environment: Any, **kwargs: Any) -> Any:
 
 
 def is_torchrl(environment: Any) -> bool:
-    """Whether this is one of TorchRL's: there can be none before TorchRL has been imported."""
+    """Whether this is one of TorchRL's: without TorchRL imported, there is none."""
     common = sys.modules.get("torchrl.envs.common")
     return common is not None and isinstance(environment, common.EnvBase)
 
@@ -112,17 +107,13 @@ def batch_size_of(environment: Any) -> torch.Size:
 
 
 def device_of(environment: Any) -> torch.device | None:
-    """Its device; None if it has none, or does not say."""
+    """The environment's device; None if it has none, or does not name it."""
     device = getattr(environment, "device", None)
     return None if device is None else torch.device(device)
 
 
 def moved(environment: Any, device: torch.device) -> Any:
-    """The environment, moved.
-
-    Raises:
-        TypeError: it is elsewhere, and has no ``to``.
-    """
+    """The environment on this device. Raises TypeError: it is on another one, and has no ``to``."""
     if hasattr(environment, "to"):
         there = environment.to(device)
         return environment if there is None else there
@@ -135,14 +126,10 @@ def moved(environment: Any, device: torch.device) -> Any:
 
 
 def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:
-    """The keys of its observations: of ``observation_spec``, else everything that ``reset`` returns but done flags.
+    """The keys of an environment's observations, nested ones too: of ``observation_spec``, else all that ``reset``
+    returned, ``root``, but done flags.
 
-    Nested ones, too.
-
-    Args:
-        environment: with or without a limit of steps.
-        root: what its ``reset`` returned.
-        counted: it has a limit of ours: ``"step_count"`` is none of the environment's own observations.
+    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not its own observation.
     """
     spec = getattr(environment, "observation_spec", None)
     keys: list[Key]
@@ -176,7 +163,7 @@ def action_keys(environment: Any) -> list[Key]:
 
 
 def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """Under ``"next"``, what says that a trajectory has ended: ``"done"`` where there is one, else what stands in for
+    """The keys under ``"next"`` that mark a trajectory's end: ``"done"`` where there is one, else what stands in for
     it."""
     keys = getattr(environment, "done_keys", None)
     if keys is None:
@@ -192,16 +179,16 @@ def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
 
 
 def own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> frozenset[tuple[str, ...]]:
-    """What a policy cannot write under ``"next"``, because it is the environment's result: what a reset returns, the
-    rewards, and what says that a trajectory has ended."""
+    """What a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards, done
+    flags."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
     ends = {(*path_of(key)[:-1], name) for key in done_keys for name in ("done", "terminated", "truncated")}
     return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, done_keys), *ends})
 
 
 def state_end_keys(done_keys: list[Key]) -> list[Key]:
-    """By which recurrent state is zeroed: those at the root, where there are any. One dead agent of several has a
-    trajectory of its own that ends, but not an episode: the others remember."""
+    """The done keys by which recurrent state is zeroed: those at the root, where there are any. When one of several
+    agents dies, its own trajectory ends, but not the episode: the others keep their state."""
     return [key for key in done_keys if len(path_of(key)) == 1] or done_keys
 
 
@@ -214,11 +201,7 @@ def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
 
 
 def action_spec(environment: Any) -> Any:
-    """What ``rand()`` of gives random actions.
-
-    Raises:
-        TypeError: it has none.
-    """
+    """The spec whose ``rand()`` draws random actions. Raises TypeError: the environment has none."""
     for name in ("full_action_spec", "action_spec"):
         spec = getattr(environment, name, None)
         if spec is not None:
@@ -244,11 +227,7 @@ def rand_action(environment: Any, root: TensorDictBase) -> None:
 
 
 def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
-    """Seed it; returns the seed that comes after.
-
-    Raises:
-        TypeError: it cannot be seeded.
-    """
+    """Seed the environment; returns the seed that comes after. Raises TypeError: it cannot be seeded."""
     if not hasattr(environment, "set_seed"):
         raise TypeError(f"{type(environment).__name__} cannot be seeded: it has no set_seed(seed, static_seed=False)")
     if "static_seed" in inspect.signature(environment.set_seed).parameters:
@@ -259,6 +238,6 @@ def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
 
 
 def close(environment: Any) -> None:
-    """Close it, if it can be and is not."""
+    """Close the environment, if it can be and is not closed."""
     if hasattr(environment, "close") and not getattr(environment, "is_closed", False):
         environment.close()

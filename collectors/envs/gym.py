@@ -242,7 +242,7 @@ class GymEnv:
         return tensordict, self._container(root)
 
     def _begin(self, buffers: Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
-        """Begin anew what has finished: the observations for the next step."""
+        """Reset what has finished; returns the observations for the next step."""
         if self._resets is None:
             observation, _ = self.env.reset()
             return observation
@@ -319,7 +319,7 @@ class GymEnv:
         return type(self.env.unwrapped).__name__
 
     def _are_plain(self, reward: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether they are as most environments return them; others take :meth:`_number`'s time."""
+        """Whether results have the usual types; :meth:`_number` takes time for others."""
         shape = self.batch_size
         if not shape:
             return type(reward) in NUMBERS and type(terminated) in FLAGS and type(truncated) in FLAGS
@@ -330,8 +330,8 @@ class GymEnv:
         )
 
     def _number(self, name: str, value: Any) -> Any:
-        """One of a step's results that may yet be a number, or as many as there are environments: not None, which
-        would pass for False, nor another shape, which would be broadcast."""
+        """A result that may be one number, or one for each environment. Not None, which would pass for False, nor
+        another shape, which would be broadcast."""
         shape, array = self.batch_size, np.asarray(value)
         wanted = f"{self._name}: step() must return {'one number' if not shape else f'{shape[0]} numbers'} as {name}"
         if array.dtype.kind not in "biuf" and (array.dtype.kind != "O" or None in array.ravel().tolist()):

@@ -1,11 +1,10 @@
 """How the values of Gymnasium's spaces look as tensors.
 
-A spec says the shape, dtype and device of one entry, draws random values, and converts in both directions: what the
-environment returns into a tensor that exists already, and an action into what the environment takes. Shapes and dtypes
-are those of TorchRL's GymEnv; this file needs neither library to be imported.
+A spec has the shape, dtype and device of one entry, draws random values, and converts both ways: the environment's
+result into an existing tensor, and an action into what the environment takes. Shapes and dtypes are those of TorchRL's
+GymEnv; this file imports neither library.
 
-Feature dimensions are the last ones, so that all of this works for one environment, for a batch of them, and for one
-row of a batch.
+Feature dimensions are the last ones, so everything works for one environment, for a batch, and for one row of a batch.
 """
 
 from __future__ import annotations
@@ -47,31 +46,21 @@ class Spec(ABC):
 
     @abstractmethod
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        """A random value, drawn from torch's generator; ``shape`` comes before the spec's own."""
+        """A random value from torch's generator; ``shape`` comes before the spec's own."""
 
     @abstractmethod
     def write(self, out: Array, value: Any) -> None:
-        """Write what the environment returned into ``out``, the NumPy view of a tensor (or of a row of it).
-
-        Raises:
-            ValueError: it has another shape.
-            TypeError: it is no array of numbers, or of a dtype that does not fit.
-        """
+        """Write the environment's result into ``out``, the NumPy view of a tensor or of a row of one. Raises
+        ValueError: another shape; TypeError: no array of numbers, or a dtype that does not fit."""
 
     @abstractmethod
     def read(self, action: Array) -> Array:
-        """What the environment takes for the NumPy view of an action.
-
-        Raises:
-            ValueError: it is no choice; the message goes on after the action's key.
-        """
+        """The NumPy view of an action as the environment takes it. Raises ValueError, whose message goes on after the
+        action's key."""
 
     def check(self, action: Array) -> None:  # noqa: B027
-        """What :meth:`read` leaves to the environment, whose error may not say much: for when there is one.
-
-        Raises:
-            ValueError: as there.
-        """
+        """After a step that raised: check what :meth:`read` leaves to the environment, whose error may be obscure.
+        Raises ValueError."""
 
     def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """A value of zeros; ``shape`` comes before the spec's own."""
@@ -134,11 +123,8 @@ class BoxSpec(Spec):
 
 
 class CategoricalSpec(Spec):
-    """Whole numbers below ``nvec`` (of the shape of one environment's entry), from 0 wherever the space starts.
-
-    With ``binary``, they are 0 and 1 rather than choices: actions of any dtype are taken, a Bernoulli distribution's
-    floats, say.
-    """
+    """Whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space starts.
+    With ``binary``, actions of 0 and 1 of any dtype are taken: a Bernoulli distribution's floats, say."""
 
     def __init__(self, nvec: Array, start: Array, dtype: torch.dtype, *, binary: bool = False) -> None:
         super().__init__(nvec.shape, dtype)
@@ -268,17 +254,9 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
-    """The entries of a Gymnasium space of one environment.
-
-    Args:
-        space: ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``, or a ``Dict`` of these and of further
-            ``Dict``.
-        name: the key, if the space is not a ``Dict``.
-        categorical: whether choices are numbers; else they are one-hot.
-
-    Raises:
-        ValueError: a space that has no such form.
-    """
+    """The entries of one environment's space: ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``, or a ``Dict``
+    of these and of further ``Dict``. Choices are numbers with ``categorical``, else one-hot. Raises ValueError: another
+    kind of space."""
     from gymnasium import spaces
 
     def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
@@ -322,10 +300,8 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
 
 
 class Buffers:
-    """The tensors of one step's results, with NumPy views of them: written in place, by that step only.
-
-    What has been handed out is never written again: policies keep observations (stacks of frames, say).
-    """
+    """The tensors of one step's results, and NumPy views of them, written by that step only: policies keep
+    observations, in stacks of frames, say."""
 
     def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
         # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
@@ -356,7 +332,7 @@ class Buffers:
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:
-    """What the environment returned, as an array of that shape. Broadcasting it would make up what was not there."""
+    """The environment's result as an array of exactly that shape: broadcasting would make up values."""
     array = np.asarray(value)
     if array.shape == shape and not array.dtype.hasobject:
         return array
@@ -368,7 +344,7 @@ def _array(value: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the dimensions of one that come first: they say nothing."""
+    """A shape without leading dimensions of one."""
     return next((shape[index:] for index, size in enumerate(shape) if size != 1), ())
 
 

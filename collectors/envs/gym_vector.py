@@ -33,32 +33,18 @@ class Resets:
         self.env = env
 
     def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
-        """After a step by which some have finished: last observations that the step has not returned.
-
-        Args:
-            finished: bool [num_envs].
-            info: what the step returned.
-
-        Returns:
-            Index and observation of each.
-        """
+        """The last observations of finished environments that the step itself has not returned, each with its
+        environment's index. ``finished`` is bool [num_envs], ``info`` the step's."""
         return []
 
     def first(self, observation: Any, finished: Array) -> Any:
-        """After :meth:`last`: the observations for the next step, first ones for those that have finished.
-
-        Args:
-            observation: what the step returned; may change.
-            finished: bool [num_envs].
-        """
+        """After :meth:`last`: the observations for the next step, first ones for finished environments. ``observation``
+        is the step's, and may be changed; ``finished`` is bool [num_envs]."""
         return self.reset(finished)
 
     def reset(self, mask: Array) -> Any:
-        """Reset the environments of a mask, bool [num_envs], at any other time.
-
-        Returns:
-            A batch of observations, of which those of the mask count.
-        """
+        """Reset the environments of a mask, bool [num_envs], at any other time. Of the batch returned, only their rows
+        count."""
         observation, _ = self.env.reset(options={"reset_mask": mask})
         return observation
 
@@ -97,8 +83,8 @@ class SameStep(Resets):
 
 
 class CartPole(Resets):
-    """Gymnasium's CartPoleVectorEnv has only the next step's resets; all of its state is in three arrays, so that those
-    that have finished can be reset at once, in the way and with the generator that it would use a step later."""
+    """Gymnasium's CartPoleVectorEnv resets in the next step only. All its state is in three arrays, so finished
+    environments are reset here at once, with the generator that it would use a step later."""
 
     def reset(self, mask: Array) -> Any:
         env = self.env
@@ -124,14 +110,8 @@ def resets_of(env: Any) -> Resets:
 
 
 def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> Any:
-    """A vector environment whose resets :func:`resets_of` knows: of the fastest kind, unless a mode is given.
-
-    Args:
-        name: a Gymnasium id or EnvSpec.
-        num_envs: how many environments.
-        mode: ``vectorization_mode`` of ``gymnasium.make_vec``.
-        kwargs: for ``gymnasium.make_vec``.
-    """
+    """A vector environment whose resets :func:`resets_of` knows: ``vectorization_mode=mode``, or the fastest kind.
+    ``name`` is a Gymnasium id or EnvSpec, ``kwargs`` are for ``gymnasium.make_vec``."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
     from gymnasium.vector import AutoresetMode

@@ -16,13 +16,8 @@ __all__ = ["StepLimit", "limited"]
 
 
 def limited(environment: Any, max_steps: int) -> Any:
-    """The environment, truncated after ``max_steps`` steps; unchanged if that is 0.
-
-    TorchRL's get its own StepCounter.
-
-    Raises:
-        ValueError: it counts steps already.
-    """
+    """The environment, truncated after ``max_steps`` steps: TorchRL's by its own StepCounter; unchanged for 0. Raises
+    ValueError: it counts steps already."""
     if not max_steps:
         return environment
     if not environments.is_torchrl(environment):
@@ -45,16 +40,13 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 class StepLimit:
-    """Counts the steps of each environment, and truncates and resets it at the limit.
+    """Counts the steps of each environment, and truncates and resets it after ``max_steps``.
 
     Adds ``"step_count"`` (int64, shape and device of the done flags) to the root and to ``"next"``, and ``"truncated"``
-    where there is none; ``"truncated"``, and ``"done"`` if there is one, are True under ``"next"`` where the limit is
-    reached. All else is the environment's.
+    where there is none. At the limit, ``"truncated"``, and ``"done"`` if there is one, are True under ``"next"``.
 
-    Args:
-        environment: not one of TorchRL's. Says under ``"next"`` that it is ``"done"``, or ``"terminated"`` or
-            ``"truncated"``. A batch of several must take a ``"_reset"`` mask in ``reset``.
-        max_steps: of one trajectory.
+    The environment is not one of TorchRL's, returns ``"done"``, ``"terminated"`` or ``"truncated"`` under ``"next"``,
+    and, where it is a batch of several, takes a ``"_reset"`` mask in ``reset``.
     """
 
     def __init__(self, environment: Any, max_steps: int) -> None:
@@ -77,12 +69,8 @@ class StepLimit:
         return self
 
     def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """New trajectories: all, or those of td's ``"_reset"`` mask, whose counters begin again.
-
-        Raises:
-            ValueError: the environment counts steps already.
-            KeyError: it has no flag that says when a trajectory ends.
-        """
+        """New trajectories with new counters: all, or those of td's ``"_reset"`` mask. Raises ValueError: the
+        environment counts steps already; KeyError: it has no flag of a trajectory's end."""
         if td is None:
             root: TensorDictBase = self.environment.reset()
             if "step_count" in root.keys():  # noqa: SIM118
@@ -119,11 +107,7 @@ class StepLimit:
         )
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """One step of all.
-
-        Raises:
-            KeyError: the environment's result has no flag that says when a trajectory ends.
-        """
+        """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
         output, root = self.environment.step_and_maybe_reset(td)
         after = output.get("next")
         flags = {name: after.get(name) for name in FLAGS if name in after.keys()}  # noqa: SIM118

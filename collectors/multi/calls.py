@@ -1,4 +1,4 @@
-"""Calls: what a collector has its workers do between two rollouts, and waits for."""
+"""Calls that workers answer between two rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALL_SECONDS = 60.0
 
 
 class Calls:
-    """Of the workers of a group."""
+    """Calls to the workers of a group."""
 
     def __init__(self, group: WorkerGroup, count: int) -> None:
         self._group = group
@@ -30,17 +30,10 @@ class Calls:
     def __call__(
         self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float = CALL_SECONDS
     ) -> list[Any]:
-        """Have workers do something between two rollouts; returns their answers.
+        """Call :meth:`asyncsync.collectors.workers.rollout_worker.RolloutWorker.call` in workers (None: in all), and
+        return their answers, or raise what one has raised.
 
-        Args:
-            name: what they do, as :meth:`asyncsync.collectors.workers.rollout_worker.RolloutWorker.call` knows it.
-            arguments: of that.
-            workers: their indices; None: all.
-            timeout: seconds for all of them.
-
-        Raises:
-            AckTimeout: not within the timeout; workers do it all the same.
-            Exception: what one has raised.
+        Raises AckTimeout after ``timeout`` seconds for all of them: workers still carry the call out.
         """
         group, pickled = self._group, dumps(arguments)
         chosen = range(self._count) if workers is None else workers
@@ -67,20 +60,20 @@ class Calls:
 
 
 def policies_of(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The policies in a worker's state: of its own, or of its workers'."""
+    """The policies in a worker's state: its own, or its workers'."""
     if "policy_state_dict" in state:
         return [state["policy_state_dict"]]
     return [policy for name, below in state.items() if name.startswith("worker") for policy in policies_of(below)]
 
 
 def trajectories_of(state: Mapping[str, Any]) -> list[int]:
-    """The next identifiers in a state, here and below."""
+    """The next identifiers in a worker's state and in the states of its workers."""
     own = [int(state["traj_pool"]["traj_id"])] if "traj_pool" in state else []
     return own + [n for name, below in state.items() if name.startswith("worker") for n in trajectories_of(below)]
 
 
 def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two state dicts are."""
+    """Whether two state dicts are equal."""
 
     def same(a: Any, b: Any) -> bool:
         try:

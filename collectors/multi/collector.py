@@ -7,12 +7,8 @@ one have in common.
         collector.update_policy_weights_()
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
-A worker steps only what it was asked for, and is asked for the next rollout as soon as that may begin; no rollout is
-thrown away. What a worker raises is raised here. A collector has workers (:mod:`asyncsync.collectors.workers.group`), a
-driver that makes batches of their rollouts (:mod:`~asyncsync.collectors.multi.driver`), and calls between two rollouts
-(:mod:`~asyncsync.collectors.multi.calls`).
-
-Names and defaults follow TorchRL's "RPCCollector" page and its ``MultiCollector``.
+No rollout is thrown away, and what a worker raises is raised here. Names and defaults follow TorchRL's "RPCCollector"
+page and its ``MultiCollector``.
 """
 
 from __future__ import annotations
@@ -284,7 +280,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
-            if scheme._context is self:  # the open bus would keep this collector alive, whoever forgets it
+            if scheme._context is self:  # an open bus keeps its schemes, which would keep this collector alive
                 scheme._context = scheme._sources.context = _RegisteredModels(self)
         self._group = group = ProcessGroup(start_method, type(self).__name__)
         self._calls = Calls(group, count)
@@ -329,7 +325,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         return self._arguments.frames[worker_idx]
 
     def _announces(self) -> bool:
-        """Have the newest version announced as soon as it is published; False if there are several counts of them."""
+        """Have the newest version announced as soon as it is published; False if several buses count versions."""
         if len(self._senders.buses) != 1:
             return False
         group = self._group  # not the collector: the open bus would keep it alive
@@ -349,7 +345,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         """Frames of each worker's rollouts, for these frames per batch."""
 
     def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
-        """What a synchronous collector alone can do."""
+        """Check arguments that only a synchronous collector supports."""
         given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
         for name, value in given.items():
             if value not in (None, False):

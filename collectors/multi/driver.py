@@ -1,9 +1,8 @@
 """Driver: how the batches of a collector with workers are made, and how callers get them.
 
-Which rollouts are requested and done changes on the process's loop thread alone: the next batch is made by
-a coroutine there, :meth:`Driver.produce`, in whatever thread or event loop somebody wants it. So Ctrl-C never strikes
-half way: it cancels that coroutine where it awaits something, and the next caller goes on from there. Assembling a
-batch, and what the user's code does with it, is done where it is wanted.
+Only the process's loop thread requests rollouts and takes results: :meth:`Driver.produce` is a coroutine there, in
+whatever thread or event loop a caller wants the batch. So Ctrl-C cancels it only where it awaits something, and the
+next caller goes on from there. The caller's own thread assembles the batch and runs the user's code on it.
 """
 
 from __future__ import annotations
@@ -39,12 +38,8 @@ logger = logging.getLogger("asyncsync")
 
 @dataclass
 class BatchArguments:
-    """What the batches of a collector are like: its arguments of these names, checked.
-
-    Attributes:
-        frames: of each worker's rollouts.
-        total_frames: math.inf: there is no end.
-    """
+    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
+    worker's rollouts; ``total_frames`` is math.inf where there is no end."""
 
     frames: list[int]
     total_frames: float
@@ -59,14 +54,12 @@ class BatchArguments:
 
 @dataclass
 class Made:
-    """A batch whose rollouts are done, until somebody has it.
+    """A batch whose rollouts are done, until its caller has it.
 
     Attributes:
         places, place: where its parts lie.
-        results: of the workers.
-        batch: what was made of it.
-        is_assembled: whether the batch is there, whole; it is None where frames go to a replay buffer.
-        is_finished: whether the user's code has done with it what it does.
+        is_assembled: whether ``batch`` is whole; it is None where frames go to a replay buffer.
+        is_finished: whether the user's code has processed it.
         is_lost: whether an interruption has struck the user's code.
     """
 
@@ -80,14 +73,13 @@ class Made:
 
 
 class _Caller:
-    """Somebody who wants the next batch.
+    """Who wants the next batch.
 
     Attributes:
         thread: the identifier of its thread.
-        has_turn: whether others wait for it.
+        has_turn: whether the others wait for this one.
         begins: whether what is raised from now on ends collection.
-        made: its batch, once that is there.
-        has_batch: whether it has taken that.
+        made: its batch, once that is there; ``has_batch``: whether it has taken that.
     """
 
     def __init__(self) -> None:
@@ -97,18 +89,14 @@ class _Caller:
 
 
 class Driver(ABC):
-    """Has the workers roll out, and makes batches of that.
-
-    Args:
-        collector: whose policy is updated, and which is shut down by what a worker or postproc raises.
-        group: the workers.
-        arguments: what the batches are like.
+    """Requests rollouts of the workers, and makes batches of them. What a worker or postproc raises shuts ``collector``
+    down.
 
     Attributes:
-        frames: how many have been collected.
-        count: how many batches there were before the newest one; -1: there was none.
+        frames: collected so far.
+        count: batches before the newest one; -1: there was none.
         random: for a collector that is a worker: whether its trainer wants the policy left out.
-        busy: what each worker has been asked for, and nobody has taken yet.
+        busy: the request of each worker whose rollout nobody has taken yet.
         left: batches of callers that were interrupted.
         free: watches the workers while they run free; None: they do not.
     """
@@ -139,11 +127,11 @@ class Driver(ABC):
 
     @abstractmethod
     async def produce(self) -> Made:
-        """The next batch. Cancelled, it leaves all as it is for the next call."""
+        """The next batch. Cancelled, it leaves everything as it is for the next call."""
 
     async def _serve(self, caller: _Caller) -> None:
-        """The next batch for this caller, first come, first served; none at the end. A caller that has much to do with
-        its batch keeps the turn until :meth:`_leave`."""
+        """The next batch for this caller, first come, first served; None at the end. A caller whose batch takes long to
+        process keeps the turn until :meth:`_leave`."""
         await self._turn.acquire()
         try:
             self._check_iterable()
@@ -170,7 +158,7 @@ class Driver(ABC):
             raise RuntimeError("this collector runs free: its frames are in the replay buffer")
 
     def _request(self, worker: int, place: SharedPlace | None, frames_before: int) -> None:
-        """Ask for a rollout with the current serial number."""
+        """Request a rollout with the current serial number."""
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
         self.busy[worker] = request = RolloutRequest(self._serial, random, place)
         self._group.request(worker, request)
@@ -184,12 +172,12 @@ class Driver(ABC):
         """Have these workers (None: all) act with the policy's current weights."""
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
-        except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+        except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
             raise RuntimeError(f"an updater raised {error!r}") from error
         self.updated(workers)
 
     def updated(self, workers: list[int] | None) -> None:
-        """These workers (None: all) have the newest weights."""
+        """Note that these workers (None: all) have the newest weights."""
         for worker in range(len(self._batches_since)) if workers is None else workers:
             self._batches_since[worker] = 0
 
@@ -205,7 +193,7 @@ class Driver(ABC):
             return []
         caller = _Caller()
         if any(other.thread == caller.thread for other in list(self._callers)):
-            # A coroutine of its event loop comes first, or it is in the middle of a batch.
+            # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
             raise RuntimeError(
                 f"this thread makes or awaits the next batch of this {self._name} already: await it there, or "
                 "cancel that task and await its end"
@@ -230,7 +218,7 @@ class Driver(ABC):
             self._callers.append(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
             if (made := caller.made) is not None:
-                if caller.has_turn:  # cancelled, it is finished all the same, and the next caller's
+                if caller.has_turn:  # if cancelled, the batch is finished for the next caller
                     thread = WorkThread("asyncsync-collector-batch")
                     finished = thread.submit(partial(self._finish, made))
                     thread.abandon()  # after that
@@ -245,12 +233,8 @@ class Driver(ABC):
         raise StopAsyncIteration
 
     def _is_over(self) -> bool:
-        """Whether there are no more batches.
-
-        Raises:
-            RuntimeError: whoever is about to wait for a batch keeps the workers from making it.
-            ClosedError: after the end, or in a forked process.
-        """
+        """Whether there are no more batches. Raises RuntimeError: the caller itself pauses the workers that it would
+        wait for; ClosedError: after the end, or in a forked process."""
         if self._pauses and is_caller(self._pauses):
             raise RuntimeError(f"this {self._name} is paused by this thread: leave the pause() block before collecting")
         if self._collector.closed or not self._group.is_ours:
@@ -260,11 +244,11 @@ class Driver(ABC):
 
     @property
     def _processes(self) -> bool:
-        """Whether there is something to do with each batch."""
+        """Whether batches are processed after they are assembled."""
         return self._arguments.postproc is not None or self._arguments.split_trajs
 
     def _takes_long(self, made: Made) -> bool:
-        """Whether something is left to do with it that takes time, or that the user's code does."""
+        """Whether what is left to do with this batch takes time, or runs the user's code."""
         if made.is_finished:
             return False
         in_one_piece = made.is_assembled or self._arguments.replay_buffer is not None or not self.joins_parts
@@ -282,8 +266,8 @@ class Driver(ABC):
         return made.batch
 
     def _finish(self, made: Made) -> None:
-        """Assemble it, and have the user's code process it. An interruption leaves it to the next caller, unless it
-        strikes the user's code."""
+        """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
+        it strikes the user's code."""
         if self._arguments.replay_buffer is None and not made.is_assembled:
             made.batch = self.assembled(made)
         made.is_assembled = True
@@ -294,7 +278,7 @@ class Driver(ABC):
                 with self._collector._weights.holds():  # its model may be updated here
                     arguments = self._arguments
                     made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
-            except (StopIteration, StopAsyncIteration) as error:  # it would end somebody's iteration without a word
+            except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
         made.is_lost = False
@@ -348,12 +332,12 @@ class Driver(ABC):
                 self._collector._free_error = error
 
     def wait_for_watcher(self, timeout: float) -> None:
-        """After the workers' end: until their failure, if there was one, is known."""
+        """After the workers' end: wait until their failure, if there was one, is known."""
         if (watcher := self.free) is not None and not watcher.done():
             loop_thread.run(lambda: asyncio.wait([watcher], timeout=timeout))
 
     def count_free(self) -> None:
-        """The frames of workers that run free, or have until they had enough: then all is as before."""
+        """Count the frames of workers that run free; if they have all, end that."""
         if self.free is None:
             return
         ended = self.free.done() and self._group.failure is None
@@ -392,7 +376,7 @@ class Driver(ABC):
                     group.resume()
 
     def close(self) -> None:
-        """After the workers' end: forget what was under way, and all places."""
+        """After the workers' end: drop what was under way, and all places."""
         self._made = None
         self.left.clear()
         self.busy, self._results = {}, {}

@@ -1,7 +1,7 @@
 """GroupCollector: a collector whose environments are stepped by the workers of a group, wherever they run.
 
-It has the group, a driver that makes batches of the workers' rollouts, and calls between two rollouts. What is written
-here is which models act here and which there, whom an update reaches, how versions are counted, and the end of it all.
+It has the group, a driver that makes batches of the workers' rollouts, and calls between two rollouts. Here is which
+models act in which process, whom an update reaches, how versions are counted, and the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAILURE_SECONDS = 1.0
 
 
 class GroupCollector(BaseCollector):
-    """Has its parts when a subclass has made them."""
+    """A collector with workers; a subclass makes its parts."""
 
     acts_elsewhere = True
     num_workers: int
@@ -300,7 +300,7 @@ class GroupCollector(BaseCollector):
         self._follow(None)
 
     def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
-        """Have the workers look up the newest version where the root of the tree announces it, or nowhere."""
+        """Have the workers read the newest version where the root of the tree announces it, or nowhere."""
         if not self._weights.schemes.keys() <= self._senders.schemes.keys():
             root = None  # some updates end here
         self._group.follow(root, index)

@@ -20,13 +20,8 @@ MASK = ("collector", "mask")
 
 
 class SyncDriver(Driver):
-    """A batch is a rollout of every worker.
-
-    Args:
-        arguments: of any driver.
-        dim: along which rollouts lie one after another; None: they are stacked.
-        threshold: fraction of workers after whose rollouts the others' end.
-    """
+    """A batch is a rollout of every worker: one after another along ``dim``; None: stacked. After ``threshold``, a
+    fraction of the workers, the rollouts of the others are cut."""
 
     def __init__(self, *arguments: Any, dim: int | None, threshold: float) -> None:
         super().__init__(*arguments)

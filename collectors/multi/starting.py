@@ -1,5 +1,4 @@
-"""What is done before a collector's workers roll out: they are described, awaited, and connected; and what ends them
-where nobody does."""
+"""What is done before a collector's workers roll out, and what ends them where nobody does."""
 
 from __future__ import annotations
 
@@ -43,13 +42,8 @@ def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float
 def connect(
     group: WorkerGroup, senders: Callable[[float], None], end_senders: Callable[[float], None], deadline: float
 ) -> None:
-    """Both sides connect at the same time; whoever fails ends the other's wait.
-
-    Args:
-        senders: connects this side, within so many seconds.
-        end_senders: has that end.
-        deadline: for both, by ``time.monotonic()``.
-    """
+    """Connect both sides at the same time, by ``deadline`` of ``time.monotonic()``. ``senders`` connects this side
+    within so many seconds; ``end_senders`` ends that when the workers fail."""
     thread = WorkThread("asyncsync-collector-connect")
     begun: list[asyncio.Future[None]] = []
 
@@ -92,14 +86,8 @@ def check_shared(replay_buffer: Any) -> None:
 def described(
     factories: Sequence[Any], arguments: Sequence[dict[str, Any]], pool: Callable[[], Any], **common: Any
 ) -> list[bytes]:
-    """The specification of each worker, pickled.
-
-    Args:
-        factories: of the environments.
-        arguments: of the workers' collectors.
-        pool: makes what trajectory identifiers come from, where no other was given.
-        common: of all specifications.
-    """
+    """The specification of each worker, pickled. ``pool`` makes the source of trajectory identifiers where
+    ``arguments`` have none; ``common`` goes into every specification."""
     found = []
     for factory, given in zip(factories, arguments, strict=True):
         given.pop("replay_buffer", None)  # travels by itself
@@ -119,17 +107,9 @@ def described(
 def ways_of_weights(
     policy: Any, has_factory: bool, weight_updater: Any, schemes: Mapping[str, Any] | None, are_needed: bool
 ) -> tuple[WeightUpdaterBase | None, Mapping[str, Any]]:
-    """The updater and the schemes that bring weights to the workers, from a collector's arguments.
-
-    Args:
-        policy: the one that is registered.
-        has_factory: whether each worker makes its own.
-        weight_updater, schemes: as given.
-        are_needed: whether the collector sends weights by itself.
-
-    Raises:
-        TypeError, ValueError: nothing brings weights to the workers that need them.
-    """
+    """The updater and the schemes that bring weights to the workers, which make their own policies if ``has_factory``.
+    ``policy`` is the registered one; ``are_needed``: the collector sends weights by itself. Raises TypeError,
+    ValueError: nothing brings weights to workers that need them."""
     updater = None if weight_updater is None else make_updater(weight_updater, policy)
     if schemes is None:
         has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
@@ -153,7 +133,7 @@ def ways_of_weights(
 def make_finalizers(
     collector: object, group: WorkerGroup, schemes: Mapping[str, Any]
 ) -> tuple[Callable[[], object], ...]:
-    """For a collector that is forgotten, and for a program that ends without shutdown(). Returns what cancels them."""
+    """The ends of a collector that is forgotten, and of a program without shutdown(). Returns what cancels them."""
 
     def end() -> None:
         if not group.is_ours:

@@ -5,24 +5,20 @@
     buffer.append(step)                                                     # once per environment step; copies
     batch = buffer.finish()                                                 # [*batch_size, steps], time last
 
-The first step of a rollout determines the :class:`BatchLayout`: the key paths, shapes, dtypes and devices of its
-leaves. For a layout, the memory of the whole batch is asked for once per rollout, through ``allocate(layout)``, and
-steps are copied into it: no TensorDict is made per step, nothing is stacked at the end, and what was appended is a
-snapshot. A step that does not fit (other keys, shapes or dtypes) or is no plain nested TensorDict of strided tensors
-(NonTensorData, lazy stacks, nested tensors) makes the rest of that rollout a list of clones, which ``finish`` stacks
-(lazily, where shapes differ).
+The first step of a rollout determines the :class:`BatchLayout`, and ``allocate(layout)`` gives memory for the whole
+batch, into which each step is copied: no TensorDict is made per step, and nothing is stacked at the end. A step with
+other keys, shapes or dtypes, or one that is no plain nested TensorDict of strided tensors (NonTensorData, lazy stacks,
+nested tensors), makes the rest of that rollout a list of clones, which ``finish`` stacks, lazily where shapes differ.
 
-What an ``allocate`` of one's own can rely on (MultiSync and MultiAsync put batches into shared memory with it):
+What an ``allocate``, such as the one by which workers put batches into shared memory, can rely on:
 
-- It is called once per rollout, right before the first step is written, and never for a rollout that cannot be written
-  to a layout.
+- It is called once per rollout, right before the first step is written, and never for a rollout without a layout.
 - ``layout`` compares and hashes by value, and pickles: the same environment and policy give an equal layout every time.
-- It returns a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)``, of the leaf's dtype. They may
-  be strided views into something larger and need not be initialised; :meth:`BatchLayout.build` makes the TensorDict of
-  such tensors.
-- The very TensorDict that it returned is what ``finish`` returns, if the rollout was complete and every step fitted;
-  ``batch[..., :t]`` of it if the rollout was ended early. Otherwise its contents are meaningless.
-- An exception that it raises ends the rollout and propagates; the next rollout asks again.
+- It returns a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)`` and the leaf's dtype, as
+  :meth:`BatchLayout.build` makes it. They may be strided views, and uninitialised.
+- ``finish`` returns that very TensorDict if the rollout was complete and every step fitted, ``batch[..., :t]`` of it if
+  the rollout was ended early. Otherwise its contents are meaningless.
+- An exception that it raises ends the rollout and propagates; the next rollout calls it again.
 """
 
 from __future__ import annotations
@@ -48,7 +44,6 @@ class RolloutBuffer:
 
     Args:
         steps: capacity of a rollout.
-        batch_size: the environment's.
         device: where leaves are copied to (``storing_device``); None: each stays on the device where it was created.
         allocate: gives memory for a layout; see the module's documentation.
 
@@ -80,13 +75,9 @@ class RolloutBuffer:
             self._writer.detach()
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
-        """Copy one step. If this raises, the step is not part of the rollout.
-
-        Args:
-            step: ``[*batch_size]``; its tensors may change as soon as this returns (on other devices than the CPU: as
-                far as the order of work there allows, with ``non_blocking``).
-            non_blocking: as for ``Tensor.copy_``.
-        """
+        """Copy one step of shape ``[*batch_size]``; if this raises, it is not part of the rollout. Its tensors may
+        change afterwards: on other devices than the CPU, with ``non_blocking``, only by work that is ordered after the
+        copy there."""
         if self._batch is None and self._loose is None:
             self._allocate(step)
         writer = self._writer
@@ -98,11 +89,8 @@ class RolloutBuffer:
         self.count += 1
 
     def finish(self) -> TensorDictBase:
-        """The batch: ``[*batch_size, count]``, last dimension named ``"time"``. The buffer forgets it.
-
-        Raises:
-            ValueError: no step was appended.
-        """
+        """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
+        ValueError: no step was appended."""
         if not self.count:
             raise ValueError("a batch needs at least one step")
         if self._loose is not None:
@@ -157,10 +145,6 @@ class _Writer:
 
     Making such views takes longer than copying a small step. Small steps therefore go through a few steps' worth of
     memory, whose views are made once, and from there to the batch many at a time.
-
-    Args:
-        layout: of the batches.
-        step: one that has it.
     """
 
     def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
@@ -235,7 +219,7 @@ class _Writer:
         torch._foreach_copy_(self._views[index - self._flushed], values, non_blocking)
 
     def flush(self, count: int) -> None:
-        """Have the first ``count`` steps in the batch."""
+        """Copy what is left of the first ``count`` steps to the batch."""
         if (n := count - self._flushed) and self._length:
             torch._foreach_copy_(
                 [target[self._flushed : count] for target in self._targets], [memory[:n] for memory in self._memory]

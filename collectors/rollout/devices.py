@@ -52,8 +52,7 @@ class RolloutDevices:
 
     Attributes:
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
-        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before the policy or the environment
-            reads it.
+        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of these reads it.
         carrier_has_no_device: whether policy and environment cannot share one; known after :meth:`place`.
     """
 

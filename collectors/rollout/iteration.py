@@ -1,4 +1,4 @@
-"""Iteration: a collector's rollouts, one after another, for whoever asks: a loop, a coroutine, or a thread of its own.
+"""Iteration: a collector's rollouts, one after another, for a loop, a coroutine, or a thread of its own.
 
 A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
 (``start()``), but never two at a time: see :mod:`asyncsync.collectors.rollout.lock`.
@@ -37,16 +37,8 @@ PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
 
 
 class Iteration:
-    """When a rollout happens, and what becomes of its batch.
-
-    Args:
-        collector: whose hooks are called, and which is shut down by what they raise.
-        rollouts: its rollouts.
-        lock: of the rollouts.
-
-    Attributes:
-        count: how many batches there were before the newest one; -1: there was none.
-    """
+    """When a rollout happens, and what becomes of its batch. What ``collector``'s hooks raise shuts it down. ``count``:
+    batches before the newest one; -1: there was none."""
 
     def __init__(self, collector: BaseCollector, rollouts: Rollouts, lock: RolloutLock) -> None:
         self.count = -1
@@ -82,7 +74,7 @@ class Iteration:
         return self._in_turn(self._whole_batch)
 
     def _in_turn(self, function: Callable[[], T]) -> T:
-        """What it returns or raises; but what would end somebody's iteration without a word becomes a RuntimeError."""
+        """Call with the lock; a StopIteration, which would end a caller's loop silently, becomes a RuntimeError."""
         with self._lock.rolling():
             try:
                 return function()
@@ -118,7 +110,7 @@ class Iteration:
             pending = self._pending
             if pending is None:
                 yield self.next_batch()
-            else:  # of a cancelled `async for`
+            else:  # left by a cancelled `async for`
                 self._check_can_wait()
                 until_done(pending)
                 self._pending = None
@@ -126,7 +118,7 @@ class Iteration:
 
     async def next_async(self) -> TensorDictBase | None:
         """The next of the same batches; raises StopAsyncIteration at the end."""
-        # The rollout is nobody's: who is cancelled while it runs leaves it for the next caller.
+        # The rollout belongs to no caller: one that is cancelled while it runs leaves it to the next.
         while not self._exhausted:
             self._check_can_wait()
             if self._pending is None:
@@ -140,7 +132,7 @@ class Iteration:
         raise StopAsyncIteration
 
     def _check_can_wait(self) -> None:
-        """Raises RuntimeError: a batch was waited for for ever, by the thread that keeps it from coming."""
+        """Raises RuntimeError: this thread would wait for ever for a batch that it keeps from coming itself."""
         if self._pending is None or not self._pending.done():
             self._lock.check_not_paused_here()
 
@@ -158,7 +150,7 @@ class Iteration:
         return future
 
     def run_free(self) -> BaseException | None:
-        """All batches, in the background; returns what has ended that, if it was not the collector's end."""
+        """Collect all batches, in the background; returns what has ended that, unless the collector's end has."""
         try:
             for _ in self.iterator():
                 pass
@@ -169,7 +161,7 @@ class Iteration:
             return error
         return None
 
-    # -- checkpoints: what is saved for another program, by whoever sees to it that no step is under way --------------
+    # -- checkpoints for another program; no step is under way ---------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`asyncsync.collectors.Collector.state_dict`."""
@@ -210,11 +202,11 @@ class Iteration:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """End the thread of ``async for`` when it has finished what it does."""
+        """End the thread of ``async for`` after the work that it has begun."""
         self._thread.abandon()
 
     def close_environment(self) -> None:
-        """Once. Raises what the environment raises, here or after the last batch."""
+        """Close the environment, once. Raises what it raises, here or after the last batch."""
         error, self._close_error = self._close_error, None
         if error is not None:
             raise error
@@ -224,7 +216,7 @@ class Iteration:
 
 
 def _copied(state: Any) -> Any:
-    """The same with tensors of its own."""
+    """The state with tensors of its own."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, TensorDictBase):
@@ -244,7 +236,7 @@ def _state_of(environment: Any) -> Any:
 
 
 async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
-    """Wait until it is done. asyncio.wrap_future would cancel it, and complain of exceptions that another awaits."""
+    """Wait until it is done; asyncio.wrap_future would cancel it, and report exceptions that another caller awaits."""
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pending.add_done_callback(lambda _: settle(ended))
     await ended

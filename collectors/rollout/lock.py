@@ -1,14 +1,16 @@
-"""The lock of a collector's rollouts: one thread rolls out at a time, and others may stop it between two steps.
+"""The lock of a collector's rollouts: one thread rolls out at a time, and others may stop it between two steps::
 
-lock = RolloutLock("Collector")
-with lock.rolling():            # the thread that rolls out
-    for _ in range(n):
-        if lock.wanted:         # cheap: asked before every step
-            lock.give_way()
-        step()
+    lock = RolloutLock("Collector")
+    with lock.rolling():            # the thread that rolls out
+        for _ in range(n):
+            if lock.wanted:         # cheap: read before every step
+                lock.give_way()
+            step()
 
-with lock.standing(timeout):    # any other thread: no step is under way inside this block
-    ...
+    with lock.standing(timeout):    # any other thread: no step is under way inside this block
+        ...
+
+Blocks of :meth:`RolloutLock.standing` may be open in several threads and tasks at once.
 """
 
 from __future__ import annotations
@@ -26,12 +28,8 @@ __all__ = ["RolloutLock"]
 
 
 class RolloutLock:
-    """Who may step.
-
-    Attributes:
-        wanted: whether whoever rolls out shall call :meth:`give_way` before the next step.
-        closed: whether nobody shall roll out any more.
-    """
+    """Which thread may step. ``wanted``: the thread that rolls out shall call :meth:`give_way` before the next step.
+    ``closed``: no thread shall roll out any more."""
 
     def __init__(self, name: str) -> None:
         self.wanted = False
@@ -41,7 +39,7 @@ class RolloutLock:
         self._roller: threading.Thread | None = None
         self._inside = False
         self._afterwards: Callable[[], None] | None = None
-        self._asking: dict[object, object] = {}  # who wants it to stand still, by their blocks
+        self._asking: dict[object, object] = {}  # the owners of blocks in which no step may be under way
 
     @property
     def is_mine(self) -> bool:
@@ -50,19 +48,16 @@ class RolloutLock:
 
     @contextmanager
     def rolling(self) -> Iterator[None]:
-        """A block in which this thread rolls out. It begins when nobody wants it to stand still.
-
-        Raises:
-            RuntimeError: another thread does, or this one does already or wants it to stand still.
-            ClosedError: after :meth:`close`.
-        """
+        """A block in which this thread rolls out; begins when no other thread is inside :meth:`standing`. Raises
+        RuntimeError: some thread rolls out already, or this one is inside :meth:`standing`; ClosedError: after
+        :meth:`close`."""
         mine = False
         try:  # around the beginning, too: Ctrl-C may strike before the block
             with self._changed:
                 self.check_not_paused_here()
                 self._check_nobody_rolls()
                 self._wait_in_line()
-                self._check_nobody_rolls()  # of several that have waited, the first to wake does
+                self._check_nobody_rolls()  # of several that have waited, the first to wake rolls out
                 mine = True
                 self._roller = threading.current_thread()
                 self._inside = True
@@ -72,7 +67,7 @@ class RolloutLock:
                 self._end_turn()
 
     def _end_turn(self) -> None:
-        """Whatever interrupts it, it is done; that is raised afterwards."""
+        """End the turn, whatever interrupts this; the interruption is raised afterwards."""
         interrupt: BaseException | None = None
         afterwards: Callable[[], None] | None = None
         ended = False
@@ -92,11 +87,8 @@ class RolloutLock:
             raise interrupt
 
     def check_not_paused_here(self) -> None:
-        """Whoever is about to wait for a rollout must not be who keeps it from going on.
-
-        Raises:
-            RuntimeError: the calling thread is inside :meth:`standing`.
-        """
+        """Raises RuntimeError: the calling thread, about to wait for a rollout, is inside :meth:`standing` and so stops
+        it."""
         with self._changed:
             if is_caller(self._asking.values()):
                 raise RuntimeError(
@@ -112,11 +104,7 @@ class RolloutLock:
             )
 
     def give_way(self) -> None:
-        """Stand still while somebody wants it.
-
-        Raises:
-            ClosedError: after :meth:`close`.
-        """
+        """Stand still while another thread wants that. Raises ClosedError: after :meth:`close`."""
         with self._changed:
             self._inside = False
             self._changed.notify_all()
@@ -124,7 +112,7 @@ class RolloutLock:
             self._inside = True
 
     def _wait_in_line(self) -> None:
-        # For the end of somebody's block: standing() bounds its own wait only.
+        # Without a limit: a block in standing() may last any time; only the wait for its beginning has a timeout.
         self._wait_for(lambda: not self._asking or self.closed)
         if self.closed:
             raise ClosedError(f"this {self._name} has been shut down")
@@ -134,20 +122,14 @@ class RolloutLock:
 
     @contextmanager
     def standing(self, timeout: float, owner: object = None) -> Iterator[None]:
-        """A block in which no step is under way, and none begins. In the thread that rolls out: just a block.
-
-        Args:
-            timeout: seconds to wait for the step under way.
-            owner: the task whose block it is; None: the calling thread's.
-
-        Raises:
-            AckTimeout: it did not end.
-        """
+        """A block of a task or (None) of the calling thread in which no step is under way, and none begins. In the
+        thread that rolls out: just a block. Raises AckTimeout: the step under way took longer than ``timeout``
+        seconds."""
         if self.is_mine:
             yield
             return
         block = object()
-        try:  # around the waiting too: whom Ctrl-C takes out of it asks for nothing any more
+        try:  # around the wait, too: after Ctrl-C there, this block stops no one
             with self._changed:
                 self._asking[block] = threading.get_ident() if owner is None else owner
                 self.wanted = True
@@ -161,18 +143,13 @@ class RolloutLock:
                 self._changed.notify_all()
 
     def close(self, timeout: float, afterwards: Callable[[], None]) -> bool:
-        """Have whoever rolls out stop before the next step, for good; returns whether nobody rolls out any more (or
-        the caller does).
-
-        Args:
-            timeout: seconds to wait for that.
-            afterwards: what the thread that still rolls out by then does when it stops.
-        """
+        """Have the thread that rolls out stop before its next step, for good. Waits ``timeout`` seconds for that, and
+        returns whether no other thread rolls out any more; one that still does calls ``afterwards`` when it stops."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self.closed = self.wanted = True
             self._changed.notify_all()
             over = self._wait_for(lambda: self._roller is None or self.is_mine, deadline - time.monotonic())
-            if not over:  # told under the lock, before it can stop
+            if not over:  # set under the lock, before the other thread can stop
                 self._afterwards = afterwards
             return over

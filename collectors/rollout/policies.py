@@ -68,10 +68,8 @@ class CallablePolicy(nn.Module):
 
 
 class TensorPolicy(TensorDictModule):  # type: ignore[misc]
-    """A ``TensorDictModule`` for a policy of tensors, which reads and writes without the detours of the general one.
-
-    Those take longer than a small policy: one looks for an optional library on disk, at every call.
-    """
+    """A ``TensorDictModule`` for a policy of tensors, without the general one's detours, which take longer than a small
+    policy: one searches the disk for an optional library, at every call."""
 
     def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
         super().__init__(policy, in_keys=list(in_keys), out_keys=list(out_keys))
@@ -95,7 +93,7 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
 
 
 def with_spec(policy: Any, env: Any) -> Any:
-    """The policy; without one, random actions of this environment, from which a RandomPolicy may have its spec."""
+    """The policy; for None, a RandomPolicy. A RandomPolicy without a spec gets this environment's."""
     if policy is None:
         return RandomPolicy(environments.action_spec(env), environments.action_keys(env)[0])
     if isinstance(policy, RandomPolicy) and policy.action_spec is None:
@@ -104,11 +102,7 @@ def with_spec(policy: Any, env: Any) -> Any:
 
 
 def as_module(policy: Any) -> nn.Module:
-    """The policy, made a module if it is another callable.
-
-    Raises:
-        TypeError: it cannot be called.
-    """
+    """The policy, made a module if it is another callable. Raises TypeError: it cannot be called."""
     if isinstance(policy, nn.Module):
         return policy
     if not callable(policy):
@@ -117,10 +111,8 @@ def as_module(policy: Any) -> nn.Module:
 
 
 def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
-    """The policy on its device: itself, or a copy that has been moved, so that the original stays where it is.
-
-    Meta tensors get memory there, full of NaN (or zeros, where there are none) until weights come.
-    """
+    """The policy on its device: itself, or a moved copy, so that the original stays where it is. Meta tensors get
+    memory there, full of NaN (zeros, where the dtype has none) until weights come."""
     if device is None:
         return policy
     tensors = [*policy.parameters(), *policy.buffers()]
@@ -156,11 +148,8 @@ def _materialise(policy: nn.Module, device: torch.device) -> None:
 
 
 def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Sequence[Key]) -> Any:
-    """A module that takes and returns a TensorDict.
-
-    Raises:
-        TypeError: its parameters match the observations neither by name nor by number.
-    """
+    """A module that takes and returns a TensorDict. Raises TypeError: the parameters of the policy's ``forward`` match
+    the observations neither by name nor by number."""
     if isinstance(policy, TensorDictModuleBase):
         return policy
     function = policy.function if isinstance(policy, CallablePolicy) else policy.forward
@@ -185,7 +174,7 @@ def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Seq
 def _signature(function: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be looked up
+    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be resolved
         return inspect.signature(function)
     except ValueError:
         return None

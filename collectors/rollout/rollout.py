@@ -44,9 +44,7 @@ class Rollouts:
 
     Args:
         env: the environment, not moved yet.
-        arguments: of the collector.
         weights: of the models that act.
-        lock: says whether somebody wants the steps to stop for a while.
         traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
@@ -55,8 +53,8 @@ class Rollouts:
         carrier: what the next call of the policy reads.
         buffer: where the steps of each rollout go.
         frames: how many have been collected.
-        random: whether whoever runs this collector as its worker wants the policy left out.
-        signals: of whoever runs this collector as its worker; None: nobody does.
+        random: for a collector that is a worker: whether its trainer wants the policy left out.
+        signals: what the trainer of a worker wants; None: this collector is no worker.
     """
 
     devices: RolloutDevices
@@ -154,7 +152,7 @@ class Rollouts:
         self._carry(root)
 
     def _carry(self, root: TensorDictBase) -> None:
-        """Make this the carrier."""
+        """Make this TensorDict the carrier."""
         if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
         root.set("collector", self.metadata)
@@ -172,7 +170,7 @@ class Rollouts:
         ended = _aggregate_end_of_traj(after, self._done_keys)
         ids = self.metadata.get("traj_ids")
         fresh = self.traj_pool.get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
-        # a new tensor: the old one may belong to somebody's snapshot
+        # a new tensor: the old one may be in a snapshot
         self.metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -228,10 +226,8 @@ class Rollouts:
         self._carry(root)
 
     def _step(self, random: bool) -> TensorDictBase:
-        """Policy and environment, once; the carrier is what is to be stored then. Returns the root of the next step.
-
-        If it raises, the carrier is as good as before.
-        """
+        """One call of policy and environment; the carrier is then what is stored. Returns the root of the next step. If
+        this raises, the carrier is as before."""
         carrier = self.carrier
         version = self._weights.version()
         if version != self._acting_version:
@@ -281,7 +277,7 @@ class Rollouts:
                     break
                 if max_lag is not None:
                     weights.keep_up(max_lag, LAG_SECONDS)
-                # Steps share a hold until somebody waits for its end: to enter one takes as long as a small policy.
+                # Steps share a hold until an update waits for its end: entering one takes as long as a small policy.
                 with weights.holds() as holds:
                     while True:
                         left -= 1
@@ -301,11 +297,8 @@ class Rollouts:
         return batch
 
     def _frame(self, random: bool, adds: bool, non_blocking: bool) -> TensorDictBase | None:
-        """One step, and its copy, inside a hold: what a model returns may be a view of its weights.
-
-        Returns:
-            A clone for the replay buffer, if frames are added one by one.
-        """
+        """One step and its copy, inside a hold: what a model returns may be a view of its weights. Returns a clone for
+        the replay buffer, if frames are added one by one."""
         root = self._step(random)
         try:
             if adds:
@@ -316,7 +309,7 @@ class Rollouts:
             if devices.storing is not None and not devices.no_cuda_sync:
                 devices.sync_storage()
             return None
-        finally:  # the environment has moved on, whatever became of the frame
+        finally:  # the environment has made its step, whatever became of the frame
             self._advance(root)
 
     def _add(self, frame: TensorDictBase, last: bool) -> None:
@@ -356,8 +349,8 @@ def _keep_written(
 ) -> None:
     """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
 
-    Not what is the environment's own: one that has it from a reset (by a TensorDictPrimer, say) hands it on by itself.
-    Any other would show the policy the old state again, or none.
+    State that a reset of the environment has, from a TensorDictPrimer, say, is left alone: the environment hands it on.
+    Any other environment would show the policy the old state again, or none.
     """
     keys = [key for key in written.keys(True, True) if environments.path_of(key) not in own]
     if not keys:

@@ -20,17 +20,14 @@ __all__ = ["ActingWeights", "Holds"]
 
 
 class ActingWeights:
-    """Of one collector: held by each of its steps. What schemes receive is applied as it comes, between two steps.
-
-    Args:
-        gate: of updates that are applied here without schemes.
+    """The acting weights of one collector, held by each of its steps. What schemes receive is applied between two
+    steps.
 
     Attributes:
         schemes: those that receive, by model id.
         own: how many updates were applied here without schemes.
         counted_above: how many versions updaters above have counted; None: nobody is above.
-        newest_above: the newest version that was published for this collector, from a place that is quicker than its
-            schemes; None: there is no such place.
+        newest_above: reads the newest version published for this collector; None: only its schemes know of one.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -48,26 +45,19 @@ class ActingWeights:
 
     @property
     def come_from_above(self) -> bool:
-        """Whether any scheme brings them."""
+        """Whether any scheme brings weights."""
         return self._main is not None
 
     def joined(self, scheme: SchemeCore) -> None:
-        """A scheme has been initialised with the collector as its context: here, or by the user. Its updates come as it
-        was told; frames are labelled with its versions, and no step is under way when they are applied."""
+        """A scheme was initialised, here or by the user, with the collector as its context. From now on no step is
+        under way when its updates are applied, and frames are labelled with its versions."""
         self._joined[scheme.model_id or ""] = scheme
         self._find_buses()
 
     def register(self, schemes: Mapping[str, Any], context: Any) -> None:
-        """Initialise schemes, where the user has not, and keep them. Without communication.
-
-        Args:
-            schemes: ``{model_id: scheme}``.
-            context: knows the models, and its ``worker_idx``.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: schemes that cannot serve as receivers, or a context that does not know
-                which worker it is.
-        """
+        """Initialise schemes, ``{model_id: scheme}``, unless the user has, without communication. ``context`` knows the
+        models and its ``worker_idx``. Raises TypeError, ValueError, RuntimeError: a scheme that cannot receive, or no
+        ``worker_idx``."""
         if known := sorted(schemes.keys() & self.schemes.keys()):
             raise ValueError(f"{known} are being received already: register each model once")
         blocking = as_blocking("weight_recv_schemes", schemes)
@@ -105,20 +95,17 @@ class ActingWeights:
         self._main = moving[0] if moving else None
 
     def connect(self, schemes: Mapping[str, Any], timeout: float) -> None:
-        """The rendezvous with the sender: when this returns, its initial weights have been applied."""
+        """Connect to the sender; on return, its initial weights have been applied."""
         connect_all([self.schemes[model_id] for model_id in schemes], timeout)
 
     def check(self) -> None:
-        """Raises Fenced: another has this worker's place, and nothing newer will ever come here."""
+        """Raises Fenced: another process has this worker's place, and nothing newer will ever come here."""
         for bus in self._buses:
             bus._check_fenced()
 
     def take_in(self) -> None:
-        """Apply what has come but waits to be received (``apply="on_receive"``). Never waits for more.
-
-        Raises:
-            ClosedError, Fenced: nothing has come, and nothing will.
-        """
+        """Apply updates that wait for a receive (``apply="on_receive"``); never waits for more. Raises ClosedError,
+        Fenced: there are none, and none will come."""
         for scheme in self.schemes.values():
             if not isinstance(scheme, NoSyncCore):
                 scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
@@ -126,18 +113,18 @@ class ActingWeights:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def holds(self) -> Holds:
-        """For steps, policy and environment: no weights of this collector change within."""
+        """A block for steps, policy and environment, in which no weights of this collector change."""
         return Holds(self._gates)
 
     def version(self) -> int:
-        """What frames are labelled with: the version that acts; with a trainer above, that of its schemes and what its
-        updaters have counted."""
+        """The version with which frames are labelled: the acting one; with a trainer above, that of its schemes plus
+        what its updaters have counted."""
         if self.counted_above is None:
             return self.applied()
         return self.received() + self.counted_above()
 
     def received(self) -> int:
-        """The version that has come by schemes: of several buses, that of the policy's (or of the first). Each counts
+        """The version that has come by schemes: of several buses, that of the policy's, or of the first. Each counts
         its own; in a tree of collectors, its root does."""
         return 0 if self._main is None else self._main._shown_origin()
 
@@ -147,31 +134,22 @@ class ActingWeights:
         return self.own if self._main is None else self.received()
 
     def newest(self) -> int:
-        """The newest version that the trainer has published, as far as is known here, by the count of
-        :meth:`applied`."""
+        """The newest version that the trainer is known to have published, by the count of :meth:`applied`."""
         if self.newest_above is not None:
             return self.newest_above()
         return self.own if self._main is None else self.applied() + self._main._target() - self._main.version
 
     def wait(self, version: int, timeout: float) -> None:
-        """Wait, outside any hold, until this version or a newer one acts.
-
-        Raises:
-            AckTimeout: not within the timeout (seconds).
-            ClosedError, Fenced: it will not come.
-        """
+        """Wait up to ``timeout`` seconds, outside any hold, until this version or a newer one acts. Raises AckTimeout;
+        ClosedError, Fenced: it will not come."""
         check_timeout(timeout)
         if isinstance(self._main, Bus):
             self._main._wait_origin(version, timeout)
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
-        """Wait, outside any hold, until the acting weights are at most so many versions behind the newest, on each bus
-        by its own count.
-
-        Raises:
-            AckTimeout: not within the timeout (seconds), for any of the waits.
-            ClosedError, Fenced: it will not come.
-        """
+        """Wait, outside any hold, until the acting weights are at most ``max_lag`` versions behind the newest, on each
+        bus by its own count. Raises AckTimeout: one of the waits took longer than ``timeout`` seconds; ClosedError,
+        Fenced."""
         for bus in self._buses:
             while (target := bus._target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)

@@ -1,8 +1,8 @@
 """A collector's weights: taking them from the trainer, passing them on, applying them to its own models.
 
-Whatever form ``update_policy_weights_`` is called in becomes one update ``{model_id: weights}``, checked before
-anything is done. It goes one way: by sender schemes, through the (deprecated) weight updater, or into this collector's
-own models. A model that this collector *receives* is passed on downwards only: the scheme has applied it here.
+Each form of ``update_policy_weights_`` becomes one update ``{model_id: weights}``, checked before anything is done. It
+goes one way: by sender schemes, through the deprecated weight updater, or into this collector's own models. A model
+that this collector *receives* is only passed on downwards: the scheme has applied it here.
 
 Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 """
@@ -36,12 +36,8 @@ __all__ = ["WeightsAPI"]
 
 
 class WeightsAPI:
-    """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`.
-
-    Attributes:
-        policy: the policy as it was registered: what a bare ``update_policy_weights_()`` sends.
-        acts_elsewhere: whether it acts in other processes only.
-    """
+    """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`. ``policy`` is the policy as it was
+    registered, which a bare ``update_policy_weights_()`` sends; ``acts_elsewhere``: in other processes only."""
 
     policy: Any = None
     acts_elsewhere: bool = False
@@ -76,8 +72,8 @@ class WeightsAPI:
         return self._acting(model_id)
 
     def _apply_locally(self, weights: Mapping[str, Any]) -> None:
-        """Copy weights into this collector's own models, all of them or none, and count the version up. Called between
-        two steps. Raises ValueError, SchemaMismatch: nothing was changed."""
+        """Copy weights, between two steps, into this collector's own models, all of them or none, and count the version
+        up. Raises ValueError, SchemaMismatch: nothing was changed."""
         for prepared in [fitted(self._acting(model_id), source) for model_id, source in weights.items()]:
             if prepared is not None:
                 prepared.apply()
@@ -92,8 +88,8 @@ class WeightsAPI:
     def _set_up_senders(
         self, schemes: Mapping[str, Any] | None, weight_updater: Any, context: Any, num_workers: int | None = None
     ) -> None:
-        """Prepare schemes and the updater, without communication. ``context`` has the models that are sent where no
-        weights are given: ``get_model(model_id)``. Raises TypeError, ValueError, RuntimeError: what these cannot be."""
+        """Prepare schemes and the updater, without communication. ``context.get_model(model_id)`` gives the models that
+        are sent where no weights are given. Raises TypeError, ValueError, RuntimeError."""
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
         self._senders = Senders(schemes or {}, context, num_workers)
         self.weight_updater = updater
@@ -120,7 +116,7 @@ class WeightsAPI:
         return self._weights.schemes
 
     def _connect_senders(self, timeout: float) -> None:
-        """The rendezvous with the workers. Raises NotConnected, PartialSendError."""
+        """Connect to the workers. Raises NotConnected, PartialSendError."""
         connect_all(self._senders.schemes.values(), timeout)
         if version := self._senders.version:
             self._published(version)
@@ -160,7 +156,7 @@ class WeightsAPI:
         self._pass_versions_on()
 
     def _pass_versions_on(self) -> None:
-        """What is sent from now on stands for a version from above."""
+        """Have updates that are sent from now on carry a version from above."""
         for bus in self._senders.buses:
             bus._stand_for(self._weights.received)
 
@@ -227,8 +223,8 @@ class WeightsAPI:
         await self._carry_out_async(self._planned(given, worker_ids, kwargs), wait)
 
     def _planned(self, given: Mapping[str, Any], worker_ids: WorkerIds, kwargs: dict[str, Any]) -> Planned:
-        """Check an update ``{model_id: weights}``, and which way each model goes; nothing is done yet. None as a
-        model's weights stands for those that are registered."""
+        """Check an update ``{model_id: weights}`` and where each model goes, before anything is done. None as weights:
+        those that are registered."""
         name, senders, updater = type(self).__name__, self._senders, self.weight_updater
         timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
         check_timeout(timeout)
@@ -348,15 +344,15 @@ class WeightsAPI:
             self._local.apply(self._weights.take_in)
 
     def _take(self, given: Any) -> None:
-        """The policy's weights from whoever is above, without schemes; None: the registered policy's."""
+        """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
         source = self._registered("policy") if given is None else given
         self._local.apply(lambda: self._apply_locally({"policy": source}))
         if "policy" in self._senders.schemes:
             self.update_policy_weights_(source)
 
     def _receive_weights_scheme(self) -> None:
-        """What a remote parent calls (RPC, Ray): every receiver scheme takes in what has come. Raises RuntimeError:
-        there is none."""
+        """For a remote parent (RPC, Ray): every receiver scheme takes in what has come. Raises RuntimeError: there is
+        none."""
         if not self._weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "

@@ -26,11 +26,8 @@ POLL_SECONDS = 0.05
 
 
 def fitted(model: Any, source: Any) -> Prepared | None:
-    """What copies these weights into the model, checked; None: the model is their source itself.
-
-    Raises:
-        SchemaMismatch: they do not fit.
-    """
+    """What copies these weights into the model, checked; None: the model is their source itself. Raises
+    SchemaMismatch."""
     if source is model:
         return None
     is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
@@ -52,11 +49,7 @@ class _Change:
 
 
 class LocalUpdates:
-    """One after another, each when no step is under way.
-
-    Attributes:
-        gate: entered by each step.
-    """
+    """Updates, one after another, each when no step is under way. Each step enters ``gate``."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -66,9 +59,8 @@ class LocalUpdates:
     def apply(self, update: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
         """Run ``update`` now, or as soon as the step under way has ended; returns when it has run.
 
-        Raises:
-            AckTimeout: the step did not end within the timeout (seconds); nothing was changed.
-            RuntimeError: called from within a step, which would wait for itself.
+        Raises AckTimeout: the step took longer than ``timeout`` seconds, and nothing was changed; RuntimeError: called
+        from within a step, which would wait for itself.
         """
         ended = threading.Event()
         change = self._offer(update, ended.set)
@@ -76,7 +68,7 @@ class LocalUpdates:
             if not interruptibly(ended.wait, timeout) and self._withdraw(change):
                 raise _late(timeout)
             while not ended.wait(POLL_SECONDS):  # it is being applied right now
-                self.gate.poll()  # unless Ctrl-C has ended that half way: then nobody else need come by
+                self.gate.poll()  # if Ctrl-C has ended that half way, perhaps no other thread passes the gate
         except BaseException:
             self._withdraw(change)  # an interrupted caller changes nothing afterwards
             raise
@@ -113,15 +105,15 @@ class LocalUpdates:
         return change
 
     def _run(self) -> None:
-        """All that wait. By the gate's word, one thread at a time is here, and no step is under way."""
+        """Run all updates that wait. By the gate, one thread at a time is here, and no step is under way."""
         while True:
             with self._lock:
                 if not self._changes:
                     return
                 change = self._changes[0]
                 change.begun = True
-            # What a KeyboardInterrupt has left half done is done again before anybody reads it; what it has left done
-            # is only told again: the source may be another one by then.
+            # An update that a KeyboardInterrupt struck half way is applied again before any step reads the weights; one
+            # that was complete is only reported again: its source may be another one by now.
             if not change.over:
                 try:
                     change.apply()
@@ -132,7 +124,7 @@ class LocalUpdates:
             self._changes.popleft()
 
     def _withdraw(self, change: _Change) -> bool:
-        """Whether it has not been begun, and never will be."""
+        """Withdraw an update, unless it has begun; whether that was in time."""
         with self._lock:
             if change.begun:
                 return False

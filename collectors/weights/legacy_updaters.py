@@ -1,4 +1,4 @@
-"""Weight updaters: TorchRL's older way of telling how weights reach the policy. Deprecated, and working.
+"""Weight updaters: TorchRL's older way for weights to reach the policy. Deprecated, and working.
 
 An updater is given to a collector (``weight_updater=``), whose ``update_policy_weights_`` then calls
 :meth:`WeightUpdaterBase.push_weights`. New code uses ``weight_sync_schemes={"policy": scheme}``.
@@ -96,7 +96,7 @@ class WeightUpdaterBase:
     def _serve(self, collector: Any) -> None:
         """Belong to this collector, and count its version up with each push."""
         self.register_collector(collector)
-        if self._count_push not in self.post_hooks:  # it may have served one that is gone
+        if self._count_push not in self.post_hooks:  # it may have served another collector
             self.register_post_hook(self._count_push)
 
     @property
@@ -182,11 +182,7 @@ class WeightUpdaterBase:
         return None
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
-        """Bring the weights to one worker.
-
-        Raises:
-            NotImplementedError: not overridden.
-        """
+        """Bring the weights to one worker. Raises NotImplementedError: not overridden."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say how weights reach a worker: override _sync_weights_with_worker() "
             "or _push_weights()"
@@ -293,16 +289,13 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
 
 def mark_counted() -> None:
-    """The push under way, if there is one, has a version already: it was published."""
+    """Note that the push under way, if any, has a version already: it was published."""
     _counted.get([]).append(None)
 
 
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
-    """``weight_updater=`` as documented: an updater, a class of them, or a callable that returns one.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """``weight_updater=`` as documented: an updater, a class of them, or a callable that returns one. Raises
+    TypeError."""
     if isinstance(given, type) and issubclass(given, WeightUpdaterBase):
         updater: Any = None if policy is None else given.from_policy(policy)
         updater = given() if updater is None else updater

@@ -29,11 +29,7 @@ _ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id"
 
 
 def chosen(policy_or_weights: Any, weights: Any, policy: Any) -> Any:
-    """The one that is given; None: none is.
-
-    Raises:
-        ValueError: several are.
-    """
+    """The one that is given; None: none is. Raises ValueError: several are."""
     given = {"the positional argument": policy_or_weights, "weights=": weights, "policy=": policy}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -44,12 +40,8 @@ def chosen(policy_or_weights: Any, weights: Any, policy: Any) -> Any:
 def as_update(
     policy_or_weights: Any, weights: Any, policy: Any, model_id: str | None, weights_dict: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """One update; None as a model's weights stands for those that are registered.
-
-    Raises:
-        ValueError: arguments that exclude each other, or an empty ``weights_dict``.
-        TypeError: ``weights_dict`` has keys that are no model ids.
-    """
+    """One update; None as a model's weights: those that are registered. Raises ValueError: arguments that exclude each
+    other, or an empty ``weights_dict``; TypeError: its keys are no model ids."""
     single = chosen(policy_or_weights, weights, policy)
     if weights_dict is None:
         return {"policy" if model_id is None else model_id: single}
@@ -67,7 +59,7 @@ def as_update(
 
 
 def check_keywords(kwargs: Mapping[str, Any], *, takes_any: bool) -> None:
-    """Raises TypeError: to ignore one of these would do something else than what was asked for."""
+    """Raises TypeError: ``policy_weights``, or what seems a misspelt argument, which must not be ignored."""
     if "policy_weights" in kwargs:
         raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
     for name in () if takes_any else kwargs:
@@ -94,13 +86,7 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
     """The model of this name: ``"policy"``; an attribute path from the collector, such as ``postproc`` or
     ``env.transform[0].module``; or one from the policy, such as ``actor`` for ``policy.actor``.
 
-    Args:
-        collector: whose model.
-        model_id: its name.
-        policy: which of the collector's policies is meant: the one that acts, or the one that was registered.
-
-    Raises:
-        LookupError: there is none.
+    ``policy`` is the one that is meant: the one that acts, or the one that was registered. Raises LookupError.
     """
     kind = type(collector).__name__
     ways = [(collector, model_id), (policy, model_id)]
@@ -123,9 +109,7 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
 
 class _RegisteredModels:
     """A collector's models as they were registered, which need not be those that act: the context of sender schemes.
-
-    In errors, a private name shows as "the context".
-    """
+    The private name keeps it out of error messages, which show "the context"."""
 
     def __init__(self, collector: Any) -> None:
         self._find = weakref.WeakMethod(collector._registered)  # an open bus keeps its schemes, and they this

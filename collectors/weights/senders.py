@@ -1,7 +1,7 @@
 """The schemes by which a collector sends weights to those that collect for it: one bus where possible.
 
-Models on one bus are switched together, so schemes that have an address of their own merely because nobody said
-otherwise are moved onto one bus before they are used.
+Models on one bus are switched together, so schemes without an address of the user's choice are moved onto one bus
+before they are used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ __all__ = ["Senders", "as_blocking", "buses_of", "connect_all", "shut_down_all"]
 
 
 def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSyncScheme]:
-    """The schemes with their blocking API, on which collectors run them.
-
-    Raises:
-        TypeError: something that is not a scheme of asyncsync's.
-        ValueError: one scheme for two models.
-        RuntimeError: an asynchronous scheme that is connected already.
-    """
+    """The schemes with their blocking API, on which collectors run them. Raises TypeError: no scheme of asyncsync's;
+    ValueError: one for two models; RuntimeError: an asynchronous one that is connected already."""
     for model_id, scheme in schemes.items():
         if not isinstance(scheme, WeightSyncScheme | AsyncScheme):
             kind = scheme if isinstance(scheme, type) else type(scheme)
@@ -47,16 +42,10 @@ def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSy
 
 
 class Senders:
-    """Schemes by model id.
+    """Schemes by model id: blocking ones, or asynchronous ones that are not connected yet. Nothing is connected here.
 
-    Args:
-        schemes: blocking ones, or asynchronous ones that are not connected yet.
-        context: knows the models: ``get_model(model_id)``.
-        num_workers: how many workers there will be; None: they come and go.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: schemes that cannot serve as senders; what to do about it. Nothing is
-            connected.
+    ``context.get_model(model_id)`` gives the models. ``num_workers`` None: workers come and go. Raises TypeError,
+    ValueError, RuntimeError: schemes that cannot send.
     """
 
     def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
@@ -76,11 +65,8 @@ class Senders:
         _owners.update({bus: weakref.ref(self) for bus in self.buses})
 
     def bus_of(self, update: Mapping[str, Any]) -> Bus | None:
-        """The bus that all these models are on; None: one that moves nothing.
-
-        Raises:
-            ValueError: they are on several, so that no worker could switch them together.
-        """
+        """The bus that all these models are on; None: one that moves nothing. Raises ValueError: they are on several,
+        so that no worker could switch them together."""
         buses = buses_of(self.schemes[model_id] for model_id in update)
         if len(buses) > 1:
             raise ValueError(
@@ -90,7 +76,7 @@ class Senders:
         return buses[0] if buses else None
 
     def send(self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None) -> None:
-        """One update; returns when the workers have applied it, or, without a timeout, when it is announced. Raises as
+        """Send one update; returns when workers have applied it, or, without a timeout, when it is announced. Raises as
         the schemes' ``send`` or ``publish``."""
         bus, moved, others = self._divided(update)
         if bus is not None and timeout is None:
@@ -111,17 +97,17 @@ class Senders:
             await scheme.send_async()
 
     def _divided(self, update: Mapping[str, Any]) -> tuple[Bus | None, dict[str, Any], list[WeightSyncScheme]]:
-        """The bus of an update, what goes over it, and the schemes that only count."""
+        """An update's bus, what goes over it, and the schemes that only count versions."""
         moved = {m: weights for m, weights in update.items() if not isinstance(self.schemes[m], BlockingNoSync)}
         return self.bus_of(update), moved, [self.schemes[m] for m in update.keys() - moved.keys()]
 
     @property
     def version(self) -> int:
-        """The newest version published."""
+        """The newest version that was published."""
         return max((scheme.version for scheme in self.schemes.values()), default=0)
 
     def versions(self) -> dict[str, int]:
-        """Each model's, for a checkpoint. The schemes of one bus have one count."""
+        """Each model's version, for a checkpoint. The schemes of one bus have one count."""
         return {model_id: scheme.version for model_id, scheme in self.schemes.items()}
 
     def carry_on(self, versions: Mapping[str, int]) -> None:
@@ -145,7 +131,7 @@ _owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyD
 
 
 def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
-    """Raises ValueError: the scheme is somebody else's, or was."""
+    """Raises ValueError: the scheme was shut down, or serves another collector."""
     if isinstance(scheme, BlockingNoSync) or (bus := scheme._bus) is None:
         return
     if bus.closed:

@@ -40,17 +40,17 @@ class _Mapped:
 
     @property
     def leased(self) -> memoryview | None:
-        """What was leased, if somebody has it still."""
+        """The leased memory, while some tensor keeps it alive."""
         return None if self._leased is None else self._leased()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in here, wherever."""
+        """Whether the tensor lies anywhere in this slot."""
         begin: int = self._memory.ctypes.data
         return begin <= tensor.untyped_storage().data_ptr() < begin + self._memory.nbytes
 
 
 class BatchWriter:
-    """What a worker writes through."""
+    """Writes a worker's batches."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -61,18 +61,14 @@ class BatchWriter:
         self._views: list[torch.Tensor] | None = None
 
     def learn(self, number: int, arrangement: Arrangement, index: int) -> None:
-        """There is a new arrangement, of which this worker's is the part with this index; leases of older ones will not
-        come any more."""
+        """Note a new arrangement, of which this worker's part is ``index``. No lease of an older one comes any more."""
         self._index = index
         self._arrangements = {number: arrangement}
         self._slots.clear()
 
     def open(self, lease: Lease | None) -> None:
-        """The next rollout may go there; not if this process has tensors of the slot yet.
-
-        Raises:
-            WeightSyncError, OSError: the slot cannot be mapped.
-        """
+        """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
+        WeightSyncError, OSError: the slot cannot be mapped."""
         self._slot = self._arrangement = self._views = None
         if lease is None:
             return
@@ -87,17 +83,14 @@ class BatchWriter:
             self._views = self._arrangement.tensors(slot.lease(), self._index)
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
-        """Memory for a batch of this layout in the slot; None if it is not what was leased."""
+        """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
         if self._views is None or self._arrangement is None or layout != self._arrangement.parts[self._index]:
             return None
         return layout.build(self._views)
 
     def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
-        """Have the batch in the slot, if it fits: it lies there already, or is copied.
-
-        Returns:
-            Whether it is there, and its layout (None: there is none that describes it).
-        """
+        """Have the batch in the slot, if it fits: it lies there already, or is copied. Returns whether it is there, and
+        its layout (None: none describes it)."""
         found = layout_of(batch)
         views, self._views = self._views, None
         if views is None or found is None:
@@ -121,8 +114,8 @@ class BatchWriter:
         return True, found
 
     def kept(self, steps: int) -> TensorDictBase | None:
-        """When the caller has dropped the batch that was written: a copy of it, of so many steps, if somebody else
-        here keeps tensors of it. What the trainer writes there later would change them."""
+        """After the caller has dropped the written batch: a copy of its ``steps``, if other code here keeps tensors of
+        it, since what the trainer writes there later would change them."""
         memory = None if self._slot is None else self._slot.leased
         if memory is None or self._arrangement is None:
             return None
@@ -131,7 +124,7 @@ class BatchWriter:
 
 
 def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the one is the other's memory, entry by entry."""
+    """Whether both share their memory, entry by entry."""
     return (
         target.data_ptr() == source.data_ptr()
         and (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)

@@ -6,7 +6,7 @@
     there.receive()                                    # None: there is nothing now
 
 A packet has 32 KiB at most. What is larger is written to a memory file first, whose descriptor travels in the packet;
-the receiver maps it, and the memory of its tensors is that mapping: nothing is copied on the way in.
+the receiver maps the file, and its tensors lie in that mapping: nothing is copied on the way in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dumps(value: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves the memory of plain tensors where it is; torch's own way makes two copies of it."""
+    """Leaves the memory of plain tensors where it is; torch's own way makes two copies."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Parcel:
-    """Something pickled within a message, to be unpickled by whoever wants it, when he does: ``loads(parcel)``."""
+    """A pickled part of a message, unpickled where and when it is wanted: ``loads(parcel)``."""
 
     def __init__(self, pickled: Any, buffers: Sequence[Any]) -> None:
         self.pickled = pickled
@@ -95,7 +95,7 @@ class Parcel:
 
 
 def loads(pickled: bytes | Parcel) -> Any:
-    """What was pickled. Tensors of a parcel are views of the memory that it came in, which is nobody else's."""
+    """What was pickled. Tensors of a parcel are views of the memory that it came in, which nothing else uses."""
     if isinstance(pickled, Parcel):
         return _Unpickler(io.BytesIO(pickled.pickled), buffers=pickled.buffers).load()
     return _Unpickler(io.BytesIO(pickled)).load()
@@ -105,12 +105,8 @@ def loads(pickled: bytes | Parcel) -> Any:
 
 
 class Packet(NamedTuple):
-    """A message that is ready to be sent.
-
-    Attributes:
-        data: its bytes, or its head alone.
-        file: descriptor of the memory file with its bytes; whoever has sent the packet closes it.
-    """
+    """A message that is ready to be sent. With a ``file``, the descriptor of a memory file with the message's bytes,
+    ``data`` is its head alone; whoever has sent the packet closes it."""
 
     data: bytes
     file: int | None
@@ -121,7 +117,7 @@ class Packet(NamedTuple):
 
 
 def encode(message: Any) -> Packet:
-    """Of the library's own objects and parcels."""
+    """A packet of the library's own objects and parcels."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
@@ -189,12 +185,8 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, packet: Packet) -> bool:
-        """Whether there was room for it.
-
-        Raises:
-            ConnectionError: the other side is gone.
-            OSError: it cannot be sent: too many open files are on their way (ETOOMANYREFS), say.
-        """
+        """Send the packet if there is room; whether there was. Raises ConnectionError: the other side is gone; OSError:
+        too many open files are on their way (ETOOMANYREFS), say."""
         try:
             if packet.file is None:
                 self._socket.send(packet.data)
@@ -205,12 +197,8 @@ class Channel:
         return True
 
     def receive(self) -> Any:
-        """The next message; None: there is none now.
-
-        Raises:
-            EOFError: there will be none: the other side is gone.
-            OSError: this process has too many open files.
-        """
+        """The next message; None: there is none now. Raises EOFError: the other side is gone; OSError: this process has
+        too many open files."""
         try:
             data, files, flags, _ = socket.recv_fds(self._socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -228,13 +216,8 @@ class Channel:
                 os.close(file)
 
     def put(self, packet: Packet, timeout: float) -> None:
-        """Send it, as soon as there is room.
-
-        Raises:
-            AckTimeout: there was none within the timeout (seconds).
-            ConnectionError: the other side is gone.
-            OSError: it cannot be sent.
-        """
+        """Send the packet as soon as there is room. Raises AckTimeout: there was none for ``timeout`` seconds;
+        ConnectionError: the other side is gone; OSError: it cannot be sent."""
         try:
             if not self.send(packet):
                 self._socket.settimeout(timeout)
@@ -246,7 +229,7 @@ class Channel:
             packet.close()
 
     def get(self) -> Any:
-        """The next message, as soon as there is one: waits until the other side is gone, or :meth:`shutdown`."""
+        """Wait for the next message. Raises as :meth:`receive`, also after :meth:`shutdown`."""
         self._socket.setblocking(True)
         try:
             return self.receive()
@@ -254,7 +237,7 @@ class Channel:
             self._socket.setblocking(False)
 
     def shutdown(self) -> None:
-        """Both sides are gone, for whoever waits in another thread too."""
+        """End both directions, which also ends the wait of another thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError as error:

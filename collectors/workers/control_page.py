@@ -1,8 +1,8 @@
-"""Control page: what workers look up between two steps, in one page of memory that the trainer shares with them.
+"""Control page: what workers read between two steps, in one page of memory that the trainer shares with them.
 
 The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, and the newest version that
-was published for each of them. Two counters are written by all: trajectory identifiers, and frames. A reader needs no
-lock: a slot is an aligned 64-bit number. The counters have one, which the kernel frees when its holder is killed.
+was published for each of them. A reader needs no lock: a slot is an aligned 64-bit number. Two counters, of trajectory
+identifiers and of frames, are written by all, under a lock that the kernel frees when its holder is killed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,8 @@ _STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 
 
 
 class ControlPage:
-    """The control page, in the trainer or in a worker.
-
-    Args:
-        place: of the trainer's control page; None: make one.
-
-    Raises:
-        WeightSyncError: there is none, or it cannot be opened.
-    """
+    """The control page, in the trainer or in a worker. ``place``: where the trainer's is; None: make one. Raises
+    WeightSyncError: there is none, or it cannot be opened."""
 
     def __init__(self, place: MemoryPlace | None = None) -> None:
         self._file = create(mmap.PAGESIZE) if place is None else open_place(place, TRAINER, REMEDY, writable=True)
@@ -49,7 +43,7 @@ class ControlPage:
         self._lock = threading.Lock()  # the kernel's lock is one per process
 
     def close(self) -> None:
-        """Let go of the memory; what was written can still be read here. Idempotent."""
+        """Release the memory; what was written can still be read here. Idempotent."""
         if self._close.detach() is None:
             return
         slots, self._slots = self._slots, memoryview(array("q", self._slots))
@@ -60,7 +54,7 @@ class ControlPage:
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
     def stop(self, close_env: bool = True) -> None:
-        """All workers end before their next step, and close their environments or not."""
+        """Have all workers end before their next step, and close their environments or not."""
         self._slots[_STOP] = 1 if close_env else 2
 
     @property
@@ -74,7 +68,7 @@ class ControlPage:
 
     @property
     def paused(self) -> bool:
-        """Workers that run free stand still before their next step."""
+        """Whether workers that run free stand still before their next step."""
         return bool(self._slots[_PAUSE])
 
     @paused.setter
@@ -82,20 +76,19 @@ class ControlPage:
         self._slots[_PAUSE] = paused
 
     def cut(self, serial: int) -> None:
-        """Rollouts with this serial number, or a smaller one, end after the step under way."""
+        """End rollouts with this serial number, or a smaller one, after the step under way."""
         self._slots[_CUT] = serial
 
     def is_cut(self, serial: int) -> bool:
         return self._slots[_CUT] >= serial
 
     def interrupts(self, serial: int) -> bool:
-        """Whether the trainer wants anything of a worker that does this rollout: its end, a pause, or the rollout's
-        end."""
+        """Whether a worker that does this rollout is to stop, to pause, or to end the rollout."""
         slots = self._slots
         return bool(slots[_STOP] or slots[_PAUSE] or slots[_CUT] >= serial)
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
-        """The newest version for these workers."""
+        """Write the newest version for these workers."""
         for worker in workers:
             if self._slots[_NEWEST + worker] < version:
                 self._slots[_NEWEST + worker] = version
@@ -113,7 +106,7 @@ class ControlPage:
         self._slots[_COUNTED] = counted
 
     def count(self) -> None:
-        """One more of them."""
+        """Add one to :attr:`counted`."""
         with self._lock:
             self._slots[_COUNTED] += 1
 
@@ -121,7 +114,7 @@ class ControlPage:
 
     @property
     def frames(self) -> int:
-        """Collected by workers that run free, or write to a replay buffer."""
+        """Frames that were collected by workers that run free, or write to a replay buffer."""
         return self._slots[_FRAMES]
 
     @frames.setter

@@ -62,7 +62,7 @@ class Failure:
 
 
 def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
-    """The error for a worker process that has ended without a word."""
+    """The error for a worker process that has ended and sent no failure."""
     how = f"ended with exit code {code}"
     if code is not None and code < 0:
         try:

@@ -3,13 +3,12 @@
     group.start(specifications, schemes, replay_buffer)
     group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
     result = await group.until(lambda: group.results and group.results.popleft())
-    batch = places.whole(place)                        # in the thread of whoever wants it
+    batch = places.whole(place)                        # in the caller's thread
     group.end(5.0)
 
-A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there.
-:meth:`WorkerGroup.wait` is for other threads. Nothing here knows of processes or sockets: a group knows how its workers
-are reached, and where the parts of a batch come to lie. What is to be rolled out when, and what becomes of the batches,
-is the driver's.
+A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there. A group
+decides how its workers are reached, and where the parts of a batch lie; its driver decides what is rolled out when, and
+what becomes of the batches.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ T = TypeVar("T")
 
 
 class RolloutRequest(NamedTuple):
-    """A rollout that a worker is to do.
-
-    Attributes:
-        serial: number of the request.
-        random: whether random actions stand for the policy's.
-        place: where the worker writes it; None: it comes by value.
-    """
+    """A rollout that a worker is to do, into ``place``; None: it comes by value. ``random``: with random actions
+    instead of the policy's."""
 
     serial: int
     random: bool
@@ -44,15 +38,12 @@ class RolloutRequest(NamedTuple):
 
 
 class RolloutResult(NamedTuple):
-    """A rollout that a worker has done.
+    """A rollout that a worker has done, of the request with this ``serial``.
 
     Attributes:
-        worker: index of the worker.
-        serial: of its request.
         in_place: whether it lies where the request's place is.
-        steps: time steps of it.
-        frames: environment frames of it.
-        payload: the batch, to be unpacked by whoever takes it; None: in place, or in a replay buffer.
+        steps, frames: time steps, and environment frames, of it.
+        payload: the batch, to be unpacked in the caller's thread; None: in place, or in a replay buffer.
         layout: of a whole rollout; None: there is none that describes it.
     """
 
@@ -66,13 +57,8 @@ class RolloutResult(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """What a worker reports of its collector when that is built.
-
-    Attributes:
-        frames: of one rollout.
-        dims: batch dimensions of its environment; None: it has workers of its own.
-        devices: that its policy acts on.
-    """
+    """What a worker reports when its collector is built: ``frames`` of one rollout, batch ``dims`` of its environment
+    (None: it has workers of its own), and the ``devices`` that its policy acts on."""
 
     frames: int
     dims: int | None
@@ -85,7 +71,7 @@ class WorkerGroup(ABC):
     Attributes:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
-        replies: answers to calls by their numbers, ``(failure, result)``; None: there is none yet.
+        replies: answers to calls by their numbers, ``(failure, result)``; None: not yet answered.
         failure: what has ended collection.
         is_over: whether all workers have ended, and everything is closed.
         frames: collected by workers that run free, or write to a replay buffer.
@@ -113,16 +99,16 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ClosedError: ended, or a copy in a forked process."""
+        """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
 
     @property
     @abstractmethod
     def is_ours(self) -> bool:
-        """Whether this is the process that has started the workers: a forked child has a copy of everything here."""
+        """Whether this process has started the workers: a forked child has a copy of everything here."""
 
     @abstractmethod
     def stop(self, close_env: bool = True) -> None:
-        """Have all workers end before their next step. Waits for nothing."""
+        """Have all workers end before their next step; returns at once."""
 
     @abstractmethod
     def end(self, timeout: float, close_env: bool = True) -> None:
@@ -136,7 +122,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def request(self, worker: int, request: RolloutRequest) -> None:
-        """Ask a worker for a rollout. Waits for nothing."""
+        """Request a rollout of a worker; returns at once."""
 
     @abstractmethod
     def places(self, workers: Sequence[int], dim: int | None) -> Any:
@@ -145,7 +131,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def cut(self, serial: int) -> None:
-        """Rollouts with this serial number, or a smaller one, end after the step under way."""
+        """End rollouts with this serial number, or a smaller one, after the step under way."""
 
     @abstractmethod
     def run_free(self, total: float, random: int) -> None:
@@ -163,7 +149,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Have them go on."""
+        """End a pause."""
 
     @abstractmethod
     def stand_still(self, workers: Iterable[int]) -> bool:
@@ -173,17 +159,16 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def call(self, worker: int, name: str, arguments: bytes) -> int:
-        """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer,
-        which comes to :attr:`replies`. Whoever calls takes it out of there, whether it has come or not."""
+        """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer in
+        :attr:`replies`, from which the caller removes it, whether it has come or not."""
 
     @abstractmethod
     async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
-        """On the loop thread, until ``met()`` is true: what it returned. It is called whenever something has come.
+        """Wait on the loop thread until ``met()`` is true, and return its value; it is called whenever something has
+        come.
 
-        Raises:
-            AckTimeout: not within the timeout (seconds).
-            ClosedError: the group was ended meanwhile.
-            BaseException: what a worker raised, or PeerLost if it has died.
+        Raises AckTimeout: not within the timeout (seconds); ClosedError: the group was ended meanwhile; BaseException:
+        what a worker raised, or PeerLost if it has died.
         """
 
     def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
@@ -193,27 +178,27 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call it on the loop thread, from any thread; not after the end."""
+        """Call a function on the loop thread, from any thread; not after the end."""
 
     @abstractmethod
     def nudge(self) -> None:
-        """Have ``met`` of those who wait called again. From any thread."""
+        """Have each waiting ``met`` called again. From any thread."""
 
     # -- versions and trajectories ------------------------------------------------------------------------------------
 
     @abstractmethod
     def count_version(self) -> None:
-        """One more version that reaches the workers without a scheme."""
+        """Count one more version that reaches the workers without a scheme."""
 
     @abstractmethod
     def announce(self, version: int, workers: Iterable[int] | None) -> None:
-        """The newest version for these workers (None: all)."""
+        """Announce the newest version to these workers (None: all)."""
 
     @abstractmethod
     def follow(self, root: Any, index: int) -> None:
-        """Have the workers look up the newest version where the root of a tree of collectors announces it to its worker
-        of this index; None: what their own schemes have heard of is the newest."""
+        """Have the workers read the newest version where the root of a tree of collectors announces it to its worker
+        ``index``; None: in their own schemes."""
 
     @abstractmethod
     def trajectory_pool(self) -> _TrajectoryPool:
-        """Trajectory identifiers that are unique over all workers."""
+        """A source of trajectory identifiers that are unique over all workers."""

@@ -1,14 +1,13 @@
 """What a collector's worker process runs: the loop around a RolloutWorker.
 
-Its main thread waits for messages and rolls out, in turns; weights come on the loop thread of the blocking API, and
-are applied between two steps, or at once while the main thread waits. A second thread waits for the end: of the
-collector, which an idle or stepping worker sees by itself, or of the trainer's process; and for its own, which takes no
-longer than the trainer has allowed.
+Its main thread waits for messages and rolls out, in turns. Weights come on the loop thread of the blocking API, and are
+applied between two steps, or at once while the main thread waits. A second thread waits for the end of the collector or
+of the trainer's process, and ends this process when the trainer's time for that is over.
 
 Messages come through a channel: first ``("build", specification)``. Others are answered between two rollouts:
 ``("rollout", serial, random, lease)``, ``("learn", number, arrangement, index)``, ``("follow", root, index)``,
-``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code
-raises is sent back, and ends the process.
+``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code raises
+is sent back, and ends the process.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def run_worker(
 
 
 def _seed_apart() -> None:
-    """Random numbers of this process's own: torch begins all processes alike, and a forked one goes on like others."""
+    """Seed this process's random numbers: torch begins all processes alike, and a forked one continues its parent's."""
     torch.seed()
     np.random.seed()
     random.seed()
@@ -115,7 +114,7 @@ def _trainer(pid: int) -> list[int]:
 
 
 class WorkerLoop:
-    """Does what comes through the channel."""
+    """Carries out what comes through the channel."""
 
     def __init__(self, channel: Channel, index: int, place: MemoryPlace, schemes: Mapping[str, Any]) -> None:
         self.page = page_at(place)
@@ -159,7 +158,7 @@ class WorkerLoop:
         self._send("connected")
 
     def listen(self, watched: list[Any]) -> None:
-        """In a thread: until the trainer is no more, or the time is over that it gives for our end."""
+        """In a thread: wait until the trainer has ended, or the time that it allows for this process's end is over."""
         [bell, *_] = watched
         limit = None
         while bell in wait(watched, limit):
@@ -185,12 +184,8 @@ class WorkerLoop:
             self._worker.interrupt(ORPHAN_SECONDS)
 
     def sweep(self, patience: float = 0.0) -> None:
-        """Remove what a trainer that was killed has left.
-
-        Args:
-            patience: how many seconds its locks may stay taken: until it has ended altogether, or a process that it had
-                just forked has released them.
-        """
+        """Remove what a trainer that was killed has left. Its locks may stay taken for ``patience`` seconds: until it
+        has ended altogether, or a process that it had just forked has released them."""
         deadline = time.monotonic() + patience
         for scheme in self._schemes.values():
             while (private := private_directory(scheme._bus.endpoint)) is not None and private.exists():
@@ -222,7 +217,7 @@ class WorkerLoop:
             raise Stopped from None
 
     def _receive(self, wait: bool = True) -> Any:
-        """The next message; None: not waited for, there is none."""
+        """The next message; None: there is none, and waiting was not wanted."""
         try:
             return self._channel.get() if wait else self._channel.receive()
         except EOFError:

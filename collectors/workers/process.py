@@ -68,12 +68,8 @@ class WorkerProcess:
         return f"worker {self.index} (pid {self.pid})"
 
     def send(self, packet: Packet) -> bool:
-        """Send it, after what waits; whether nothing waits now.
-
-        Raises:
-            RuntimeError: too much waits.
-            OSError: it cannot be sent, though the worker is there.
-        """
+        """Send a packet after those that wait; whether none waits now. Raises RuntimeError: too many wait; OSError: it
+        cannot be sent, though the worker is there."""
         with self._sending:
             if len(self._waiting) >= MAX_WAITING:
                 packet.close()
@@ -82,18 +78,15 @@ class WorkerProcess:
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what waits; whether nothing waits now.
-
-        Raises:
-            OSError: it cannot be sent, though the worker is there.
-        """
+        """Send the packets that wait; whether none waits now. Raises OSError: one cannot be sent, though the worker is
+        there."""
         with self._sending:
             try:
                 while self._waiting and self.is_open and self.channel.send(self._waiting[0]):
                     self._waiting.popleft().close()
             except ConnectionError:
                 self.is_open = False
-            if not self.is_open:  # whoever waits learns of its end from its sentinel
+            if not self.is_open:  # those that wait see the worker's end by its sentinel
                 self._forget()
             return not self._waiting
 
@@ -102,17 +95,17 @@ class WorkerProcess:
             self._waiting.popleft().close()
 
     def ring(self, seconds: float) -> None:
-        """Have it end within this time."""
+        """Have the worker end within this time."""
         with contextlib.suppress(OSError):
             self.bell.send_bytes(struct.pack("d", seconds))
 
     def kill(self) -> None:
-        """Whatever it does. Idempotent."""
+        """Kill the process, whatever it does. Idempotent."""
         if self.is_alive:
             self.process.kill()
 
     def close(self) -> None:
-        """After its end. Idempotent."""
+        """Release what is left after the process's end. Idempotent."""
         if self.bell.closed:
             return
         self.is_open = False

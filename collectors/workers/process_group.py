@@ -1,14 +1,8 @@
 """ProcessGroup: a collector's workers as processes of this host. Messages, failures, and one end for all.
 
-    group = ProcessGroup("spawn", MultiSyncCollector.__name__)
-    group.start(specifications, schemes, replay_buffer)
-    group.request(0, RolloutRequest(1, False, None))
-    result = await group.until(lambda: group.results and group.results.popleft(), None)
-    group.end(5.0)
-
 The process's loop thread watches the channels and the ends of all workers, from the start to the end. Nobody waits to
-send: what there is no room for is sent when there is. Only the process that has started the workers sends to them or
-ends them. What workers look up between two steps is on a control page; batches come through shared memory.
+send: messages without room are sent when there is room. Only the process that has started the workers sends to them or
+ends them.
 """
 
 from __future__ import annotations
@@ -51,11 +45,8 @@ GRACE_SECONDS = 2.0
 
 
 class ProcessGroup(WorkerGroup):
-    """Worker processes.
-
-    Args:
-        start_method: of multiprocessing: "spawn" or "forkserver".
-        owner: whose they are, for messages.
+    """Worker processes, by multiprocessing's ``start_method`` "spawn" or "forkserver". ``owner`` names their collector
+    in errors.
 
     Attributes:
         states: what each worker does: "connected", "paused", "running", "finished".
@@ -114,7 +105,7 @@ class ProcessGroup(WorkerGroup):
             self.post(index, ("build", pickled))
 
     async def _watch(self) -> None:
-        """Have the loop thread go on until the end."""
+        """Keep the loop thread running until the end."""
         self._loop = asyncio.get_running_loop()
         loop_thread.keep(self, True)
 
@@ -211,13 +202,8 @@ class ProcessGroup(WorkerGroup):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def post(self, index: int, message: tuple[Any, ...]) -> None:
-        """Send a message to a worker, from any thread, without waiting for anything.
-
-        Raises:
-            ClosedError: in a forked process.
-            RuntimeError: the worker has not read a thousand messages.
-            OSError: it cannot be sent, though the worker is there.
-        """
+        """Send a message to a worker, from any thread, without waiting. Raises ClosedError: in a forked process;
+        RuntimeError: a thousand messages wait to be read; OSError: it cannot be sent, though the worker is there."""
         if not self.is_ours:
             self.check()
         worker = self._workers[index]
@@ -308,7 +294,7 @@ class ProcessGroup(WorkerGroup):
             self.infos[worker.index] = WorkerInfo(*message[1:])
         elif kind == "result":
             self.results.append(RolloutResult(worker.index, *message[1:]))
-        elif kind == "paused" and not self._page.paused:  # it looked just before it was to go on
+        elif kind == "paused" and not self._page.paused:  # it read the page just before the pause ended
             self._resume_one(worker.index)
         else:
             self.states[worker.index] = kind
@@ -339,8 +325,8 @@ class ProcessGroup(WorkerGroup):
             loop_thread.run(lambda: self._shutdown(timeout, close_env))
 
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
-        """What has not ended by itself after most of the timeout is terminated, then killed. Cancelled, it kills at
-        once: nobody else would."""
+        """Terminate, then kill what has not ended by itself after most of the timeout. Cancelled, it kills at once:
+        nobody else would."""
         is_first, self.ending = not self.ending, True
         self._notify()
         try:
@@ -359,7 +345,7 @@ class ProcessGroup(WorkerGroup):
         self.stop(close_env)
         for worker in self._workers:
             if worker.is_alive:
-                # A thousand messages wait for it, or it cannot be sent to: the bell comes first.
+                # Sending fails, or a thousand messages wait: the bell reaches the worker first.
                 with contextlib.suppress(RuntimeError, OSError):
                     self.post(worker.index, ("stop",))
                 worker.ring(timeout + GRACE_SECONDS)
@@ -375,7 +361,7 @@ class ProcessGroup(WorkerGroup):
         return not any(worker.is_alive for worker in self._workers)
 
     async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
-        """Whether that comes true within the timeout (seconds)."""
+        """Whether the condition comes true within the timeout (seconds)."""
         with move_on_after(timeout):
             while not met():
                 await self._changed.wait()

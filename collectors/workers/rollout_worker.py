@@ -7,7 +7,7 @@
     state = worker.call("state")
     worker.close()
 
-Requests come from one thread. The trainer's wishes in the middle of a rollout are looked up on the control page between
+Requests come from one thread. What the trainer wants in the middle of a rollout is read from the control page between
 two steps; steps are stored where the writer has memory.
 """
 
@@ -41,10 +41,8 @@ class Specification:
 
     Attributes:
         kind: class of the collector that it runs, or what makes one.
-        create_env_fn: its environment.
-        arguments: further ones of the collector's constructor.
-        post_collect_hook: called with each batch.
-        init_fn: called first.
+        create_env_fn, arguments: of that collector.
+        post_collect_hook: called with each batch; ``init_fn``: called before all else.
         threads: of torch.
         follows: whether the trainer announces the newest version.
         timeout: seconds for the first weights to come.
@@ -68,10 +66,8 @@ class RolloutWorker:
     """Runs one collector for a trainer.
 
     Args:
-        specification: what to build.
-        index: of this worker.
         page: what the trainer wants, and numbers that all workers share.
-        writer: what stores batches in the places of requests.
+        writer: stores batches in the places of requests.
         stand_still: reports that this worker has paused, and returns when it may go on.
         serve: carries out what the trainer has sent to a worker that runs free.
     """
@@ -130,8 +126,8 @@ class RolloutWorker:
         self._connecting = False
 
     def interrupt(self, timeout: float) -> None:
-        """In another thread, when this worker is stopped: a collector that steps sees that by
-        itself; one of collectors waits for its own workers, and one that is not connected yet for the trainer."""
+        """In another thread, when this worker is stopped. A collector that steps sees that by itself; one of collectors
+        waits for its own workers, and one that is not connected yet for the trainer."""
         if self._nested or self._connecting:
             self._collector._interrupt(timeout, self._page.closes_env)
 
@@ -143,12 +139,7 @@ class RolloutWorker:
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
     def rollout(self, request: RolloutRequest) -> RolloutResult:
-        """One rollout.
-
-        Raises:
-            Stopped: the trainer wants the end.
-            BaseException: what the user's code raises.
-        """
+        """One rollout. Raises Stopped: the trainer wants the end; BaseException: what the user's code raises."""
         self._serial, is_random, place = request
         if self._page.paused:
             self._stand_still()
@@ -170,13 +161,13 @@ class RolloutWorker:
         return RolloutResult(self._index, self._serial, False, steps, frames, batch, layout)
 
     def _next(self, is_random: bool) -> tuple[TensorDictBase, int, bool]:
-        """A batch, how many frames it has, and whether it is a rollout as it was collected."""
+        """A batch, its number of frames, and whether it is a rollout as it was collected."""
         collector = self._collector
         batch, frames = collector._rollout_for_parent(is_random, writes=False)
         self._check()
         if self._nested:
             return batch, frames, False
-        # The trainer does its own with the whole batch. This is what a partial has asked of each worker's collector.
+        # The trainer postprocesses the whole batch. This is for what a partial has set in each worker's collector.
         if collector.postproc is None and not collector.split_trajs:
             return batch, frames, True
         return processed(batch, collector.postproc, split_trajs=collector.split_trajs), frames, False
@@ -193,7 +184,7 @@ class RolloutWorker:
         self._page.add_frames(frames)
         return frames
 
-    # -- what its collector looks up between two steps ----------------------------------------------------------------
+    # -- what its collector reads between two steps --------------------------------------------------------------------
 
     def counted(self) -> int:
         """How many versions updaters above have counted."""
@@ -201,7 +192,7 @@ class RolloutWorker:
 
     @property
     def calls(self) -> bool:
-        """Whether :meth:`interrupts` is to be asked between two steps."""
+        """Whether :meth:`interrupts` is to be called between two steps."""
         return self._page.interrupts(self._serial)
 
     def interrupts(self) -> bool:
@@ -227,7 +218,7 @@ class RolloutWorker:
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """``seed``, ``reset``, ``state``, ``load``, ``pre_hook`` or ``post_hook``."""
+        """Carry out ``seed``, ``reset``, ``state``, ``load``, ``pre_hook`` or ``post_hook``, and return its answer."""
         collector = self._collector
         match name, arguments:
             case "seed", (seed, static_seed):
@@ -250,7 +241,7 @@ class RolloutWorker:
         return None
 
     def follow(self, root: Any, index: int) -> None:
-        """The newest version is what the trainer with this control page announces to its worker of this index; None:
-        what this worker's schemes have heard of."""
+        """Read the newest version where the trainer with this control page announces it to its worker ``index``; None:
+        in this worker's own schemes."""
         reads = not self._nested and root is not None
         self._collector._follow(root, index, partial(page_at(root).newest, index) if reads else None)

@@ -5,10 +5,8 @@ collector stores each step there, by a :class:`~asyncsync.collectors.workers.bat
 step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the
 parts of several workers lie in one slot: stacked, or one after another along a dimension.
 
-A slot is the trainer's while a tensor of the batch lives, and is written again only afterwards. A batch of
-which the worker's own code keeps something goes by value.
-
-The first batch of an arrangement comes by value, since its layout is not known before.
+A slot is written again only when no tensor of its batch lives. The first batch of an arrangement comes by value, since
+its layout is not known before.
 """
 
 from __future__ import annotations
@@ -37,24 +35,20 @@ from asyncsync.weights.copying import normal_tensors
 __all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
 
 ALIGNMENT = 64
-MAX_HELD = 32  # batches that are in a user's hands at once; whoever keeps more gets copies
+MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the parts of several workers make one batch.
-
-    Args:
-        parts: the layout of each worker's part.
-        dim: along which the parts lie one after another, of ``[*batch_size, steps]``; None: they are stacked, first.
-    """
+    """How the parts of several workers make one batch: one after another along ``dim`` of ``[*batch_size, steps]``;
+    None: stacked, first."""
 
     parts: tuple[BatchLayout, ...]
     dim: int | None
 
     @staticmethod
     def of(parts: Sequence[BatchLayout | None], dim: int | None) -> Arrangement | None:
-        """One for these parts; None where they do not fit, or do not lie in the host's memory."""
+        """The arrangement of these parts; None where they do not fit together, or do not lie in the host's memory."""
         first = parts[0]
         if first is None or any(leaf.device.type != "cpu" for leaf in first.leaves) or not first.leaves:
             return None
@@ -88,7 +82,7 @@ class Arrangement:
 
     @cached_property
     def layout(self) -> BatchLayout:
-        """Of the whole batch."""
+        """The layout of the whole batch."""
         first = self.parts[0]
         if self.dim is None:
             count = len(self.parts)
@@ -155,13 +149,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Lease:
-    """A slot that a worker may write its part into.
-
-    Attributes:
-        place: of the slot.
-        arrangement: number of the arrangement.
-        alive: inodes of all slots that will be leased again: what is not among them can be unmapped.
-    """
+    """A slot that a worker may write its part into. ``arrangement`` is a number; ``alive`` has the inodes of all slots
+    that will be leased again: the worker unmaps others."""
 
     place: MemoryPlace
     arrangement: int
@@ -169,7 +158,7 @@ class Lease:
 
 
 def mapped(number: int, size: int) -> np.ndarray[Any, Any]:
-    """The file's memory; it needs no descriptor, as Python's own mmap objects do."""
+    """The file's memory as an array, without a descriptor, which Python's own mmap objects need."""
     with normal_tensors():
         memory = torch.from_file(f"/proc/self/fd/{number}", shared=True, size=size, dtype=torch.uint8)
     found: np.ndarray[Any, Any] = memory.numpy()
@@ -211,22 +200,17 @@ class _Slot:
 
     @property
     def is_read(self) -> bool:
-        """Whether a tensor of it lives here."""
+        """Whether a tensor of the slot lives here."""
         return any(view() is not None for view in self.views)
 
     def close_file(self) -> None:
-        """Whoever needs it has it mapped."""
+        """Close the descriptor: every process that needs the file has mapped it."""
         self._close()
 
 
 class Slots:
-    """The slots of one arrangement, used by always the same workers.
-
-    Args:
-        number: of the arrangement.
-        arrangement: what lies in a slot.
-        spare: how many free slots are left open for later use: the one that is written, and the one that is read.
-    """
+    """The slots of arrangement ``number``, always used by the same workers. ``spare`` free ones are left open for later
+    use: the one that is written, and the one that is read."""
 
     def __init__(self, number: int, arrangement: Arrangement, spare: int = 2) -> None:
         self.number = number
@@ -243,11 +227,11 @@ class Slots:
         return slot, Lease(slot.place, self.number, alive)
 
     def pin(self, slot: _Slot) -> None:
-        """Whatever becomes of its tensors, the slot is not leased again before :meth:`release`."""
+        """Keep the slot from being leased again before :meth:`release`, whatever becomes of its tensors."""
         self._pinned.add(slot)
 
     def release(self, slot: _Slot) -> None:
-        """The slot may be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
+        """Let the slot be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
         self._pinned.discard(slot)
         self._returned(slot)
 
@@ -284,13 +268,7 @@ def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
 
 
 class SharedPlace(NamedTuple):
-    """A slot for one batch.
-
-    Attributes:
-        slots: those that it is one of.
-        slot: it.
-        lease: what is sent to the workers.
-    """
+    """A slot for one batch: one of ``slots``. ``lease`` is what is sent to the workers."""
 
     slots: Slots
     slot: _Slot
@@ -298,12 +276,10 @@ class SharedPlace(NamedTuple):
 
 
 class SharedPlaces:
-    """Where the rollouts of some workers come to lie, so that together they are one batch: slots, but none for the
-    first batch, whose layout is not known before.
+    """Where the rollouts of some workers lie so that together they are one batch, along ``dim`` as in
+    :class:`Arrangement`. The first batch has no slot: its layout is not known before.
 
-    Args:
-        dim: of :class:`Arrangement`.
-        teach: makes slots for an arrangement, and sends that to the workers, which forget the one before.
+    ``teach`` makes slots for an arrangement, and sends that to the workers, which forget the one before.
     """
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], Slots]) -> None:
@@ -356,7 +332,7 @@ class SharedPlaces:
         return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
 
     def release(self, place: SharedPlace | None) -> None:
-        """The batch has been handed out, or nobody wants it: the place may be used again when no tensor of it is left.
+        """The batch has been handed out, or nobody wants it: let the place be used again when no tensor of it is left.
         From any thread. Idempotent."""
         if place is not None:
             place.slots.release(place.slot)
