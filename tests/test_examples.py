@@ -87,8 +87,9 @@ def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
     shown = re.findall(r"version +(\d+)  mean return +([\d.]+)", out)
     # The workers connect with version 1, and each update brings the next one.
     assert [int(version) for version, _ in shown[:-1]] == [10 * k + 1 for k in range(1, len(shown))]
-    assert float(shown[0][1]) < 100
-    assert float(shown[-1][1]) >= 475, "has not learnt"
+    first, last = float(shown[0][1]), float(shown[-1][1])
+    assert last >= 475, "has not learnt"
+    assert first < last / 2, "there was nothing to learn"
 
 
 @pytest.mark.thorough
