@@ -202,6 +202,15 @@ def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> Non
     assert desk.publisher.peers[0].nonce == nonce(300)
 
 
+def test_one_connection_may_ask_for_two_places(desk: Desk) -> None:
+    for worker, incarnation, route in ((0, 10, b"new"), (1, 11, b"new"), (0, 10, b"new"), (1, 11, b"newer")):
+        desk.hello(worker, incarnation, route=route)
+    desk.hello(0, 10, route=b"new")
+    assert len(desk.publisher.membership._newcomers) == 2
+    desk.publisher.close()
+    assert sorted(to for to, _, _ in desk.publisher.outbox) == [b"0", b"1", b"new", b"newer"]
+
+
 def test_closing_tells_newcomers_too(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.take()

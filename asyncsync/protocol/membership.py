@@ -58,7 +58,6 @@ class Membership:
     Attributes:
         epoch: rises above that of a trainer before this one.
         peers: by their index, lost ones too; of an elastic trainer, for some time.
-        newcomers_at: those who want the place of a worker, by where they are reached.
         gone: elastic workers that were lost a while ago, and why.
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
         is_watched: whether the end of a co-located incarnation's process will be noticed.
@@ -81,7 +80,6 @@ class Membership:
         self.settings = settings
         self.peers: dict[int, Peer] = {}
         self.routes: dict[bytes, Peer] = {}
-        self.newcomers_at: dict[bytes, Newcomer] = {}
         self.gone: dict[int, str] = {}
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.turned_away = ""
@@ -176,6 +174,10 @@ class Membership:
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
+    def newcomer_at(self, route: bytes) -> Newcomer | None:
+        """Who wants the place of a worker, and is reached there."""
+        return next((one for one in self._newcomers.values() if one.peer.route == route), None)
+
     def _contend(self, holder: Peer, peer: Peer, now: float) -> None:
         """HELLO from elsewhere than where this worker is: from another incarnation, or over a new connection."""
         newcomer = self._newcomers.get(holder.worker)
@@ -190,10 +192,7 @@ class Membership:
                 self._turn_away(newcomer, why)
                 self._contend(holder, peer, now)
             return
-        else:
-            del self.newcomers_at[newcomer.peer.route]
         newcomer.peer = peer
-        self.newcomers_at[peer.route] = newcomer
         if newcomer.welcomed_at is not None:
             self._welcome(peer)
 
@@ -201,7 +200,7 @@ class Membership:
         """The holder of the place is silent: let the newcomer prove itself, unless it is the holder."""
         holder, peer = newcomer.holder, newcomer.peer
         if peer.nonce == holder.nonce:
-            self._forget_newcomer(holder)
+            del self._newcomers[holder.worker]
             self._move(holder, peer, now)
         elif newcomer.welcomed_at is None:
             newcomer.welcomed_at = now
@@ -217,12 +216,11 @@ class Membership:
             peer.ready = True
             peer.accepted.update(instruction.digests.items())
             if not peer.unsettled:
-                self._forget_newcomer(holder)
                 self._supersede(holder)
                 self._enter(peer, now)
                 return peer
         elif isinstance(instruction, messages.Bye):
-            self._forget_newcomer(holder)
+            del self._newcomers[holder.worker]
         elif not isinstance(instruction, messages.Released):
             raise ProtocolError(f"{type(instruction).__name__} from one that is not worker {peer.worker} yet")
         return None
@@ -238,13 +236,7 @@ class Membership:
     def _turn_away(self, newcomer: Newcomer, why: str) -> None:
         self.turned_away = why
         self._bye(newcomer.peer.route, newcomer.peer.nonce, "refused", why)
-        self._forget_newcomer(newcomer.holder)
-
-    def _forget_newcomer(self, holder: Peer) -> Newcomer | None:
-        newcomer = self._newcomers.pop(holder.worker, None)
-        if newcomer is not None:
-            self.newcomers_at.pop(newcomer.peer.route, None)
-        return newcomer
+        del self._newcomers[newcomer.holder.worker]
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
 
@@ -279,7 +271,7 @@ class Membership:
 
     def _drop(self, peer: Peer) -> None:
         peer.end_transfer()
-        self._forget_newcomer(peer)
+        self._newcomers.pop(peer.worker, None)
         self.routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
 
@@ -295,7 +287,7 @@ class Membership:
         peer.ready = False
         peer.end_transfer()
         self.routes.pop(peer.route, None)
-        return True, self._forget_newcomer(peer)
+        return True, self._newcomers.pop(worker, None)
 
     def unreachable(self, route: bytes, now: float) -> Peer | None:
         """A send found no connection. It may come back; a remote peer that stays away, which is returned, is lost."""
@@ -345,7 +337,6 @@ class Membership:
             peer.end_transfer()
             if not peer.lost and not fenced:
                 self._bye(peer.route, peer.nonce, "closed", text)
-        for route, newcomer in self.newcomers_at.items():
-            self._bye(route, newcomer.peer.nonce, "closed", text)
+        for newcomer in self._newcomers.values():
+            self._bye(newcomer.peer.route, newcomer.peer.nonce, "closed", text)
         self._newcomers.clear()
-        self.newcomers_at.clear()

@@ -145,7 +145,7 @@ class Publisher:
             return
         kind = type(instruction)
         peer = self.membership.routes.get(route)
-        newcomer = self.membership.newcomers_at.get(route) if peer is None else None
+        newcomer = self.membership.newcomer_at(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
         if getattr(instruction, "epoch", None) != self.membership.epoch:
