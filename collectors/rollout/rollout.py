@@ -293,7 +293,8 @@ class Rollouts:
         if adds:
             return None
         batch = buffer.finish()
-        self._truncate(batch, -1)
+        if self._truncated_keys:
+            self._truncate(batch[..., -1])
         return batch
 
     def _frame(self, random: bool, adds: bool, non_blocking: bool) -> TensorDictBase | None:
@@ -315,19 +316,17 @@ class Rollouts:
     def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
         if last or self.frames + frame.numel() >= self.arguments.total_frames:
-            self._truncate(frame, None)
+            self._truncate(frame)
         self.arguments.replay_buffer.add(frame)
         self.frames += frame.numel()
 
-    def _truncate(self, batch: TensorDictBase, last: int | None) -> None:
-        """Mark the last step of a batch (or this one step) as truncated."""
+    def _truncate(self, step: TensorDictBase) -> None:
+        """Mark a step, which may be a part of a batch, as truncated."""
         for key in self._truncated_keys:
-            path = (key,) if isinstance(key, str) else tuple(key)
-            n = len(self.batch_size)
             for name in ("truncated", "done"):
-                flag = batch.get(("next", *path[:-1], name), None)
+                flag = step.get(("next", *environments.path_of(key)[:-1], name), None)
                 if flag is not None:
-                    (flag if last is None else flag.select(n, last)).fill_(True)
+                    flag.fill_(True)
 
 
 def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -449,3 +449,17 @@ def test_r087_direct_additions_end_with_the_total_and_its_last_frame_is_truncate
     with collector(WalkEnv(), total_frames=10, replay_buffer=buffer, extend_buffer=False, set_truncated=True) as c:
         list(c)
     assert [bool(frame["next", "truncated"]) for frame in buffer.added] == [False] * 7 + [True, False, True]
+
+
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_the_last_frame_is_truncated_where_shapes_differ_too(size: tuple[int, ...]) -> None:
+    class Growing(WalkEnv):
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            output, root = super().step_and_maybe_reset(td)
+            output["next"].set("so far", torch.zeros(*size, self.steps))
+            return output, root
+
+    with collector(Growing(size), frames_per_batch=2 * len(size) + 2, set_truncated=True) as c:
+        batch = c.rollout()
+    for name in ("truncated", "done"):
+        assert batch["next", name].reshape(-1, 2).tolist() == [[False, True]] * (len(size) + 1)
