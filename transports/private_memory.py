@@ -71,16 +71,16 @@ class PrivateMapping:
 class PrivateSlab(Slab):
     """A slab that is read in a private mapping."""
 
+    may_hold_parameters = True
+
     def __init__(self, layout: Layout, mapping: PrivateMapping) -> None:
         super().__init__(layout, mapping.buffer[: layout.nbytes])
         self.mapping = mapping
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout. Where a Parameter may lie, each view is a storage of its own: pickled,
-        saved, or shared with another process, it takes along its bytes, not the whole slab's."""
-        if not self.may_hold_parameters:
-            return super().views
+        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
+        process, it takes along its bytes, not the whole slab's."""
         if self._views is None:
             with normal_tensors():
                 self._views = [self.mapping.tensor(entry) for entry in self.layout.entries]

@@ -31,8 +31,6 @@ class ReceivedSlab(PrivateSlab):
     """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
     system has no memory files; MemoryError: it cannot be mapped."""
 
-    may_hold_parameters = True
-
     def __init__(self, layout: Layout, pool: SlabPool) -> None:
         size = -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._file = memory_file.create(size, reserved=False)

@@ -46,7 +46,7 @@ class Place(NamedTuple):
     """Where a slot is; the content of a descriptor.
 
     Attributes:
-        mapped: workers read it there until they have something newer; else they copy it out soon.
+        mapped: workers read it there until they have something newer; else they copy it at once.
         pid, number: the owner's process, and the file's descriptor there.
         device, inode: of the file, by which a worker knows whether the descriptor is still that of this file.
         size: of the slab, in bytes.

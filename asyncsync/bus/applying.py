@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from asyncsync.bus.carrier import Carrier
@@ -97,13 +97,6 @@ class Applying:
                 if staging.attempt():
                     self._show(staging.epoch, staging.acting)
                 staging.over = True
-
-    def waits(self, models: Iterable[str]) -> bool:
-        """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to. A
-        reader may still come before they are applied: then they wait in their slot."""
-        if self._gate.readers or self._gate.pending or self.cascade.task is not None:
-            return True
-        return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
 
     def _done(self, passed: list[Staging]) -> None:
         """Called by the gate, in the thread that applied, if that was not done at once."""

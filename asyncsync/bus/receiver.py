@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -39,7 +38,6 @@ __all__ = ["ReceiverLink"]
 
 logger = logging.getLogger("asyncsync")
 
-REST_SECONDS = 1e-4
 ENDING_SECONDS = 2.0
 
 
@@ -61,7 +59,6 @@ class ReceiverLink(Link):
         self._fetches = Fetches(self.subscriber, self._fetched)
         self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show)
         self.receiving = Receiving(self, self.subscriber, self.applying, gate, endpoint, self.origin)
-        self.subscriber.waits = self.applying.waits
         self._watch: ProcessWatch | None = None
         self._watched = 0
         self.side_channel: SideChannel | None = None
@@ -214,11 +211,6 @@ class ReceiverLink(Link):
         if subscriber.incoming.fetches:
             self._fetches.start()
         self._send_all()
-        if subscriber.holdings.copies_later:
-            # The copy takes a core for some time, which the sender may need to read the acknowledgement.
-            time.sleep(REST_SECONDS)
-            if subscriber.holdings.copy_out():
-                self._send_all()
 
     def _send_all(self) -> None:
         self.subscriber.reports.flush()

@@ -23,7 +23,7 @@ from asyncsync.net.side_channel import Receive, SideChannels
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.codec import decode, encode
 from asyncsync.protocol.fields import Buffer
-from asyncsync.protocol.messages import Again, Bye, Hello, Instruction, Ping, Ready, Released, Update
+from asyncsync.protocol.messages import Again, Bye, Hello, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
@@ -63,7 +63,6 @@ class SenderLink(Link):
         self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
-        self._latest: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # the last packet, and what it means
         self._watches: dict[bytes, ProcessWatch] = {}
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
@@ -162,10 +161,7 @@ class SenderLink(Link):
         if steady is not None and steady.answer(peer, packet, self.loop.time()):
             return
         try:
-            latest, instruction = self._latest
-            if packet != latest:  # mostly, all workers answer the same
-                instruction, _ = read(packet)
-                self._latest = bytes(packet), instruction
+            instruction, _ = read(packet)
             self.fast.end()
             self.publisher.receive(peer.route, instruction, (), self.loop.time())
         except ProtocolError as error:

@@ -37,8 +37,8 @@ from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["FastSender", "SteadySender"]
 
-# A worker that has copied more than this releases it only some time after it has acknowledged it.
-LARGEST = (1 << 20) - 1
+# The interpreter waits while a worker copies them.
+LARGEST = 1 << 20
 # Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
 LEAST_TIMEOUT = 1.0
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken

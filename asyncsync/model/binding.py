@@ -74,11 +74,6 @@ class Binding:
     def _strategy_apply(self, weights: Any) -> None:
         self.strategy.apply_weights(self._model, weights, inplace=self.inplace)
 
-    @property
-    def shows_slabs(self) -> bool:
-        """Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory."""
-        return self._converts and self._custom is None
-
     def check(self, layout: Layout) -> None:
         """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
         lists and their common prefix, or every differing shape and dtype; and whatever the strategy's ``convert``

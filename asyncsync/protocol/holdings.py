@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from asyncsync.protocol.fields import Epoch, InUse
 from asyncsync.protocol.messages import Part
 from asyncsync.protocol.staging import Staging
-from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Held", "Holdings"]
@@ -24,17 +23,15 @@ class Holdings:
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
         homes: per model, the slabs of failed updates in which some of its memory may lie.
         is_report_due: whether a leased slab has been released since the last report.
-        copies_later: whether there may be something to :meth:`copy_out`.
     """
 
-    def __init__(self, pool: SlabPool) -> None:
+    def __init__(self) -> None:
         self.held: dict[str, Held] = {}
         self.versions: dict[str, int] = {}
         self.error: dict[str, tuple[int, Exception]] = {}
         self.leased: dict[tuple[str, int], Slab] = {}
         self.homes: dict[str, list[Held]] = {}
-        self.is_report_due = self.copies_later = False
-        self._pool = pool
+        self.is_report_due = False
 
     def version(self, model_id: str) -> int:
         """The version that the model holds, of the current epoch; 0: none."""
@@ -60,7 +57,6 @@ class Holdings:
                 if held is not None:
                     held[2].release()
                 self.held[model_id] = (staging.epoch, part.version, part.slab.retain())
-                self.copies_later = self.copies_later or part.slab.short_lease
 
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
@@ -113,30 +109,6 @@ class Holdings:
         """A forked child may have made its copy of a leased slab meanwhile: report that."""
         if any(not slab.references for slab in self.leased.values()):
             self.is_report_due = True
-
-    def copy_out(self) -> bool:
-        """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
-        again. True if that is to be reported: :meth:`asyncsync.protocol.reports.Reports.flush` again."""
-        self.copies_later = False
-        found = [(model_id, held) for model_id, held in self.held.items() if held[2].short_lease]
-        try:
-            for model_id, (epoch, version, slab) in found:
-                # In this order an interrupt costs a slot at worst.
-                self.held[model_id] = epoch, version, self.copy(slab)
-                slab.release()
-        except (MemoryError, RuntimeError):  # torch raises the latter
-            pass  # kept until a newer one is applied
-        return bool(found)
-
-    def copy(self, slab: Slab) -> Slab:
-        """A slab of this worker's own with the same content."""
-        mine = self._pool.acquire(slab.layout)
-        try:
-            slab.copy_to(mine)
-        except BaseException:
-            mine.release()
-            raise
-        return mine
 
     def close(self) -> None:
         """Release all slabs."""

@@ -132,7 +132,6 @@ class Incoming:
         settings: Settings,
         pool: SlabPool,
         attach: Callable[[Part, Layout], Slab | None],
-        copy: Callable[[Slab], Slab],
         send: Callable[[Instruction], None],
         complete: Callable[[int, Sequence[Part], Sequence[Slab]], None],
         failed: Callable[[int, Sequence[Part], Exception], None],
@@ -143,7 +142,6 @@ class Incoming:
         self._settings = settings
         self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
         self._attach = attach
-        self._copy = copy
         self._send = send
         self._complete = complete
         self._failed = failed
@@ -161,12 +159,9 @@ class Incoming:
         layouts: Sequence[Layout],
         payload: Sequence[Buffer],
         now: float,
-        *,
-        copies_first: bool,
     ) -> IncomingUpdate:
-        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. ``copies_first``: copy at once
-        what could be applied where it is, and copied out then. Raises ProtocolError where the UPDATE is malformed, and
-        other exceptions where there is no memory, or no access to the sender's."""
+        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. Raises ProtocolError where the
+        UPDATE is malformed, and other exceptions where there is no memory, or no access to the sender's."""
         parts = update.parts
         attached: list[Slab | None] = []
         try:
@@ -175,11 +170,6 @@ class Incoming:
                 attached.append(self._attach(part, layout) if at_hand else None)
             pairs = zip(parts, attached, strict=True)
             whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
-            if copies_first or not whole:
-                for i, slab in enumerate(attached):
-                    if slab is not None and slab.short_lease:
-                        attached[i] = self._copy(slab)
-                        slab.release()
             incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
         finally:
             for slab in attached:

@@ -15,7 +15,7 @@ a higher epoch replaces everything that was under way, a lower one is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncsync.errors import ProtocolError
@@ -65,10 +65,8 @@ class Subscriber:
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt)
-        self.holdings = Holdings(self.pool)
-        self.incoming = Incoming(
-            self.settings, self.pool, self._attach, self.holdings.copy, session.send, self._stage, self._fail
-        )
+        self.holdings = Holdings()
+        self.incoming = Incoming(self.settings, self.pool, self._attach, session.send, self._stage, self._fail)
         self.staged = StagedUpdates()
         self.reports = Reports(session, self.incoming, self.holdings, self.staged)
         self.outbox = session.outbox
@@ -76,7 +74,6 @@ class Subscriber:
         self.fast_path: FastPath | None = None
         self.last_seen: float | None = None
         self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
-        self.waits: Callable[[Iterable[str]], bool] = lambda models: False
         self.leaving = False
         self.base: tuple[int, Part] | None = None
 
@@ -209,9 +206,8 @@ class Subscriber:
             if layout is None or layout.nbytes != part.nbytes:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
-        copies_first = self._copies_first([self.session.local(p.model_id) for p in update.parts])
         try:
-            loaded = self.incoming.load(update, layouts, payload, now, copies_first=copies_first)
+            loaded = self.incoming.load(update, layouts, payload, now)
         except ProtocolError:
             raise
         except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
@@ -252,9 +248,6 @@ class Subscriber:
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return
-            elif slab.short_lease and self._copies_first((model_id,)):
-                leased, slab = slab, self.holdings.copy(slab)
-                leased.release()
             slab.values = b""
             self.reports.serial = again.serial
             self.base = again.serial, part
@@ -304,10 +297,6 @@ class Subscriber:
         if slab is not None and slab.leased:
             self.holdings.lease(part, slab)
         return slab
-
-    def _copies_first(self, models: Sequence[str]) -> bool:
-        """Whether what could be applied where it is, and copied out then, had better be copied at once."""
-        return self.waits(models) or any(self.models[m].shows_slabs for m in models)
 
     def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab]) -> None:
         """All bytes are here: convert, check, and wait for the gate."""

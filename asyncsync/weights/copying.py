@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncsync.weights.layout import LARGE_NUMEL
 from asyncsync.weights.torch_private import InferenceMode, foreach_copy
 from asyncsync.weights.tree import FlatWeights
 
@@ -27,6 +26,9 @@ __all__ = ["PLAIN", "clone", "copy_bytes", "copy_flat", "copy_tensors", "memory_
 PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20
+# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier. Where
+# workers keep the cores busy, that takes a hundred times as long. Two cores copy no faster than one.
+LARGE_NUMEL = 32 << 10
 # From some size on, 1 MiB on one machine and 190 MiB on another, libc's memcpy bypasses the caches. That is quick for
 # one thread on a core of its own; for two threads, pieces below that size take three quarters of the time.
 PIECE = 512 << 10

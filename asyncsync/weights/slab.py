@@ -26,7 +26,7 @@ from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout, unpack_values
 from asyncsync.weights.tree import Path, nest
 
-__all__ = ["FOREIGN", "Ranges", "Slab", "SlabOwner", "allocate", "is_foreign", "run_of"]
+__all__ = ["FOREIGN", "Ranges", "Slab", "SlabOwner", "allocate", "is_foreign"]
 
 # Slabs of at least so many bytes are mappings of their own, which go back to the system at once. Those that come and go
 # in malloc's heap while a worker reads would tear it into pieces: a worker of 12 MiB grew by 250 MiB.
@@ -94,7 +94,6 @@ class Slab:
         leased: workers read this very memory, and it is leased to them until they release it; see
             :mod:`asyncsync.protocol.leases`.
         in_place: such a slab that workers do not copy out: they request a lease before they read it.
-        short_lease: such a slab in a worker that applies it where it is, and copies it out when it has acknowledged it.
         may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
         holds_parameters, holds_all_parameters: some Parameters have their memory here, or all that can.
         exposed: a user's code had views of the slab, and may have written them.
@@ -105,7 +104,6 @@ class Slab:
 
     leased = False
     in_place = False
-    short_lease = False
     may_hold_parameters = False
     holds_parameters = False
     holds_all_parameters = False
@@ -231,23 +229,12 @@ class Slab:
 
 
 def _views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    views: list[torch.Tensor] = []
-    for start, stop in layout.runs:
-        area = run_of(buffer, layout, start, stop)
-        if stop - start == 1:
-            views.append(area)
-        else:
-            views += area.split_with_sizes([e.shape[0] for e in layout.entries[start:stop]])
-    return views
-
-
-def run_of(buffer: torch.Tensor, layout: Layout, start: int, stop: int) -> torch.Tensor:
-    """The memory of one of the layout's runs, as one tensor."""
-    first, last = layout.entries[start], layout.entries[stop - 1]
-    if not first.nbytes:
-        return torch.empty(first.shape, dtype=first.dtype, device="cpu")
-    area = buffer[first.offset : last.offset + last.nbytes].view(first.dtype)
-    return area.view(first.shape if stop - start == 1 else (-1, *first.shape[1:]))
+    return [
+        buffer[entry.offset : entry.end].view(entry.dtype).view(entry.shape)
+        if entry.nbytes
+        else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for entry in layout.entries
+    ]
 
 
 def allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:

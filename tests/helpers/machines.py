@@ -208,7 +208,6 @@ class Station:
         self.subscriber.attach = self._attach
         self.offered: dict[bytes, tuple[Slab, bool]] = {}
         self.borrowed: dict[bytes, Borrowed] = {}
-        self.borrows = False
         self.unavailable: set[str] = set()
         self.models: dict[str, dict[str, torch.Tensor]] = {}
         self.bindings: dict[str, Fickle] = {}
@@ -272,12 +271,9 @@ class Station:
         values: dict[str, tuple[int, float]],
         *,
         mapped: bool = True,
-        borrowed: bool = False,
         epoch: fields.Epoch = EPOCH,
     ) -> None:
-        """An update whose slabs the worker reads where they are, until it has applied them if ``borrowed``, or copies
-        out at once."""
-        self.borrows = borrowed
+        """An update whose slabs the worker reads where they are, or copies out at once."""
         parts = []
         for model, (version, value) in values.items():
             descriptor = f"{epoch} {model} {version}".encode()
@@ -306,7 +302,6 @@ class Station:
         if known is not None and known.references:
             return known.retain()
         slab = self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
-        slab.short_lease = self.borrows
         return slab
 
     def flush(self) -> None:
