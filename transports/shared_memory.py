@@ -1,7 +1,7 @@
 """Shared memory: one copy per update into a slot, however many workers; they read it there.
 
 The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction names the
-slot; a worker maps it (:mod:`asyncsync.transports.attachments`). A slab of up to 16 MiB is copied out at once,
+slot; a worker maps it (:mod:`asyncsync.transports.attachments`). A slab of up to 4 MiB is copied out at once,
 and the slot is free. Of a larger one, a module's Parameters get their memory in the slot, whose lease lasts until a
 newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 """

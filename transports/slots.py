@@ -5,7 +5,7 @@ a mapping of it neither changes under a reader's hands nor faults.
 
 Usage::
 
-    pool = SlotPool(slots=4, map_above=16 << 20)
+    pool = SlotPool(slots=4, map_above=4 << 20)
     slab = pool.acquire(layout)          # packed like any slab
     descriptor = pool.describe(slab)     # for asyncsync.transports.attachments, in a worker
 """
@@ -33,7 +33,7 @@ from asyncsync.weights.slab import Slab
 
 __all__ = ["COPY_BYTES", "Place", "SlotPool"]
 
-COPY_BYTES = 16 << 20
+COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
 # Freeing so much memory takes longer than a loop should stand still.
 LARGE_BYTES = 8 << 20
 

@@ -80,7 +80,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
         scheme.init_on_receiver("policy", model=policy, worker_idx=index)
         await scheme.connect()                     # policy(...) is never torn from here on
 
-    The Parameters of a module get their memory in the shared one where there are more than 16 MiB of weights; what a
+    The Parameters of a module get their memory in the shared one where there are more than 4 MiB of weights; what a
     worker writes into them stays its own, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
     memory that they have: for a worker that trains its own copy, and where something else refers to that memory (CUDA
     graphs, a flat view of all parameters).

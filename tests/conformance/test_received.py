@@ -299,4 +299,4 @@ def test_r013_map_above_travels_with_a_pickle_and_a_conversion(api: Api) -> None
         receiver = pickle.loads(pickle.dumps(each))
         receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
         assert receiver.receiver_transport.map_above == 123
-    assert api.make(api.scheme_class).create_transport().map_above == 16 << 20
+    assert api.make(api.scheme_class).create_transport().map_above == 4 << 20
