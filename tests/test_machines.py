@@ -22,7 +22,7 @@ from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
 from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import Incoming, IncomingUpdate
-from asyncsync.protocol.leases import WorkerLeases
+from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
@@ -146,7 +146,7 @@ MUTATIONS = {
         (Incoming, "tick", "update.stalled(now, self._settings.retry_interval)", "False")
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
-    "an old report gives back what was lent after it": [(WorkerLeases, "report", "serial <= last and", "")],
+    "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
     "a report says nothing of what is in use": [(Holdings, "report", "slab.is_used", "False")],
     "a report says nothing of what a forked child uses": [(Holdings, "report", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [

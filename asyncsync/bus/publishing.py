@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.conditions import Order
-from asyncsync.bus.link import INLINE_BYTES, Link
+from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.member import Source
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.fastpath.sender import FastSender
@@ -158,7 +157,7 @@ class Publishing:
             finally:
                 for job in jobs:
                     job.slab.release()
-            link.conditions.notify()
+            link.notify()
             if at_once:
                 self._depart()
             return version
@@ -291,7 +290,8 @@ class Publishing:
         targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in publisher.leases.of.items():
-            versions = sorted({version for (_, version), slab in leases if slab in pool and slab not in targets})
+            slabs = [(version, slab) for (_, version), (_, slab) in leases.slabs.items() if slab not in targets]
+            versions = sorted({version for version, slab in slabs if slab in pool})
             if versions:
                 peer = publisher.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"

@@ -20,10 +20,9 @@ from functools import partial
 from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.net.packets import ALONE
+from asyncsync.net.side_channel import ALONE
 from asyncsync.protocol.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
-from asyncsync.protocol.fields import Epoch
-from asyncsync.protocol.messages import Again, Part
+from asyncsync.protocol.messages import Again, Epoch, Part
 from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
@@ -36,7 +35,7 @@ logger = logging.getLogger("asyncsync")
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
 
-# A packet: no payload frames (see asyncsync.net.packets), then the instruction.
+# A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
 _AGAIN = Struct(f"<{len(ALONE) + HEAD.size}s{AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the sender's fast path has
 
@@ -172,7 +171,7 @@ class SteadyWorker:
         holdings.held[model_id][2].references -= 1
         slab.references += 1
         self._reports.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
-        holdings.versions[model_id] = subscriber.targets[model_id] = version
+        subscriber.targets[model_id] = version
         subscriber.incoming.bytes_received += self._nbytes
         subscriber.last_seen = now
         self._newest, self._next = slab, newest

@@ -21,7 +21,8 @@ import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.protocol.fields import (
+from asyncsync.protocol.messages import (
+    INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
     MAX_FRAME,
@@ -29,12 +30,18 @@ from asyncsync.protocol.fields import (
     MAX_HEADER,
     MAX_START,
     MAX_VALUES,
+    Again,
     Buffer,
+    Chunk,
+    Done,
     Epoch,
+    Instruction,
+    Part,
+    Update,
+    Welcome,
     build,
     show,
 )
-from asyncsync.protocol.messages import INSTRUCTIONS, Again, Chunk, Done, Instruction, Part, Update, Welcome
 
 __all__ = ["AGAIN_FIELDS", "FIXED", "HEAD", "decode", "decode_fixed", "encode", "encode_again", "encode_done"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from asyncsync.protocol.fields import Epoch, InUse
-from asyncsync.protocol.messages import Part
+from asyncsync.protocol.messages import Epoch, InUse, Part
 from asyncsync.protocol.staging import Staging
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.slab import Slab
@@ -20,7 +19,8 @@ class Holdings:
     """What the models of one worker hold.
 
     Attributes:
-        held, versions: of each model, the newest applied update, and the version of the current epoch that it holds.
+        epoch: the current trainer's; None: there has been none.
+        held: of each model, the newest applied update.
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
         homes: per model, the slabs of failed updates in which some of its memory may lie.
         is_report_due: whether a leased slab has been released since the last report.
@@ -28,8 +28,8 @@ class Holdings:
     """
 
     def __init__(self, pool: SlabPool) -> None:
+        self.epoch: Epoch | None = None
         self.held: dict[str, Held] = {}
-        self.versions: dict[str, int] = {}
         self.error: dict[str, tuple[int, Exception]] = {}
         self.leased: dict[tuple[str, int], Slab] = {}
         self.homes: dict[str, list[Held]] = {}
@@ -38,7 +38,13 @@ class Holdings:
 
     def version(self, model_id: str) -> int:
         """The version that the model holds, of the current epoch; 0: none."""
-        return self.versions.get(model_id, 0)
+        held = self.held.get(model_id)
+        return 0 if held is None or held[0] != self.epoch else held[1]
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The versions of the current epoch that the models hold."""
+        return {model_id: version for model_id, (epoch, version, _) in self.held.items() if epoch == self.epoch}
 
     @property
     def are_plain(self) -> bool:
@@ -47,16 +53,15 @@ class Holdings:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def applied(self, staging: Staging, epoch: Epoch | None) -> None:
-        """The models hold these versions. ``epoch``: the current one."""
+    def applied(self, staging: Staging) -> None:
+        """The models hold these versions."""
         for model_id, part in staging.parts.items():
             if self.homes:
                 self._move_out(model_id, (staging.epoch, part.version))
-            if staging.epoch == epoch and part.version > self.versions.get(model_id, 0):
-                self.versions[model_id] = part.version
-                self.error.pop(model_id, None)
             held = self.held.get(model_id)
             if held is None or (staging.epoch, part.version) > held[:2]:
+                if staging.epoch == self.epoch:
+                    self.error.pop(model_id, None)
                 if held is not None:
                     held[2].release()
                 self.held[model_id] = (staging.epoch, part.version, part.slab.retain())
@@ -85,9 +90,9 @@ class Holdings:
         shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
         self.error.update({model_id: (version, shown) for model_id, version in versions.items()})
 
-    def adopt(self) -> None:
+    def adopt(self, epoch: Epoch | None) -> None:
         """A new trainer: no version of the old one's counts any more; the models keep what they hold."""
-        self.versions = {}
+        self.epoch = epoch
         self.error = {}
         self.leased = {}  # the old one's slots are written no more
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.fields import Buffer
-from asyncsync.protocol.messages import Chunk, Fetch, Granted, Instruction, Part, Update
+from asyncsync.protocol.messages import Buffer, Chunk, Fetch, Granted, Instruction, Part, Update
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.pool import SlabPool

@@ -20,10 +20,9 @@ from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, Sc
 from asyncsync.protocol import messages
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
-from asyncsync.protocol.fields import Buffer, Epoch
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
-from asyncsync.protocol.messages import Instruction
+from asyncsync.protocol.messages import Buffer, Epoch, Instruction
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.progress import Progress
 from asyncsync.protocol.settings import Identity, Settings

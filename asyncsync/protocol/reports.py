@@ -6,10 +6,9 @@ import traceback
 from collections.abc import Mapping
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.fields import MAX_NAME, MAX_TEXT, InUse
 from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import Applied, Done, Failed, Ping, Pong, Released, Staged
+from asyncsync.protocol.messages import MAX_NAME, MAX_TEXT, Applied, Done, Failed, InUse, Ping, Pong, Released, Staged
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.staging import StagedUpdates, Staging
 

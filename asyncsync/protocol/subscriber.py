@@ -21,10 +21,9 @@ from typing import Protocol
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
 from asyncsync.protocol import messages
-from asyncsync.protocol.fields import Buffer, Epoch
 from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import Instruction, Part
+from asyncsync.protocol.messages import Buffer, Epoch, Instruction, Part
 from asyncsync.protocol.reports import Reports
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
@@ -110,7 +109,7 @@ class Subscriber:
         if staging.abandoned:
             return
         self.staged.finish(staging)
-        self.holdings.applied(staging, self.session.epoch)
+        self.holdings.applied(staging)
         staging.release()
         self.reports.applied(staging)
 
@@ -193,7 +192,7 @@ class Subscriber:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
         self.incoming.drop()
         self.staged.abandon()
-        self.holdings.adopt()
+        self.holdings.adopt(self.session.epoch)
         self.reports.adopt()
         self.targets = {}
 
@@ -289,7 +288,7 @@ class Subscriber:
         held = holdings.held.get(model_id)
         if session.ended is not None or not holdings.are_plain or held is None:
             return None
-        if held[:2] != (session.epoch, self.targets.get(model_id)) or held[1] != holdings.version(model_id):
+        if held[:2] != (session.epoch, self.targets.get(model_id)):
             return None
         return model_id, base[1]
 

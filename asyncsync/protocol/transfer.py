@@ -6,8 +6,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import accumulate
 
-from asyncsync.protocol.fields import Buffer, Epoch
-from asyncsync.protocol.messages import Again, Chunk, Part, Update
+from asyncsync.protocol.messages import Again, Buffer, Chunk, Epoch, Part, Update
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Announcement", "Parts", "Transfer"]

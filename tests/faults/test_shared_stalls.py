@@ -93,9 +93,9 @@ def is_idle(sender: Any, *receivers: Any) -> bool:
         and len(pool.used) <= 1
         and pool.slabs <= 2
         and not link.publishing.order.locked()
-        and not link.conditions.waiters
+        and not link.waiters
         and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.applying.wanted and not r.bus._link.conditions.waiters for r in receivers)
+        and all(not r.bus._link.applying.wanted and not r.bus._link.waiters for r in receivers)
         and all(s.bus._link.failure is None for s in (sender, *receivers))
     )
 
