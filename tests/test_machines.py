@@ -20,13 +20,12 @@ from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
-from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.holdings import Holdings, Reports
 from asyncsync.protocol.incoming import Incoming, IncomingUpdate
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.reports import Reports
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.staging import StagedUpdates
 from asyncsync.protocol.subscriber import Subscriber
@@ -171,7 +170,7 @@ MUTATIONS = {
     ],
     "a report says nothing of what is asked for": [(Incoming, "awaited", "not self.update.awaited", "True")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
-    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "current.slab.release()", "pass")],
+    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
         (SteadySender, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],

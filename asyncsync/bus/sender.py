@@ -274,7 +274,8 @@ class SenderLink(Link):
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        self.fast.wake()
+        if self.fast.steady is not None:
+            self.fast.steady.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -291,7 +292,8 @@ class SenderLink(Link):
             self._release()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        self.fast.forget_waiter()
+        if self.fast.steady is not None:
+            self.fast.steady.waiter = None  # the loop is over: nobody can be woken any more
         return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
 
     def _say_goodbye(self) -> None:

@@ -170,8 +170,6 @@ async def _wait_applied(
     finally:
         if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
             link.settle()
-    if progress.applied(version, chosen, models):
-        return
     outcome = progress.of(version, chosen, models)
     late = {worker: progress.timeout_of(worker, version, timeout) for worker in outcome.waiting}
     if failed := outcome.failed | late:

@@ -184,16 +184,6 @@ class FastSender:
         self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
         return True
 
-    def wake(self) -> None:
-        """The link has failed: nobody may wait for answers any longer."""
-        if self.steady is not None:
-            self.steady.wake()
-
-    def forget_waiter(self) -> None:
-        """The loop is over: nobody can be woken any more."""
-        if self.steady is not None:
-            self.steady.waiter = None
-
 
 class SteadySender:
     """The steady state of one model (:meth:`asyncsync.protocol.announcer.Announcer.steady`).

@@ -15,7 +15,7 @@ left to the general way, with nothing changed; and whatever else the subscriber 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from struct import Struct
 
@@ -44,14 +44,14 @@ def begin(
     subscriber: Subscriber,
     again: Again,
     gate: Gate,
-    goes_straight: Callable[[str], bool],
+    goes_straight: Callable[[Iterable[str]], bool],
     window: Callable[[Part, Layout, bytes], memoryview | None],
     show: Show,
 ) -> None:
     """Begin a steady state, if ``again``, the last instruction, was applied at once, by copying a few bytes.
 
     ``window`` returns, for a part and its layout, where the bytes are that another descriptor names. ``goes_straight``:
-    whether updates of a model wait for readers only. ``show`` is called when the model has a version.
+    whether updates of models wait for readers only. ``show`` is called when the model has a version.
     """
     if not subscriber.settings.fast or subscriber.fast_path is not None:
         return
@@ -64,7 +64,7 @@ def begin(
     prepared = binding.cached(newest)
     if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
         return
-    if not goes_straight(model_id):
+    if not goes_straight((model_id,)):
         return
     try:
         slab = subscriber.pool.acquire(newest.layout)

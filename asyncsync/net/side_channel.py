@@ -46,20 +46,9 @@ from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.processes import owned
+from asyncsync.protocol import messages
 from asyncsync.protocol.codec import FIXED, decode, decode_fixed
-from asyncsync.protocol.messages import (
-    Again,
-    Applied,
-    Buffer,
-    Done,
-    Failed,
-    Fetch,
-    Granted,
-    Instruction,
-    Released,
-    Staged,
-    Update,
-)
+from asyncsync.protocol.messages import Buffer, Instruction
 
 __all__ = [
     "ALONE",
@@ -77,7 +66,8 @@ __all__ = [
 logger = logging.getLogger("asyncsync")
 
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
-    {Update, Again, Granted, Fetch, Staged, Applied, Done, Failed, Released}
+    {messages.Update, messages.Again, messages.Granted}  # to the worker
+    | {messages.Fetch, messages.Staged, messages.Applied, messages.Done, messages.Failed, messages.Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_FRAMES = 255

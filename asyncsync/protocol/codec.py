@@ -61,7 +61,6 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*(f.name for f in fields(cls)))
 
 
-_WITH_PAYLOAD = {Welcome, Update, Chunk}
 _BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls not in (Again, Done)}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
 _VALUES = {cls: _values(cls) for cls in _BY_KIND.values()}
@@ -118,7 +117,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     payload = frames[1:]
     if len(payload) > cls.max_payload:
         raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
-    if payload or cls in _WITH_PAYLOAD:
+    if cls.max_payload:
         for frame in payload:
             if len(frame) > MAX_FRAME:
                 raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")

@@ -93,7 +93,7 @@ class Session:
         return "" if self._nameless else model_id
 
     def named(self, versions: Mapping[str, int]) -> dict[str, int]:
-        return {self.name(m): v for m, v in versions.items()}
+        return {"" if self._nameless else m: v for m, v in versions.items()}
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 

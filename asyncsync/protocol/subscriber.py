@@ -21,10 +21,9 @@ from typing import Protocol
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
 from asyncsync.protocol import messages
-from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.holdings import Holdings, Reports
 from asyncsync.protocol.incoming import Incoming
 from asyncsync.protocol.messages import Buffer, Epoch, Instruction, Part
-from asyncsync.protocol.reports import Reports
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
@@ -260,16 +259,15 @@ class Subscriber:
             self.targets[model_id] = max(again.version, self.targets.get(model_id, 0))
             self.incoming.bytes_received += part.nbytes
             prepared = self.models[model_id].prepare(slab)
-        except Exception as error:  # no memory, no access to the sender's, or a strategy's: the trainer learns of it
+        except BaseException as error:
             if slab is not None:
                 slab.release()
+            if not isinstance(error, Exception):
+                raise
+            # No memory, no access to the sender's, or a strategy's: the trainer learns of it.
             self.reports.serial = again.serial
             self.reports.failed(again.serial, {model_id: again.version}, error)
             return
-        except BaseException:
-            if slab is not None:
-                slab.release()
-            raise
         parts = {model_id: StagedPart(again.version, slab, prepared)}
         self.reports.unreported = Staging(again.epoch, again.serial, parts)
         self.staged.append(self.reports.unreported)
