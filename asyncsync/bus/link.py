@@ -210,11 +210,6 @@ class Link(ABC):
                 except Exception as error:  # raised where the waiter waits, and nowhere else
                     waiter.set_exception(error)
 
-    def call_from_thread(self, function: Callable[[], object]) -> None:
-        """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(function)
-
     async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
         if nbytes <= INLINE_BYTES:

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncsync.runtime import process_exit as ending
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import finish, interruptibly, join, settle
+from asyncsync.runtime.threads import call_soon, finish, interruptibly, join, settle
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
 
@@ -110,7 +110,7 @@ class LoopThread:
         """End the thread unless another caller needs it."""
         self.unwanted = True
         if self.runs:
-            _call_soon(self.loop, self.end_if_idle)
+            call_soon(self.loop, self.end_if_idle)
 
     @property
     def is_here(self) -> bool:
@@ -130,7 +130,7 @@ class LoopThread:
     def stop(self) -> None:
         """End it, whatever is still under way."""
         self.over = True
-        _call_soon(self.loop, self.end.set)
+        call_soon(self.loop, self.end.set)
         self.join(EXIT_SECONDS)
 
     def join(self, patience: float = CLEANUP_SECONDS) -> None:
@@ -161,7 +161,7 @@ class Call:
         """Start the coroutine on this loop; False if it is ending."""
         self.thread = thread
         thread.calls.add(self)
-        if not thread.over and _call_soon(thread.loop, self._start):
+        if not thread.over and call_soon(thread.loop, self._start):
             return True
         thread.calls.discard(self)
         self.thread = None
@@ -219,7 +219,7 @@ class Call:
 
     def cancel(self) -> bool:
         """Cancel the coroutine, from any thread, wherever it is; False if it had not begun."""
-        return self.thread is not None and _call_soon(self.thread.loop, self._stop)
+        return self.thread is not None and call_soon(self.thread.loop, self._stop)
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -236,14 +236,6 @@ class Call:
         """The caller goes on; if this was the last call, the thread has ended by then."""
         if self.thread is not None and self.thread.end.is_set() and self.done:
             self.thread.join()
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool:
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:  # it is closed
-        return False
-    return True
 
 
 _lock = threading.RLock()  # for starting it; not taken by the loop's thread
