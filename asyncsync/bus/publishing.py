@@ -271,8 +271,8 @@ class Publishing:
         targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in publisher.leases.of.items():
-            slabs = [(version, slab) for (_, version), (_, slab) in leases.slabs.items() if slab not in targets]
-            versions = sorted({version for version, slab in slabs if slab in pool})
+            held = leases.slabs.items()
+            versions = sorted({v for (_, v), (_, slab) in held if slab in pool and slab not in targets})
             if versions:
                 peer = publisher.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"

@@ -29,8 +29,10 @@ not, because:
   HELLO is not overtaken: the side channel begins with the WELCOME to it.
 
 What is lost with a side channel that breaks is repaired like any lost message, by the next PING and PONG. Data that was
-written before a side channel is closed still arrives. A packet has the number of payload
-frames, their lengths, the frames, and the instruction's header, which is as large as what is left.
+written before a side channel is closed still arrives.
+
+**Packets.** A packet is a message in one piece: the number of payload frames, their lengths, the frames, and the
+instruction's header, which is as large as what is left.
 """
 
 from __future__ import annotations
@@ -50,18 +52,7 @@ from asyncsync.protocol import messages
 from asyncsync.protocol.codec import FIXED, decode, decode_fixed
 from asyncsync.protocol.messages import Buffer, Instruction
 
-__all__ = [
-    "ALONE",
-    "BY_SIDE_CHANNEL",
-    "MAX_PACKET",
-    "Receive",
-    "SideChannel",
-    "SideChannels",
-    "connect",
-    "join",
-    "read",
-    "split",
-]
+__all__ = ["ALONE", "BY_SIDE_CHANNEL", "Receive", "SideChannel", "SideChannels", "connect", "join", "read", "split"]
 
 logger = logging.getLogger("asyncsync")
 
