@@ -11,7 +11,7 @@ comes to it, in whatever order; and an old report that arrives late means nothin
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from asyncsync.protocol.peer import Peer
 from asyncsync.weights.slab import Slab
@@ -22,13 +22,14 @@ Key = tuple[str, int]
 """Model and version."""
 
 
-class WorkerLeases(NamedTuple):
+@dataclass(slots=True, eq=False)
+class WorkerLeases:
     """The slabs that one worker incarnation may be reading, each with the serial of the last UPDATE that named it. Its
     process, ``pid``, ends all its leases when it ends; 0: it is not on this host."""
 
     worker: int
     pid: int
-    slabs: dict[Key, tuple[int, Slab]]
+    slabs: dict[Key, tuple[int, Slab]] = field(default_factory=dict)
 
 
 class Leases:
@@ -41,7 +42,7 @@ class Leases:
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
         """These parts of the UPDATE of this serial are the worker's from now on."""
         if (leases := self.of.get(peer.nonce)) is None:
-            leases = self.of[peer.nonce] = WorkerLeases(peer.worker, peer.hello.pid if peer.local else 0, {})
+            leases = self.of[peer.nonce] = WorkerLeases(peer.worker, peer.hello.pid if peer.local else 0)
         for model_id, (version, slab) in parts.items():
             if slab.leased:
                 key = (model_id, version)

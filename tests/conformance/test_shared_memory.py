@@ -157,7 +157,7 @@ async def test_r028_a_slot_that_is_applied_where_it_is_comes_back_soon(api: Api)
         for value in range(1, 6):
             await everybody.sender.send_async(fill(source, value))
             assert everybody.read == [{value}, {value}]
-            await until(lambda: not any(map(len, leases.values())))
+            await until(lambda: not leases)
         assert [addresses(model) for model in models] == before, "nothing was re-pointed"
         assert not any(is_foreign(tensor) for model in models for tensor in model.parameters())
         assert [read(receiver.weights) for receiver in everybody.receivers] == [{5}, {5}]

@@ -87,7 +87,7 @@ def is_idle(sender: Any, *receivers: Any) -> bool:
     """Whether nothing that a call has taken is still out."""
     link, pool = sender.bus._link, sender.shared_transport.pool
     targets = {t.slab for slot in link.caught_up().targets.slots() for t in slot.targets}
-    lent = {slab for leases in link.caught_up().leases.of.values() for _, slab in leases}
+    lent = {slab for leases in link.caught_up().leases.of.values() for _, slab in leases.slabs.values()}
     return (
         pool.used == targets | lent
         and len(pool.used) <= 1
