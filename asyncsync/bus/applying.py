@@ -13,7 +13,6 @@ from asyncsync.fastpath.worker import Show
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.runtime.threads import call_soon
 
 __all__ = ["Applying"]
 
@@ -71,7 +70,7 @@ class Applying:
             return
         self._offered = passing
         later = partial(self._conclude_later, passing)
-        update = Writer(lambda: self._pass(passing), lambda error: call_soon(self._link.loop, later))
+        update = Writer(lambda: self._pass(passing), lambda error: self._link.call_from_thread(later))
         if self._gate.try_apply(update):
             self._conclude(passing)
         else:

@@ -23,7 +23,7 @@ from typing import Any
 from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
-from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.runtime.threads import WorkThread, call_soon, finish
 
 __all__ = ["INLINE_BYTES", "Link", "Order"]
 
@@ -209,6 +209,10 @@ class Link(ABC):
                         waiter.set_result(None)
                 except Exception as error:  # raised where the waiter waits, and nowhere else
                     waiter.set_exception(error)
+
+    def call_from_thread(self, function: Callable[[], object]) -> None:
+        """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
+        call_soon(self.loop, function)
 
     async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""

@@ -19,7 +19,7 @@ from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.protocol.messages import Again, Update
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.runtime.threads import call_soon, finish
+from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack, pack_slab_values
@@ -184,7 +184,7 @@ class Publishing:
             self._link.settle()
 
             def pack_all() -> None:
-                progress = partial(call_soon, self._link.loop, self._packed)
+                progress = partial(self._link.call_from_thread, self._packed)
                 job.pack(progress)
                 progress()
 

@@ -26,7 +26,6 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import call_soon
 from asyncsync.weights.pool import SlabPool
 from asyncsync.weights.source_cache import SourceCache
 
@@ -55,7 +54,7 @@ class SenderLink(Link):
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.publisher.membership.is_watched = self._is_watched
         self.publisher.membership.shortage = lambda: shortage(self._per_worker)
-        self.pool = SlabPool(partial(call_soon, self.loop, self.notify))
+        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
