@@ -11,7 +11,7 @@ import torch
 
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.protocol import fields, messages
+from asyncsync.protocol import messages
 from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
 from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
@@ -454,7 +454,7 @@ def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) ->
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
 
 
-def reported(instruction: messages.Instruction) -> tuple[int, fields.InUse]:
+def reported(instruction: messages.Instruction) -> tuple[int, messages.InUse]:
     return instruction.last, instruction.in_use  # type: ignore[attr-defined]
 
 
@@ -741,7 +741,7 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
 
 
 @pytest.mark.parametrize("epoch", [OLDER, NEWER])
-def test_messages_of_another_epoch_are_refused(station: Station, epoch: fields.Epoch) -> None:
+def test_messages_of_another_epoch_are_refused(station: Station, epoch: messages.Epoch) -> None:
     for instruction in (messages.Ping(epoch, 1), messages.Pong(epoch, 0, {"policy": 9}, {}, 0)):
         with pytest.raises(ProtocolError, match="another epoch"):
             station.receive(instruction)

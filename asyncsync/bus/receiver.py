@@ -22,13 +22,11 @@ from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
-from asyncsync.net.packets import ALONE, BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, this_process
-from asyncsync.net.side_channel import SideChannel, connect
+from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
 from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.fields import Buffer, Epoch
-from asyncsync.protocol.messages import Again, Bye, Instruction, Welcome
+from asyncsync.protocol.messages import Again, Buffer, Bye, Epoch, Instruction, Welcome
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
@@ -155,8 +153,8 @@ class ReceiverLink(Link):
         if self.side_channel is None or not self.side_channel.write((ALONE, done)):
             self.subscriber.outbox.append((decode([done])[0], ()))
             self.settle()
-        elif self.conditions.waiters:
-            self.conditions.notify()
+        elif self.waiters:
+            self.notify()
         if self._timer is None:
             self._set_timer(now)
 
@@ -199,7 +197,7 @@ class ReceiverLink(Link):
 
     def _sender_ended(self) -> None:
         self.sender_lost = True
-        self.conditions.notify()
+        self.notify()
 
     def _tick(self, now: float) -> None:
         self.subscriber.tick(now)
@@ -278,7 +276,7 @@ class ReceiverLink(Link):
             task.cancel()
         self.applying.close()
         self._close_all(LINGER_MS)
-        self.conditions.notify()
+        self.notify()
         try:
             if ending:
                 # A fetch ends at once, unless it is being written; a coroutine of the user's may take its time.

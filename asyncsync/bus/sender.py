@@ -17,13 +17,11 @@ from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
-from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
-from asyncsync.net.side_channel import Receive, SideChannels
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.fields import Buffer
-from asyncsync.protocol.messages import Again, Bye, Hello, Ready, Released, Update
+from asyncsync.protocol.messages import Again, Buffer, Bye, Hello, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
@@ -56,7 +54,7 @@ class SenderLink(Link):
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.publisher.membership.is_watched = self._is_watched
         self.publisher.membership.shortage = lambda: shortage(self._per_worker)
-        self.pool = SlabPool(partial(self.call_from_thread, self.conditions.notify))
+        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
@@ -102,7 +100,7 @@ class SenderLink(Link):
         publishing = self.publishing
         if self._timer is None or publishing.order.waiting or publishing.order.locked():
             return False
-        return not self.conditions.waiters and publishing.origin is None
+        return not self.waiters and publishing.origin is None
 
     @property
     def version(self) -> int:
@@ -223,7 +221,7 @@ class SenderLink(Link):
         self._watch()
 
     def settle(self) -> None:
-        self.conditions.notify()
+        self.notify()
         self.depart()
 
     def depart(self) -> None:
@@ -262,7 +260,7 @@ class SenderLink(Link):
             if by_zmq:
                 self._socket.flushed()
         if failed:
-            self.conditions.notify()
+            self.notify()
 
     def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
         # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
@@ -272,7 +270,8 @@ class SenderLink(Link):
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        self.fast.wake()
+        if self.fast.steady is not None:
+            self.fast.steady.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -282,14 +281,15 @@ class SenderLink(Link):
         self.closed = True
         self._say_goodbye()
         self._close_all(LINGER_MS)
-        self.conditions.notify()
+        self.notify()
         try:
             await self._terminate()
         finally:
             self._release()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        self.fast.forget_waiter()
+        if self.fast.steady is not None:
+            self.fast.steady.waiter = None  # the loop is over: nobody can be woken any more
         return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
 
     def _say_goodbye(self) -> None:

@@ -115,7 +115,7 @@ async def send_sources(
         version = await publish_sources(bus, values, topics, workers, timeout, at_once=False)
     except AckTimeout as error:  # nothing was published
         raise _unsent(bus, workers, error) from error
-    await _wait(link, version, workers, topics, timeout, begun)
+    await _wait_applied(link, version, workers, list(topics), timeout, begun)
     return version
 
 
@@ -124,19 +124,8 @@ async def _complete(bus: BusCore, link: SenderLink, version: int, topic: str, ti
     if bus._on_published is not None:
         bus._on_published(version, None)
     if not await link.fast.complete(version):
-        await _wait(link, version, None, [topic], timeout, begun)
+        await _wait_applied(link, version, None, [topic], timeout, begun)
     return version
-
-
-async def _wait(
-    link: SenderLink, version: int, workers: list[int] | None, topics: Iterable[str], timeout: float, begun: float
-) -> None:
-    """Wait for a version that has still to depart. The timeout is from ``begun`` on, a time of the loop's clock."""
-    try:
-        await _wait_applied(link, version, workers, list(topics), timeout, spent=link.loop.time() - begun)
-    finally:
-        if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
-            link.settle()
 
 
 def _unsent(bus: BusCore, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
@@ -156,38 +145,35 @@ async def wait_version(
     link = bus._sender()
     if not 0 < version <= link.issued:
         raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
-    await _wait_applied(link, version, _check_workers(link, as_workers(worker_ids)), models, timeout)
+    workers = _check_workers(link, as_workers(worker_ids))
+    await _wait_applied(link, version, workers, models, timeout, link.loop.time())
 
 
 async def _wait_applied(
-    link: SenderLink,
-    version: int,
-    workers: list[int] | None,
-    models: list[str] | None,
-    timeout: float,
-    *,
-    spent: float = 0.0,
+    link: SenderLink, version: int, workers: list[int] | None, models: list[str] | None, timeout: float, begun: float
 ) -> None:
-    """Wait until these workers have applied at least this version; raises as :func:`send`. ``spent``: of the timeout,
-    already. If there is anything to wait for, and time, what is to be sent departs when all is ready to wait."""
-    publisher = link.caught_up()
-    chosen = publisher.progress.targeted(version, models) if workers is None else workers
-    if not chosen and (link.min_workers or publisher.num_workers is not None):
-        _check_quorum(link, publisher.targets.models if models is None else models)
-        raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
+    """Wait until these workers have applied at least this version; raises as :func:`send`. The timeout is from
+    ``begun`` on, a time of the loop's clock. What is to be sent departs when all is ready to wait."""
+    try:
+        publisher = link.caught_up()
+        progress = publisher.progress
+        chosen = progress.targeted(version, models) if workers is None else workers
+        if not chosen and (link.min_workers or publisher.num_workers is not None):
+            _check_quorum(link, publisher.targets.models if models is None else models)
+            raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
 
-    def done() -> bool:
-        publisher.check_open()
-        return not publisher.progress.outstanding(version, chosen, models)
+        def done() -> bool:
+            publisher.check_open()
+            return not progress.outstanding(version, chosen, models)
 
-    await link.wait(done, max(0.0, timeout - spent), link.depart)
-    if publisher.progress.applied(version, chosen, models):
-        return
-    progress = publisher.progress.of(version, chosen, models)
-    failed = dict(progress.failed)
-    failed.update({w: publisher.progress.timeout_of(w, version, timeout) for w in progress.waiting})
-    if failed:
-        raise PartialSendError(progress.acked, failed)
+        await link.wait(done, max(0.0, begun + timeout - link.loop.time()), link.depart)
+    finally:
+        if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
+            link.settle()
+    outcome = progress.of(version, chosen, models)
+    late = {worker: progress.timeout_of(worker, version, timeout) for worker in outcome.waiting}
+    if failed := outcome.failed | late:
+        raise PartialSendError(outcome.acked, failed)
 
 
 def _check_workers(link: SenderLink, workers: list[int] | None) -> list[int] | None:

@@ -22,10 +22,9 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from asyncsync.net.packets import ALONE
-from asyncsync.net.side_channel import SideChannel, SideChannels
+from asyncsync.net.side_channel import ALONE, SideChannel, SideChannels
 from asyncsync.protocol.codec import encode_again, encode_done
-from asyncsync.protocol.fields import Buffer
+from asyncsync.protocol.messages import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.copying import copy_bytes
@@ -184,16 +183,6 @@ class FastSender:
         slab.descriptor = transport.describe(slab)
         self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
         return True
-
-    def wake(self) -> None:
-        """The link has failed: nobody may wait for answers any longer."""
-        if self.steady is not None:
-            self.steady.wake()
-
-    def forget_waiter(self) -> None:
-        """The loop is over: nobody can be woken any more."""
-        if self.steady is not None:
-            self.steady.waiter = None
 
 
 class SteadySender:

@@ -71,11 +71,10 @@ def create(size: int, *, reserved: bool = True) -> int:
             os.posix_fallocate(number, 0, size)
         else:
             os.ftruncate(number, size)
-    except OSError as error:
+    except BaseException as error:
         os.close(number)
-        raise no_memory(size, error) from error
-    except BaseException:
-        os.close(number)
+        if isinstance(error, OSError):
+            raise no_memory(size, error) from error
         raise
     return number
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.fields import Buffer
-from asyncsync.protocol.messages import Chunk, Fetch, Granted, Instruction, Part, Update
+from asyncsync.protocol.messages import Buffer, Chunk, Fetch, Granted, Instruction, Part, Update
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.pool import SlabPool
@@ -24,9 +23,10 @@ class IncomingUpdate:
     """An announced update whose bytes are arriving, if they have not come with it.
 
     It owns its ``slabs``, one per part, until :meth:`take`. ``awaited`` has the indices of parts that are read in
-    place, fetched and not granted yet. ``received`` counts the bytes that have come, of the parts laid end to end: what
-    comes behind a gap is sent again with it. ``granted`` is up to where the trainer has credit. ``restarts`` and
-    ``fruitless`` count how often the rest was fetched again, in all and since something came.
+    place, fetched and not granted yet; ``fetching`` those that a transport fetches by their descriptors. ``received``
+    counts the bytes that have come, of the parts laid end to end: what comes behind a gap is sent again with it.
+    ``granted`` is up to where the trainer has credit. ``restarts`` and ``fruitless`` count how often the rest was
+    fetched again, in all and since something came.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class IncomingUpdate:
         attached: Sequence[Slab | None],
     ) -> None:
         values = payload[: len(update.parts)]
-        self.awaited = [i for i, p in enumerate(update.parts) if p.in_place]
         self.layouts = layouts
         self.epoch, self.serial = update.epoch, update.serial
         self.parts: tuple[Part, ...] = update.parts
@@ -51,11 +50,17 @@ class IncomingUpdate:
         self.total = self._ends[-1]
         self.received = 0
         self.slabs: list[Slab | None] = []
+        self.awaited: list[int] = []
+        self.fetching: set[int] = set()
         try:
-            for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
+            pieces = zip(self.parts, layouts, values, attached, strict=True)
+            for i, (part, layout, frame, slab) in enumerate(pieces):
                 if part.in_place:
+                    self.awaited.append(i)
                     self.slabs.append(None)
                     continue
+                if part.descriptor is not None and slab is None:
+                    self.fetching.add(i)
                 self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
             for i, frame in enumerate(payload[len(values) :]):
@@ -63,12 +68,6 @@ class IncomingUpdate:
         except BaseException:
             self.release()
             raise
-        # Parts that a transport fetches by their descriptor.
-        self.fetching = {
-            i
-            for i, (p, slab) in enumerate(zip(self.parts, attached, strict=True))
-            if p.descriptor is not None and slab is None and not p.in_place
-        }
         self.granted = 0
         self.restarts = 0
         self.fruitless = 0

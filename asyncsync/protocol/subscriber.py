@@ -21,11 +21,9 @@ from typing import Protocol
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
 from asyncsync.protocol import messages
-from asyncsync.protocol.fields import Buffer, Epoch
-from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.holdings import Holdings, Reports
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import Instruction, Part
-from asyncsync.protocol.reports import Reports
+from asyncsync.protocol.messages import Buffer, Epoch, Instruction, Part
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
@@ -107,7 +105,7 @@ class Subscriber:
         if staging.abandoned:
             return
         self.staged.finish(staging)
-        self.holdings.applied(staging, self.session.epoch)
+        self.holdings.applied(staging)
         staging.release()
         self.reports.applied(staging)
 
@@ -190,7 +188,7 @@ class Subscriber:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
         self.incoming.drop()
         self.staged.abandon()
-        self.holdings.adopt()
+        self.holdings.adopt(self.session.epoch)
         self.reports.adopt()
         self.targets = {}
 
@@ -254,16 +252,15 @@ class Subscriber:
             self.targets[model_id] = max(again.version, self.targets.get(model_id, 0))
             self.incoming.bytes_received += part.nbytes
             prepared = self.models[model_id].prepare(slab)
-        except Exception as error:  # no memory, no access to the sender's, or a strategy's: the trainer learns of it
+        except BaseException as error:
             if slab is not None:
                 slab.release()
+            if not isinstance(error, Exception):
+                raise
+            # No memory, no access to the sender's, or a strategy's: the trainer learns of it.
             self.reports.serial = again.serial
             self.reports.failed(again.serial, {model_id: again.version}, error)
             return
-        except BaseException:
-            if slab is not None:
-                slab.release()
-            raise
         parts = {model_id: StagedPart(again.version, slab, prepared)}
         self.reports.unreported = Staging(again.epoch, again.serial, parts)
         self.staged.append(self.reports.unreported)
@@ -282,7 +279,7 @@ class Subscriber:
         held = holdings.held.get(model_id)
         if session.ended is not None or not holdings.are_plain or held is None:
             return None
-        if held[:2] != (session.epoch, self.targets.get(model_id)) or held[1] != holdings.version(model_id):
+        if held[:2] != (session.epoch, self.targets.get(model_id)):
             return None
         return model_id, base[1]
 

@@ -19,6 +19,7 @@ __all__ = [
     "LOOK_SECONDS",
     "WorkThread",
     "as_exception",
+    "call_soon",
     "elsewhere",
     "finish",
     "interruptibly",
@@ -84,6 +85,15 @@ async def finish(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> bool:
+    """Have a loop call this; from any thread. False: it is closed, and nobody waits there any more."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        return False
+    return True
+
+
 def settle(future: asyncio.Future[T], result: Any = None, error: BaseException | None = None) -> None:
     """From any thread: give a future of some event loop its result, or its exception. Nothing happens if it is done by
     then, or if its loop was closed: nobody awaits it any more."""
@@ -95,10 +105,7 @@ def settle(future: asyncio.Future[T], result: Any = None, error: BaseException |
             else:
                 future.set_exception(error)
 
-    try:
-        future.get_loop().call_soon_threadsafe(here)
-    except RuntimeError:
-        pass  # the loop is closed
+    call_soon(future.get_loop(), here)
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -390,7 +390,7 @@ class SchemeCore(SchemeState, ABC):
             if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
                 await self._bus._shutdown(timeout)
             elif self._bus._link is not None:
-                self._bus._link.conditions.notify()
+                self._bus._link.notify()
         finally:
             await self._end_transport(timeout)
 

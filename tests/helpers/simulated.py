@@ -16,8 +16,8 @@ from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.net.packets import split
-from asyncsync.protocol import fields, messages
+from asyncsync.net.side_channel import split
+from asyncsync.protocol import messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
@@ -208,7 +208,7 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> fields.Epoch:
+    def epoch(self) -> messages.Epoch:
         return self._publisher.epoch
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
@@ -273,7 +273,7 @@ class SimulatedSideChannel:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
+    def write(self, buffers: Sequence[messages.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
