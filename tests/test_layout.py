@@ -27,8 +27,7 @@ from asyncsync.weights import pool as pool_module
 from asyncsync.weights.copying import clone, copy_flat
 from asyncsync.weights.layout import ALIGNMENT, DTYPES, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
 from asyncsync.weights.packing import cuda_events, pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights, flatten, nest
 
 

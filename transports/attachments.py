@@ -27,8 +27,7 @@ from asyncsync.transports.private_memory import PrivateMapping, PrivateSlab
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Attachment", "Attachments"]
 

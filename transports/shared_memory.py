@@ -17,8 +17,7 @@ from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = [
     "SLOTS",

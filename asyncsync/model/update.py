@@ -22,7 +22,7 @@ from asyncsync.model.parameters import Plan
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.source_cache import AddressCache
-from asyncsync.weights.tree import FlatWeights, dotted, have_dtypes, have_shapes
+from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
 __all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "apply_now", "prepare_tensors"]
 
@@ -109,7 +109,7 @@ class ModelUpdate:
             plan = self._plan = self._plan_again()
         try:
             found = [owner[key] for owner, key in plan.locations]
-            fits = have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)
+            fits = have_specs(found, plan.shapes, plan.dtypes)
         except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
             fits = False
         if not fits:
@@ -257,22 +257,20 @@ class ModelUpdate:
     @property
     def is_known(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self.is_simple and self._direct is not None and self._direct[0].is_known
+        return self.is_simple and self._direct is not None and self._direct[0].views is not None
 
     def repeat(self) -> bool:
-        plan = self._plan
-        if not self.is_known or self._model.is_repointed or plan.model.stale():
+        plan, direct = self._plan, self._direct
+        if direct is None or not self.is_simple or self._model.is_repointed or plan.model.stale():
             return False
-        assert self._direct is not None
-        known, pieces = self._direct
+        (known, pieces), views = direct, direct[0].views
         try:
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        memory = known.again(found)
-        if memory is None or not (have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)):
+        if views is None or not known.again(found):
             return False
-        copy_bytes(memory, pieces)
+        copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
         return True
 

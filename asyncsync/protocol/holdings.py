@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from asyncsync.protocol.fields import Epoch, InUse
 from asyncsync.protocol.messages import Part
 from asyncsync.protocol.staging import Staging
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Held", "Holdings"]
 

@@ -12,8 +12,7 @@ from asyncsync.protocol.fields import Buffer
 from asyncsync.protocol.messages import Chunk, Fetch, Granted, Instruction, Part, Update
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Incoming", "IncomingUpdate"]
 

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import ExtractAll
+from asyncsync.bus.member import Source
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
@@ -98,18 +98,18 @@ class Bus(BusCore):
     @_documented_as(AsyncBus.connect)
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         starting.check_connect(self, timeout, processes)
-        initial = {t: None if e is None else _taken(e) for t, e in now(starting.initial(self)).items()}
+        initial = now(starting.initial(self))
         self._run(lambda: starting.connect(self, initial, timeout))
 
     @_documented_as(AsyncBus.publish)
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
-        workers, values = self._values(weights, worker_ids)
-        return self._run(lambda: sending.publish_sources(self, values, weights, workers))
+        workers, sources = self._extract(weights, worker_ids)
+        return self._run(lambda: sending.publish_sources(self, sources, workers))
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        workers, values = self._values(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.publish_sources(self, values, weights, workers))
+        workers, sources = self._extract(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: sending.publish_sources(self, sources, workers))
 
     wait_version = ordinary(AsyncBus.wait_version)
 
@@ -120,16 +120,16 @@ class Bus(BusCore):
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         check_timeout(timeout)
-        workers, values = self._values(weights, worker_ids)
-        self._run(lambda: sending.send_sources(self, values, weights, workers, timeout))
+        workers, sources = self._extract(weights, worker_ids)
+        self._run(lambda: sending.send_sources(self, sources, workers, timeout))
 
     async def send_async(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
         check_timeout(timeout)
-        workers, values = self._values(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.send_sources(self, values, weights, workers, timeout))
+        workers, sources = self._extract(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: sending.send_sources(self, sources, workers, timeout))
 
     shutdown = ordinary(AsyncBus.shutdown, "_end")
 
@@ -147,10 +147,10 @@ class Bus(BusCore):
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _values(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, ExtractAll]:
+    def _extract(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, dict[str, Source]]:
         """The workers it is for, and the values of the sources, taken here and now."""
         workers = as_workers(worker_ids)
-        return workers, _taken(now(sending.extract(self, weights, workers)))
+        return workers, now(sending.extract(self, weights, workers))
 
     def _run(self, make: Make[T]) -> T:
         async def tended() -> T:
@@ -183,11 +183,6 @@ class Bus(BusCore):
             return function()
 
         return loop_thread.run(look)
-
-
-def _taken(extract: Callable[[], T]) -> Callable[[], T]:
-    source = extract()
-    return lambda: source
 
 
 @in_sync_as("WeightSyncScheme")
@@ -232,8 +227,7 @@ class WeightSyncScheme(SchemeCore):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        extract = now(self._initial(weights))
-        initial = None if extract is None else _taken(extract)
+        initial = now(self._initial(weights))
         self._bus._run(lambda: self._connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(

@@ -25,7 +25,6 @@ _is_cpu = attrgetter("is_cpu")
 def pack(
     slab: Slab,
     flat: FlatWeights,
-    ready: Mapping[torch.device, Any] | None = None,
     progress: Callable[[], None] | None = None,
     tensors: list[torch.Tensor] | None = None,
 ) -> None:
@@ -33,7 +32,6 @@ def pack(
 
     Args:
         slab: a slab of ``Layout.of(flat)``.
-        ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
         progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
             slab's ``values`` must be there already, as they go out first.
         tensors: what ``Layout.arrange(flat)`` returned, if that is known.
@@ -45,8 +43,8 @@ def pack(
         tensors = [flat.tensors[e.path] for e in layout.entries]
     if not tensors:
         return
-    if ready is not None:
-        _pack_cuda(slab, tensors, ready)
+    if flat.ready is not None:
+        _pack_cuda(slab, tensors, flat.ready)
         return
     views = slab.views
     if progress is None and len(layout.runs) == len(tensors):

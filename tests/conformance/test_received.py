@@ -15,7 +15,7 @@ from torch import nn
 
 from asyncsync import PartialSendError, RemoteError, WeightSyncError
 from asyncsync.net import memory_file
-from asyncsync.transports.received import ReceivedPool
+from asyncsync.transports.private_memory import ReceivedPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import is_foreign
 from helpers.apis import Api, bare

@@ -19,8 +19,7 @@ from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channels import tagged
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, Api, in_thread
 from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Line, board
