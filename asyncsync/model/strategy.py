@@ -71,7 +71,7 @@ class WeightStrategy:
         if isinstance(source, nn.Module):
             if self.extract_as == "state_dict":
                 return dict(source.state_dict(keep_vars=True))
-            flat = _flatten_module(source)
+            flat = _visit(source, (), FlatWeights())
             return nest(flat.tensors, flat.values)
         if isinstance(source, Mapping):
             return dict(source)
@@ -137,17 +137,11 @@ def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights |
     # isinstance() of an abstract class takes as long as the rest.
     if not plain or TensorDictBase in type(module).__mro__:
         return None
-    return _flatten_module(module)
+    return _visit(module, (), FlatWeights())
 
 
-def _flatten_module(module: nn.Module) -> FlatWeights:
-    """Parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
-    flat = FlatWeights()
-    _visit(module, (), flat)
-    return flat
-
-
-def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
+def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:
+    """Add parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
     # named_modules() and splitting its names would take three times as long: this runs at every publication.
     tensors = flat.tensors
     *groups, children = tensors_and_children(module)
@@ -162,3 +156,4 @@ def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
     for name, child in children.items():
         if child is not None:
             _visit(child, path if name == COMPILED else (*path, name), flat)
+    return flat

@@ -35,6 +35,7 @@ class Prepared(Protocol):
     def repeat(self) -> bool:
         """All of the following, if that takes no more than copying bytes to where the same tensors had theirs the last
         time. False: it takes more, and nothing was done."""
+        return False
 
     def resolve(self) -> None:
         """Find the destinations and check them once more; nothing is changed yet. Raises SchemaMismatch if the model
@@ -275,21 +276,12 @@ class ModelUpdate:
         return True
 
 
-class CustomUpdate:
+class CustomUpdate(Prepared):
     """An update for a user's ``apply_weights``: called with the weights, without the guarantee of all or nothing."""
 
     def __init__(self, apply: Callable[[Any], None], weights: Any) -> None:
         self._apply = apply
         self._weights = weights
-
-    def repeat(self) -> bool:
-        return False
-
-    def resolve(self) -> None:
-        pass
-
-    def apply(self) -> None:
-        pass
 
     def complete(self) -> None:
         self._apply(self._weights)

@@ -14,8 +14,8 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
+from asyncsync.model.hooks import warn_of_calls_unseen
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.model.unseen_calls import warn_of_calls_unseen
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Receiving"]
