@@ -60,10 +60,7 @@ class Destination:
         if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
         elif self.model is not None:
-            update = Binding(self.model, self.strategy).prepare_flat(flat)
-            update.resolve()
-            update.apply()
-            update.complete()
+            Binding(self.model, self.strategy).prepare_flat(flat).apply_now()
         if buffer is None:
             return received
         with torch.no_grad():

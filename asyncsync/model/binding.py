@@ -19,12 +19,12 @@ from asyncsync.model.bound_model import BoundModel, LayoutPlan
 from asyncsync.model.mismatch import constant
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
-from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_tensors
+from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES, AddressCache
-from asyncsync.weights.tree import FlatWeights, dotted, nest, uncompiled
+from asyncsync.weights.tree import FlatWeights, Path, dotted, nest, uncompiled
 
 __all__ = ["Binding"]
 
@@ -64,6 +64,8 @@ class Binding:
         if apply is None and type(strategy).apply_weights is not WeightStrategy.apply_weights and model is not None:
             apply = self._strategy_apply
         self._custom = apply
+        # Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory.
+        self.shows_slabs = self._converts and apply is None
         is_written_here = not self._converts and apply is None
         self.repoints = repoints and is_written_here and _can_be_repointed(model)
         self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
@@ -73,11 +75,6 @@ class Binding:
 
     def _strategy_apply(self, weights: Any) -> None:
         self.strategy.apply_weights(self._model, weights, inplace=self.inplace)
-
-    @property
-    def shows_slabs(self) -> bool:
-        """Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory."""
-        return self._converts and self._custom is None
 
     def check(self, layout: Layout) -> None:
         """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
@@ -90,7 +87,7 @@ class Binding:
         if self._converts:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
             sample = {p: constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
-            specs = {n: (t.dtype, tuple(t.shape)) for n, t in self._convert(nest(sample)).items()}
+            specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
         self.bound.check_fit(specs, {dotted(p) for p in layout.value_paths})
 
     def prepare(self, slab: Slab) -> Prepared | None:
@@ -139,20 +136,19 @@ class Binding:
     def prepare_flat(self, flat: FlatWeights) -> ModelUpdate:
         """The same for weights that are at hand already and may not fit at all. There must be a model."""
         assert self.bound is not None
-        values = {dotted(p): v for p, v in flat.values.items()}
         if self._converts:
-            return prepare_tensors(self.bound, self._convert(nest(flat.tensors, flat.values)), values)
-        return prepare_tensors(self.bound, {dotted(p): t for p, t in flat.tensors.items()}, values)
+            flat = FlatWeights(self._convert(nest(flat.tensors, flat.values)), flat.values)
+        return prepare_flat(self.bound, flat)
 
-    def _convert(self, weights: TensorDictBase) -> dict[str, torch.Tensor]:
+    def _convert(self, weights: TensorDictBase) -> dict[Path, torch.Tensor]:
         with normal_tensors():
             converted = self.strategy.convert(weights, self._model)
         paths = {tuple(key.split(".")) if isinstance(key, str) else key: value for key, value in converted.items()}
-        tensors = {dotted(uncompiled(path)): value for path, value in paths.items()}
-        for name, value in tensors.items():
+        tensors = {uncompiled(path): value for path, value in paths.items()}
+        for path, value in tensors.items():
             if not isinstance(value, torch.Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"{type(self.strategy).__name__}.convert returned a {kind} for {name!r}, not a tensor")
+                which = f"{type(self.strategy).__name__}.convert returned a {type(value).__name__} for {dotted(path)!r}"
+                raise TypeError(f"{which}, not a tensor")
         return tensors
 
 

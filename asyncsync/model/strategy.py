@@ -28,8 +28,9 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
+from asyncsync.model.bound_model import BoundModel
 from asyncsync.model.torch_private import tensors_and_children
-from asyncsync.model.update import apply_now
+from asyncsync.model.update import prepare_flat
 from asyncsync.weights.torch_private import COMPILED
 from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
@@ -107,8 +108,10 @@ class WeightStrategy:
 
         Raises:
             SchemaMismatch: keys, shapes or dtypes differ; nothing was changed.
+            TypeError: there is no model, or it is none of these.
         """
-        apply_now(destination, flat_weights(self, weights), inplace=inplace, extract_as=self.extract_as)
+        flat = flat_weights(self, weights)
+        prepare_flat(BoundModel(destination, self.extract_as, inplace=inplace), flat).apply_now()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(extract_as={self.extract_as!r})"

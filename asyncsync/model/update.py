@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -24,12 +24,12 @@ from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
-__all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "apply_now", "prepare_tensors"]
+__all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "prepare_flat"]
 
 _is_meta = attrgetter("is_meta")
 
 
-class Prepared(Protocol):
+class Prepared:
     """One update of one model, converted and checked, to be written under the gate."""
 
     def repeat(self) -> bool:
@@ -47,8 +47,14 @@ class Prepared(Protocol):
     def complete(self) -> None:
         """After :meth:`apply`: what only the user's code can do, and may fail at."""
 
+    def apply_now(self) -> None:
+        """All of it, where nobody can come in between."""
+        self.resolve()
+        self.apply()
+        self.complete()
 
-class ModelUpdate:
+
+class ModelUpdate(Prepared):
     """An update that is copied into a model's tensors, or gives them new memory.
 
     Args:
@@ -287,24 +293,13 @@ class CustomUpdate(Prepared):
         self._apply(self._weights)
 
 
-def prepare_tensors(model: BoundModel, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> ModelUpdate:
-    """An update with tensors that are at hand, by their dotted names; raises SchemaMismatch if they do not fit."""
+def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
+    """An update with weights that are at hand; raises SchemaMismatch if they do not fit."""
+    tensors = {dotted(p): t for p, t in flat.tensors.items()}
+    values = {dotted(p): v for p, v in flat.values.items()}
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
-
-
-def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) -> None:
-    """Check, then apply weights that are at hand, whole or not at all. Raises TypeError if there is no model to apply
-    them to, SchemaMismatch if they do not fit it."""
-    if model is None:
-        raise TypeError("there is no model to apply the weights to")
-    tensors = {dotted(p): t for p, t in flat.tensors.items()}
-    values = {dotted(p): v for p, v in flat.values.items()}
-    update = prepare_tensors(BoundModel(model, extract_as, inplace=inplace), tensors, values)
-    update.resolve()
-    update.apply()
-    update.complete()
 
 
 def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:

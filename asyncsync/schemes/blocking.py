@@ -67,18 +67,6 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
-def _documented_as(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorates a method that shows the docstring of one of the asyncio API, whose arguments it has."""
-
-    def decorate(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        function.__doc__ = method.__doc__
-        return function
-
-    return decorate
-
-
 @in_sync_as("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
@@ -95,16 +83,18 @@ class Bus(BusCore):
     The arguments are described at :class:`BusCore`, the methods at :class:`asyncsync.Bus`.
     """
 
-    @_documented_as(AsyncBus.connect)
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         starting.check_connect(self, timeout, processes)
         initial = now(starting.initial(self))
         self._run(lambda: starting.connect(self, initial, timeout))
 
-    @_documented_as(AsyncBus.publish)
+    connect.__doc__ = AsyncBus.connect.__doc__
+
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         workers, sources = self._extract(weights, worker_ids)
         return self._run(lambda: sending.publish_sources(self, sources, workers))
+
+    publish.__doc__ = AsyncBus.publish.__doc__
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
@@ -209,7 +199,6 @@ class WeightSyncScheme(SchemeCore):
         """This scheme."""
         return self
 
-    @_documented_as(AsyncScheme.connect)
     def connect(
         self,
         *,
@@ -223,6 +212,8 @@ class WeightSyncScheme(SchemeCore):
             self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
         else:
             self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+
+    connect.__doc__ = AsyncScheme.connect.__doc__
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT

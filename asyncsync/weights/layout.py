@@ -102,11 +102,6 @@ class Entry:
     offset: int
     nbytes: int
 
-    @property
-    def end(self) -> int:
-        """The first byte behind it."""
-        return self.offset + self.nbytes
-
 
 class Layout:
     """The packing table of one schema, for slabs of ``nbytes`` bytes.

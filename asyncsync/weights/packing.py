@@ -61,7 +61,8 @@ def pack(
             else:
                 destinations += views[start:stop]
                 sources += tensors[start:stop]
-            if progress is not None and (end := layout.entries[stop - 1].end) - begun >= PROGRESS_BYTES:
+            end = layout.entries[stop - 1].offset + layout.entries[stop - 1].nbytes
+            if progress is not None and end - begun >= PROGRESS_BYTES:
                 copy_tensors(destinations, sources)
                 destinations, sources, begun = [], [], end
                 slab.packed = end

@@ -120,7 +120,7 @@ class Slab:
     def pieces(self) -> list[memoryview]:
         """The bytes of each entry of the layout."""
         if self._pieces is None:
-            self._pieces = [self.memory[e.offset : e.end] for e in self.layout.entries]
+            self._pieces = [self.memory[e.offset : e.offset + e.nbytes] for e in self.layout.entries]
         return self._pieces
 
     def tensors(self) -> dict[Path, torch.Tensor]:
