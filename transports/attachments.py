@@ -74,7 +74,6 @@ class Attachment:
     """
 
     def __init__(self, place: Place) -> None:
-        self.key = (place.device, place.inode)
         self.is_copied = not place.mapped and place.size < BORROWED_BYTES
         self._short_lease = not place.mapped
         file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger

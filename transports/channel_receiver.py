@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import WorkThread, as_exception, settle
+from asyncsync.transports.base import check_fit
 from asyncsync.transports.channels import (
     RECEIVER_SETUP,
     TAG,
@@ -23,7 +24,6 @@ from asyncsync.transports.channels import (
     is_channel,
     setup_of,
 )
-from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.model.bound_model import BoundModel, LayoutPlan
-from asyncsync.model.mismatch import constant
+from asyncsync.model.bound_model import BoundModel, LayoutPlan, constant
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
@@ -59,10 +59,9 @@ class Binding:
     ) -> None:
         self.strategy = strategy
         self._model = model
-        self.inplace = inplace
         self._converts = type(strategy).convert is not WeightStrategy.convert
         if apply is None and type(strategy).apply_weights is not WeightStrategy.apply_weights and model is not None:
-            apply = self._strategy_apply
+            apply = partial(strategy.apply_weights, model, inplace=inplace)
         self._custom = apply
         # Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory.
         self.shows_slabs = self._converts and apply is None
@@ -72,9 +71,6 @@ class Binding:
         self.bound: BoundModel | None = None
         if model is not None:
             self.bound = BoundModel(model, strategy.extract_as, cast=cast, inplace=inplace, converted=self._converts)
-
-    def _strategy_apply(self, weights: Any) -> None:
-        self.strategy.apply_weights(self._model, weights, inplace=self.inplace)
 
     def check(self, layout: Layout) -> None:
         """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
@@ -103,10 +99,10 @@ class Binding:
         if self._converts:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
-        if (cached := self._cache.get(slab)) is not None and cached.is_current(slab.layout.digest):
-            return cached
         if (known := bound.plans.get(slab.layout.digest)) is None:
             known = _remember(bound, slab.layout)
+        elif (cached := self._cache.get(slab)) is not None and cached.repeats(known.plan):
+            return cached
         plan, order, states, memory = known
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None

@@ -220,7 +220,8 @@ class Gate:
                     self._update = update
             self._applying = None
             update.frame = None
-            self._wake()
+            if self._asleep or self._waiters:
+                self._wake()
 
     def _wake(self) -> None:
         if self._asleep:

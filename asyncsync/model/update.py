@@ -104,10 +104,9 @@ class ModelUpdate(Prepared):
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._repointing: Repointing | None = None
 
-    def is_current(self, digest: bytes) -> bool:
-        """Whether preparing the same slab, of this layout, for another version would bring nothing else."""
-        known = self._model.plans.get(digest)
-        return known is not None and known.plan is self._plan and self._direct is not None
+    def repeats(self, plan: Plan) -> bool:
+        """Whether preparing the same slab, for another version and by this plan, would bring nothing else."""
+        return plan is self._plan and self._direct is not None
 
     def resolve(self) -> None:
         plan, model = self._plan, self._model
@@ -130,7 +129,7 @@ class ModelUpdate(Prepared):
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) is not None and last.fits(plan, found):
+        elif self._slab is not None and (last := model.repointing) and last.plan is plan and last.memory.again(found):
             self._repointing, sources = last, self._sources
             self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._repointed = [(found[i], sources[i]) for i in last.moved]
@@ -200,7 +199,7 @@ class ModelUpdate(Prepared):
                     made[id(destination)] = new
                     self._repointed.append((destination, new))
         if len(moved) + len(copied) == len(found):
-            self._repointing = Repointing(self._plan, [weakref.ref(tensor) for tensor in found], moved, copied)
+            self._repointing = Repointing(self._plan, moved, copied, AddressCache())
 
     def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
         """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
@@ -252,7 +251,7 @@ class ModelUpdate(Prepared):
             model.repointed = model.repointed[-len(self._repointed) :]
             model.repointing = repointing
         if repointing is not None:
-            repointing.note_addresses()
+            repointing.memory.note([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for name, module in self._plan.model.extra_state.items():

@@ -13,13 +13,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
-from tensordict import TensorDict
-
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Source
-from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
@@ -311,22 +308,6 @@ class WeightSyncScheme(SchemeCore):
             for take_back in undo:
                 take_back()
             raise
-
-    @property
-    def weights(self) -> TensorDict | None:
-        """A copy of the current weights; None when there are none."""
-        link = self._bus._link
-        if not isinstance(link, ReceiverLink) or link.closed or loop_thread.is_here():
-            return super().weights
-        self._bus._check_fork()
-
-        async def copy() -> TensorDict | None:
-            if link.subscriber.holdings.held.get(self._topic) is None:
-                return None
-            weights: TensorDict = await link.receiving.copy(self._topic, lambda slab: slab.weights())
-            return weights
-
-        return loop_thread.run(copy)
 
     def __enter__(self) -> Self:
         return self

@@ -112,8 +112,15 @@ class Slab:
     def views(self) -> list[torch.Tensor]:
         """A typed view per entry of the layout."""
         if self._views is None:
+            views: list[torch.Tensor] = []
             with normal_tensors():
-                self._views = _views(self.buffer, self.layout)
+                for start, stop in self.layout.runs:
+                    area = run_of(self.buffer, self.layout, start, stop)
+                    if stop - start == 1:
+                        views.append(area)
+                    else:
+                        views += area.split_with_sizes([e.shape[0] for e in self.layout.entries[start:stop]])
+            self._views = views
         return self._views
 
     @property
@@ -316,17 +323,6 @@ class SlabPool:
 
     def _drop(self, slab: Slab) -> None:
         """A slab that will not be used again."""
-
-
-def _views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    views: list[torch.Tensor] = []
-    for start, stop in layout.runs:
-        area = run_of(buffer, layout, start, stop)
-        if stop - start == 1:
-            views.append(area)
-        else:
-            views += area.split_with_sizes([e.shape[0] for e in layout.entries[start:stop]])
-    return views
 
 
 def run_of(buffer: torch.Tensor, layout: Layout, start: int, stop: int) -> torch.Tensor:

@@ -43,15 +43,8 @@ class AddressCache:
         """The bytes of each tensor, valid until a tensor gets other memory. None where it takes more than to copy
         bytes, and for many tensors that are seen for the first time: they may be others again the next time."""
         if not self.again(tensors):
-            self._tensors, self._pointers, self.views, self._is_more = [], [], None, False
-            if len(tensors) > MOST:
-                return None
-            try:
-                pointers = list(map(torch.Tensor.data_ptr, tensors))
-            except RuntimeError:  # torch knows no memory of such a tensor
-                return None
-            self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
-            if len(tensors) > FEW:
+            self.note(tensors if len(tensors) <= MOST else [])
+            if not self._tensors or len(tensors) > FEW:
                 return None
         if self.views is None and not self._is_more:
             # A tensor that is there twice would get one value, and then another.
@@ -61,6 +54,15 @@ class AddressCache:
             else:
                 self._is_more = True
         return self.views
+
+    def note(self, tensors: list[torch.Tensor]) -> None:
+        """These are the tensors from now on, and lie where they are."""
+        self._tensors, self._pointers, self.views, self._is_more = [], [], None, False
+        try:
+            pointers = list(map(torch.Tensor.data_ptr, tensors))
+        except RuntimeError:  # torch knows no memory of such a tensor
+            return
+        self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
 
     def again(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the last time, and lie where they did: then :attr:`views`, if they are
