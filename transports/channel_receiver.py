@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,14 +39,14 @@ Message = dict[str, torch.Tensor]
 MARGIN = 0.5
 
 
+@dataclass(eq=False)
 class _Request:
     """A slab that a fetch waits for."""
 
-    def __init__(self, descriptor: bytes, slab: Slab, until: float, loop: asyncio.AbstractEventLoop) -> None:
-        self.descriptor = descriptor
-        self.slab = slab
-        self.until = until
-        self.done: asyncio.Future[None] = loop.create_future()
+    descriptor: bytes
+    slab: Slab
+    until: float
+    done: asyncio.Future[None]
 
 
 class ChannelReceiver(Carrier):
@@ -92,7 +93,7 @@ class ChannelReceiver(Carrier):
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
         patience -= min(MARGIN, patience / 10)
-        request = _Request(descriptor, slab, time.monotonic() + patience, loop)
+        request = _Request(descriptor, slab, time.monotonic() + patience, loop.create_future())
         with self._lock:
             replaced, self._wanted = self._wanted, request
             ahead = self._ahead

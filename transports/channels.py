@@ -42,7 +42,6 @@ __all__ = [
     "TAG_BYTES",
     "close_channels",
     "is_channel",
-    "retrieved",
     "setup_of",
     "tagged",
 ]
@@ -93,12 +92,6 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
     if isinstance(transport, TransportBackend) and not _is_own(type(transport), name):
         return None
     return method if callable(method) else None
-
-
-def retrieved(future: asyncio.Future[None]) -> None:
-    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
-    if not future.cancelled():
-        future.exception()
 
 
 def tagged(slab: Slab, descriptor: bytes) -> TensorDict:

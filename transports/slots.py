@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from asyncsync.net import memory_file
-from asyncsync.net.memory_file import MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -89,8 +88,8 @@ class Slot(Slab):
         self._file = memory_file.create(size)
         self._close = weakref.finalize(self, os.close, self._file)
         self._close.atexit = False
-        found = MemoryPlace.of(self._file)
-        self.device, self.inode = found.device, found.inode
+        found = os.fstat(self._file)
+        self.device, self.inode = found.st_dev, found.st_ino
         try:
             self._map = mmap.mmap(self._file, size)
             memory_file.seal(self._file, against_writing=True)

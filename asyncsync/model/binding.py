@@ -23,7 +23,7 @@ from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import CACHED_BYTES, AddressCache
+from asyncsync.weights.source_cache import CACHED_BYTES
 from asyncsync.weights.tree import FlatWeights, Path, dotted, nest, uncompiled
 
 __all__ = ["Binding"]
@@ -103,13 +103,11 @@ class Binding:
             known = _remember(bound, slab.layout)
         elif (cached := self._cache.get(slab)) is not None and cached.repeats(known.plan):
             return cached
-        plan, order, states, memory = known
+        plan, order, states = known
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
-        direct = None
-        if slab.nbytes <= CACHED_BYTES and home is None and not bound.cast:
-            pieces = slab.pieces
-            direct = memory, [pieces[i] for i in order]
+        is_small = slab.nbytes <= CACHED_BYTES and home is None and not bound.cast
+        pieces = [slab.pieces[i] for i in order] if is_small else None
         update = ModelUpdate(
             bound,
             plan,
@@ -117,7 +115,7 @@ class Binding:
             {n: views[i] for n, i in states} if states else {},
             {dotted(p): v for p, v in values.items()} if values else {},
             home,
-            direct,
+            pieces,
         )
         if update.is_simple:
             self._cache[slab] = update
@@ -156,7 +154,7 @@ def _remember(bound: BoundModel, layout: Layout) -> LayoutPlan:
     states = [(n, i) for n, i in index.items() if n in bound.tensors.extra_state]
     while len(bound.plans) >= MOST_PLANS:
         del bound.plans[next(iter(bound.plans))]
-    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states, AddressCache())
+    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states)
     return known
 
 

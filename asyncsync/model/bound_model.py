@@ -12,7 +12,6 @@ import torch
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.parameters import ModelTensors, Plan, Specs
 from asyncsync.weights.slab import is_foreign
-from asyncsync.weights.source_cache import AddressCache
 
 __all__ = ["BoundModel", "LayoutPlan", "Repointing", "constant"]
 
@@ -25,7 +24,6 @@ class LayoutPlan(NamedTuple):
     plan: Plan
     order: list[int]  # of each tensor of the plan: which view of the slab
     states: list[tuple[str, int]]  # names of extra state, with the view for each
-    memory: AddressCache  # where the tensors of the plan had their bytes the last time
 
 
 class Repointing(NamedTuple):
@@ -40,7 +38,6 @@ class Repointing(NamedTuple):
     plan: Plan
     moved: list[int]
     copied: list[int]
-    memory: AddressCache
 
 
 class BoundModel:

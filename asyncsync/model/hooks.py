@@ -24,7 +24,7 @@ from asyncsync.model.torch_private import (
     wraps_as_it_is,
 )
 
-__all__ = ["attach", "warn_of_calls_unseen"]
+__all__ = ["attach", "check_calls"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Report = Callable[[FrameType], None]
@@ -38,13 +38,7 @@ REMEDY = (
 def attach(module: nn.Module, enter: _Report, leave: _Report) -> list[RemovableHandle]:
     """Report the frame of every call of a module, from the next call on, when it begins and when it ends, as
     :meth:`asyncsync.model.gate.Gate.attach` describes."""
-    scripted = isinstance(module, torch.jit.ScriptModule)
-    if scripted or is_compiled(module):
-        raise ValueError(
-            f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module, in which the gate's "
-            'hooks do not run, so a weight update could tear a forward. Pass gate="hold" and put '
-            '`with scheme.hold():` around its calls, or pass apply="on_receive" and apply updates in receive().'
-        )
+    _check_hookable(module)
     if any(isinstance(hook, Leave) and hook.report == leave for hook in forward_hooks(module).values()):
         return []
     # First in, last out, so that the hooks that are there already read the weights inside the gate.
@@ -52,6 +46,16 @@ def attach(module: nn.Module, enter: _Report, leave: _Report) -> list[RemovableH
         module.register_forward_hook(Leave(leave), always_call=True),
         module.register_forward_pre_hook(Enter(enter), prepend=True),
     ]
+
+
+def _check_hookable(module: nn.Module) -> None:
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    if scripted or is_compiled(module):
+        raise ValueError(
+            f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module, in which the gate's "
+            'hooks do not run, so a weight update could tear a forward. Pass gate="hold" and put '
+            '`with scheme.hold():` around its calls, or pass apply="on_receive" and apply updates in receive().'
+        )
 
 
 def _call_frame(frame: FrameType | None) -> FrameType | None:
@@ -114,9 +118,10 @@ class Leave(_Hook):
             self.report(frame)
 
 
-def warn_of_calls_unseen(model: nn.Module, stacklevel: int) -> None:
+def check_calls(model: nn.Module, stacklevel: int) -> None:
     """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by. ``stacklevel``
-    is that of the caller's caller: 2 is the caller."""
+    is that of the caller's caller: 2 is the caller. Raises ValueError if none of its calls will."""
+    _check_hookable(model)
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
     if getattr(forward, "__func__", None) is nn.Module.forward and not isinstance(model, TensorDictBase):

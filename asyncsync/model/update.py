@@ -21,7 +21,6 @@ from asyncsync.model.bound_model import BoundModel, Repointing
 from asyncsync.model.parameters import Plan
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
 __all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "prepare_flat"]
@@ -61,8 +60,7 @@ class ModelUpdate(Prepared):
         plan, sources: the model's tensors that are written, in order, and what they get.
         states, values: extra state that is a tensor, or a msgpack value, by name.
         slab: where Parameters may get their memory; None: nowhere.
-        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: it takes
-            more than to copy bytes.
+        pieces: the bytes that each tensor of the plan gets; None: it takes more than to copy bytes.
 
     Attributes:
         is_simple: the same may be done whenever the slab holds another version.
@@ -79,7 +77,7 @@ class ModelUpdate(Prepared):
         states: Mapping[str, torch.Tensor],
         values: Mapping[str, Any],
         slab: Slab | None = None,
-        direct: tuple[AddressCache, list[memoryview]] | None = None,
+        pieces: list[memoryview] | None = None,
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
@@ -91,14 +89,14 @@ class ModelUpdate(Prepared):
         if not model.inplace:  # one for each name: the sender may have tied what this model has not
             sources = [clone(source) for source in sources]
         # What is tied in this model, but not in the sender's, has to be compared at each update.
-        self.is_simple = direct is not None and model.inplace and not (states or values or plan.ties)
+        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties)
         self._model = model
         self._plan = plan
         self._sources = sources
         self._states = states
         self._values = values
         self._slab = slab
-        self._direct = direct
+        self._pieces = pieces
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
@@ -106,7 +104,7 @@ class ModelUpdate(Prepared):
 
     def repeats(self, plan: Plan) -> bool:
         """Whether preparing the same slab, for another version and by this plan, would bring nothing else."""
-        return plan is self._plan and self._direct is not None
+        return plan is self._plan and self._pieces is not None
 
     def resolve(self) -> None:
         plan, model = self._plan, self._model
@@ -129,12 +127,12 @@ class ModelUpdate(Prepared):
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) and last.plan is plan and last.memory.again(found):
+        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
             self._repointing, sources = last, self._sources
             self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._repointed = [(found[i], sources[i]) for i in last.moved]
         else:
-            self._direct = None
+            self._pieces = None
             self._resolve_each(found)
             self._repointed += [(left, clone(left)) for left in model.left_in_slabs(found)]
         for name, value in self._values.items():
@@ -199,7 +197,7 @@ class ModelUpdate(Prepared):
                     made[id(destination)] = new
                     self._repointed.append((destination, new))
         if len(moved) + len(copied) == len(found):
-            self._repointing = Repointing(self._plan, moved, copied, AddressCache())
+            self._repointing = Repointing(self._plan, moved, copied)
 
     def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
         """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
@@ -223,13 +221,9 @@ class ModelUpdate(Prepared):
             owner[key] = value
 
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
-        if self._direct is None:
+        if self._pieces is None or (views := self._plan.memory.of(destinations)) is None:
             return False
-        known, pieces = self._direct
-        memory = known.of(destinations)
-        if memory is None:
-            return False
-        copy_bytes(memory, pieces)
+        copy_bytes(views, self._pieces)
         torch.autograd.graph.increment_version(destinations)
         return True
 
@@ -251,7 +245,7 @@ class ModelUpdate(Prepared):
             model.repointed = model.repointed[-len(self._repointed) :]
             model.repointing = repointing
         if repointing is not None:
-            repointing.memory.note([owner[key] for owner, key in repointing.plan.locations])
+            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for name, module in self._plan.model.extra_state.items():
@@ -263,18 +257,17 @@ class ModelUpdate(Prepared):
     @property
     def is_known(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self.is_simple and self._direct is not None and self._direct[0].views is not None
+        return self.is_simple and self._pieces is not None and self._plan.memory.views is not None
 
     def repeat(self) -> bool:
-        plan, direct = self._plan, self._direct
-        if direct is None or not self.is_simple or self._model.is_repointed or plan.model.stale():
+        plan, pieces = self._plan, self._pieces
+        if pieces is None or not self.is_simple or self._model.is_repointed or plan.model.stale():
             return False
-        (known, pieces), views = direct, direct[0].views
         try:
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        if views is None or not known.again(found):
+        if (views := plan.memory.views) is None or not plan.memory.again(found):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
