@@ -264,14 +264,14 @@ async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         await sender.send_async(fill(source, 1))
         with monkeypatch.context() as patch:
-            write = os.pwrite
+            reserve = os.posix_fallocate
 
-            def refuse(file: int, data: Any, offset: int) -> int:
+            def refuse(file: int, offset: int, length: int) -> None:
                 if offset:
                     raise OSError(12, "Cannot allocate memory")
-                return int(write(file, data, offset))
+                reserve(file, offset, length)
 
-            patch.setattr("os.pwrite", refuse)
+            patch.setattr("os.posix_fallocate", refuse)
             with Clock(5), pytest.raises(PartialSendError) as caught:
                 await sender.send_async(fill(source, 2), timeout=10)
             assert isinstance(error := caught.value.failed[0], RemoteError)
