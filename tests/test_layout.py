@@ -23,12 +23,11 @@ from torch import nn
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.weights import pool as pool_module
+from asyncsync.weights import slab as slab_module
 from asyncsync.weights.copying import clone, copy_flat
 from asyncsync.weights.layout import ALIGNMENT, DTYPES, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
 from asyncsync.weights.packing import cuda_events, pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights, flatten, nest
 
 
@@ -836,7 +835,7 @@ def test_a_failed_allocation_leaves_the_counts_right(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "allocate", exhausted)
+        patch.setattr(slab_module, "_allocate", exhausted)
         with pytest.raises(RuntimeError, match="no memory"):
             pool.acquire(LAYOUT)
     assert (pool.slabs, pool.peak) == (1, 1)

@@ -16,7 +16,7 @@ from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
 from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, TICK, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64

@@ -27,8 +27,7 @@ from asyncsync.transports.private_memory import PrivateMapping, PrivateSlab
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Attachment", "Attachments"]
 
@@ -71,7 +70,6 @@ class Attachment:
     """
 
     def __init__(self, place: Place) -> None:
-        self.key = (place.device, place.inode)
         self.is_copied = not place.mapped
         file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
         number = open_place(file, "the sender's", REMEDY)

@@ -16,8 +16,7 @@ from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = [
     "SLOTS",
@@ -31,7 +30,7 @@ __all__ = [
 SLOTS = 4
 
 
-class SlotTransport(base.TransportCore):
+class SlotTransport(base.OwnTransport):
     """Moves slabs through slots, whichever API is put over it.
 
     Args:
@@ -81,14 +80,6 @@ class SlotTransport(base.TransportCore):
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
         return self._attachments.find(place)
-
-    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Never asked: :meth:`attach` has brought the slab.
-
-        Raises:
-            ValueError: always; the descriptor is another transport's.
-        """
-        await base.TransportCore.fetch(self, descriptor, into, deadline)
 
     @property
     def _is_adopted(self) -> bool:

@@ -3,20 +3,16 @@ pickled apart come onto one bus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Extract", "ExtractAll", "Member", "Source", "join_buses"]
+__all__ = ["Member", "Source", "join_buses"]
 
 Source = FlatWeights | Mapping[int, FlatWeights]
-"""A model's weights for everybody, or for each worker its own."""
-Extract = Callable[[], Source]
-"""Takes a source's values, ready to be packed."""
-ExtractAll = Callable[[], Mapping[str, Source]]
-"""The same of each model."""
+"""A model's weights for everybody, or for each worker its own, ready to be packed."""
 
 
 class Member(Protocol):
@@ -32,23 +28,20 @@ class Member(Protocol):
     def _register(self) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
 
-    async def _connect_sender(self, initial: Extract | None, timeout: float) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
         """Sender: wait for the workers, which are to begin with these weights."""
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: wait for the sender, and for its initial weights."""
 
-    async def _initial(self, weights: Any) -> Extract | None:
+    async def _initial(self, weights: Any) -> Source | None:
         """What a sender sends when it connects; None: nothing. In the caller's thread."""
 
-    async def _prepare(self, weights: Any) -> Any:
-        """Turn what the caller gave into what :meth:`_flatten` takes. In the caller's thread."""
-
-    def _flatten(self, source: Any, workers: list[int] | None) -> Source:
-        """Take a prepared source's values. In the caller's thread."""
+    async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
+        """The values of what the caller gave, for these workers. In the caller's thread."""
 
     def _at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`_prepare` and :meth:`_flatten` would come to, where that takes nothing but looking; else None."""
+        """What :meth:`_extract` would come to, where that takes nothing but looking; else None."""
 
     def _transport(self) -> Carrier:
         """What moves this model's bytes."""

@@ -23,8 +23,7 @@ from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack, pack_slab_values
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
 
@@ -47,7 +46,7 @@ class _Job(NamedTuple):
         if self.memory is not None:
             copy_bytes(self.slab.pieces, self.memory)
             return
-        pack(self.slab, self.flat, self.flat.ready, progress, self.tensors)
+        pack(self.slab, self.flat, progress, self.tensors)
 
 
 class Publishing:
@@ -92,7 +91,7 @@ class Publishing:
 
     async def publish(
         self,
-        extract: Callable[[], Mapping[str, Source]],
+        sources: Mapping[str, Source],
         transports: Mapping[str, Carrier],
         workers: Iterable[int] | None,
         *,
@@ -100,7 +99,7 @@ class Publishing:
         deadline: float,
         at_once: bool = True,
     ) -> int:
-        """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
+        """Snapshot the sources, make that the target, announce it; returns the version.
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
         ``serve`` names models that are announced with these weights: a worker must not take one for a model without
@@ -119,7 +118,6 @@ class Publishing:
             link.check()
             self._fast.end()
             publisher.check_open()
-            sources = extract()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
             origin = None if self.origin is None else self.origin()

@@ -26,7 +26,7 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
-from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import SourceCache
 
 __all__ = ["SenderLink"]

@@ -57,7 +57,7 @@ def create(size: int, *, reserved: bool = True) -> int:
     is not so much memory."""
     if sys.platform != "linux":
         raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
-    if why := shortage(2):  # the file's, and its mapping's
+    if why := shortage(3):  # the file's, and its mappings'
         raise WeightSyncError(f"no shared memory can be had: {why}")
     try:
         if hasattr(os, "memfd_create"):

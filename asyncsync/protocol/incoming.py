@@ -11,8 +11,7 @@ from asyncsync.errors import ProtocolError
 from asyncsync.protocol.messages import Buffer, Chunk, Fetch, Granted, Instruction, Part, Update
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Incoming", "IncomingUpdate"]
 

@@ -97,14 +97,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
-    """
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     _adopts = True
     _transport_class = BlockingSharedMemTransport
@@ -124,27 +117,15 @@ class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
 
 
 class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
-    """
+    """Weights for workers on this host, each with a copy of its own. Usage and arguments as
+    :class:`SharedMemWeightSyncScheme`."""
 
     _transport_class = MPTransport
 
 
 class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own, with the blocking API.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
-    """
+    """Weights for workers on this host, each with a copy of its own, with the blocking API; see
+    :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
     _transport_class = BlockingMPTransport
 

@@ -117,11 +117,9 @@ def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> Non
 def _copy_in_threads(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
     """Copy pairs of a destination and a source, in other threads, too, if there is much."""
     total = sum([len(d) for d, _ in pairs])
-    count = min(total // BYTES_PER_THREAD, MAX_THREADS, _cores())
-    if count <= 1:
-        _copy_all(pairs)
-        return
-    mine, *others = _shares(pairs, -(-total // count))
+    count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, _cores()))
+    pieces = [(d[i : i + PIECE], s[i : i + PIECE]) for d, s in pairs for i in range(0, len(d), PIECE)]
+    mine, *others = [pieces[i::count] for i in range(count)]
     failures: list[BaseException] = []
 
     def copy(share: list[tuple[_Bytes, _Bytes]]) -> None:
@@ -160,24 +158,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _copy_all(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
-    for destination, source in pairs:
-        for start in range(0, len(destination), PIECE):
-            np.copyto(destination[start : start + PIECE], source[start : start + PIECE])  # releases the GIL
-
-
-def _shares(pairs: list[tuple[_Bytes, _Bytes]], nbytes: int) -> list[list[tuple[_Bytes, _Bytes]]]:
-    """The pairs, cut into lists of so many bytes."""
-    shares: list[list[tuple[_Bytes, _Bytes]]] = [[]]
-    room = nbytes
-    for destination, source in pairs:
-        start = 0
-        while start < len(destination):
-            if not room:
-                shares.append([])
-                room = nbytes
-            stop = min(start + room, len(destination))
-            shares[-1].append((destination[start:stop], source[start:stop]))
-            room -= stop - start
-            start = stop
-    return shares
+def _copy_all(pieces: list[tuple[_Bytes, _Bytes]]) -> None:
+    for destination, source in pieces:
+        np.copyto(destination, source)  # releases the GIL

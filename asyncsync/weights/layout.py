@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_dtypes, have_shapes
+from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_specs
 
 __all__ = [
     "DTYPES",
@@ -95,11 +95,6 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-
-    @property
-    def end(self) -> int:
-        """The first byte behind it."""
-        return self.offset + self.nbytes
 
 
 class Layout:
@@ -184,7 +179,7 @@ class Layout:
         paths, shapes, dtypes, filled = self._columns
         try:
             found = [tensors[path] for path in paths]
-            if not (have_dtypes(found, dtypes) and have_shapes(found, shapes)):
+            if not have_specs(found, shapes, dtypes):
                 return None
             stored = found if filled is None else [found[i] for i in filled]
             pointers = list(map(torch.Tensor.data_ptr, stored))

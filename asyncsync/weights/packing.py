@@ -23,7 +23,6 @@ PROGRESS_BYTES = 4 << 20
 def pack(
     slab: Slab,
     flat: FlatWeights,
-    ready: Mapping[torch.device, Any] | None = None,
     progress: Callable[[], None] | None = None,
     tensors: list[torch.Tensor] | None = None,
 ) -> None:
@@ -31,7 +30,6 @@ def pack(
 
     Args:
         slab: a slab of ``Layout.of(flat)``.
-        ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
         progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
             slab's ``values`` must be there already, as they go out first.
         tensors: what ``Layout.arrange(flat)`` returned, if that is known.
@@ -43,17 +41,17 @@ def pack(
         tensors = [flat.tensors[e.path] for e in layout.entries]
     if not tensors:
         return
-    if ready is not None:
-        _pack_cuda(slab, tensors, ready)
+    if flat.ready is not None:
+        _pack_cuda(slab, tensors, flat.ready)
         return
     views = slab.views
     start = begun = 0
     if progress is not None:
         for i, entry in enumerate(layout.entries, 1):
-            if entry.end - begun >= PROGRESS_BYTES:
+            if (end := entry.offset + entry.nbytes) - begun >= PROGRESS_BYTES:
                 copy_tensors(views[start:i], tensors[start:i])
-                start, begun = i, entry.end
-                slab.packed = entry.end
+                start, begun = i, end
+                slab.packed = end
                 progress()
     copy_tensors(views[start:], tensors[start:])
     slab.packed = layout.nbytes

@@ -17,8 +17,7 @@ from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["EPOCH", "SMALL", "TICK", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
