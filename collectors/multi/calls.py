@@ -44,7 +44,9 @@ class Calls:
             for worker, number in zip(chosen, numbers, strict=True):
                 try:
                     answer = group.wait(partial(group.replies.get, number), max(0.0, deadline - time.monotonic()))
-                except AckTimeout:
+                except AckTimeout as error:
+                    if error is group.failure:  # a worker's own
+                        raise
                     raise AckTimeout(
                         f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
                         "was asked for all the same; timeout= gives it longer"

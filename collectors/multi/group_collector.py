@@ -261,12 +261,11 @@ class GroupCollector(BaseCollector):
             return None
         try:
             await self._group.until(lambda: None, FAILURE_SECONDS)
-        except AckTimeout:
-            return None
         except BaseException as failure:
-            if failure is not self._group.failure:  # the caller's cancellation, or the collector's end
+            if failure is self._group.failure:
+                return failure
+            if not isinstance(failure, AckTimeout):  # the caller's cancellation, or the collector's end
                 raise
-            return failure
         return None
 
     # -- versions -----------------------------------------------------------------------------------------------------

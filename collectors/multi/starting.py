@@ -31,7 +31,9 @@ def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float
     """Raises AckTimeout: workers were not ready in time; whatever a worker raises."""
     try:
         group.wait(lambda: len(group.infos) == count, max(0.0, deadline - time.monotonic()))
-    except AckTimeout:
+    except AckTimeout as error:
+        if error is group.failure:  # a worker's own
+            raise
         missing = sorted(set(range(count)) - set(group.infos))
         raise AckTimeout(
             f"workers {missing} of this {owner} were not ready in time: importing libraries and making environments "

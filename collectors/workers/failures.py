@@ -2,15 +2,16 @@
 
 What is raised in the trainer has the worker's type where that can be, a note that names the worker, and a
 :class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. What does not survive the way (an
-exception that cannot be pickled, or whose class is not importable here) is a RemoteError itself.
+exception that cannot be pickled, whose class is not importable here, or whose attributes cannot be set) is itself a
+RemoteError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.errors import PeerLost, RemoteError
@@ -47,18 +48,15 @@ class Failure:
     def error(self, where: str) -> Exception:
         """The exception to be raised here; ``where`` names the worker that it is from."""
         remote = RemoteError(self.type_name, self.message, self.remote_traceback)
-        error: Any = None
+        note = f"It was raised in {where}."
         if self.pickled is not None:
-            try:
-                error = loads(self.pickled)
-            except Exception:
-                error = None
-        if not isinstance(error, Exception):
-            remote.add_note(f"It was raised in {where}.")
-            return remote
-        error.__cause__ = remote
-        error.add_note(f"It was raised in {where}.")
-        return error
+            with contextlib.suppress(Exception):
+                error: Exception = loads(self.pickled)
+                error.__cause__ = remote  # which a frozen dataclass refuses
+                error.add_note(note)
+                return error
+        remote.add_note(note)
+        return remote
 
 
 def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
