@@ -29,7 +29,7 @@ from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, Wo
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
 from asyncsync.errors import ClosedError
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.runtime.threads import elsewhere
 
 __all__ = ["BatchArguments", "Driver", "Made"]
 
@@ -52,7 +52,7 @@ class BatchArguments:
     postproc: Callable[[Any], Any] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Made:
     """A batch whose rollouts are done, until its caller has it.
 
@@ -79,12 +79,14 @@ class _Caller:
         thread: the identifier of its thread.
         has_turn: whether the others wait for this one.
         begins: whether what is raised from now on ends collection.
-        made: its batch, once that is there; ``has_batch``: whether it has taken that.
+        made: its batch, from when that is there to when it is handed out.
+        is_served: whether another thread processes the batch for it.
+        is_gone: whether it waits for nothing more.
     """
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.has_turn = self.begins = self.has_batch = False
+        self.has_turn = self.begins = self.is_served = self.is_gone = False
         self.made: Made | None = None
 
 
@@ -119,7 +121,7 @@ class Driver(ABC):
         self._made: Made | None = None
         self._batches_since = [0] * len(arguments.frames)  # each worker's weights
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
-        self._callers: list[_Caller] = []
+        self._callers: set[_Caller] = set()
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
 
@@ -199,7 +201,7 @@ class Driver(ABC):
                 "cancel that task and await its end"
             )
         try:
-            self._callers.append(caller)
+            self._callers.add(caller)
             loop_thread.run(partial(self._serve, caller))
             return [] if caller.made is None else [self._taken(caller, caller.made)]
         except Exception:
@@ -207,7 +209,11 @@ class Driver(ABC):
                 self._collector.shutdown()
             raise
         finally:
-            self._leave_surely(caller)
+            try:
+                self._leave(caller)
+            except BaseException:  # Ctrl-C
+                self._leave(caller)
+                raise
 
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
@@ -215,21 +221,22 @@ class Driver(ABC):
             raise StopAsyncIteration
         caller = _Caller()
         try:
-            self._callers.append(caller)
+            self._callers.add(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
             if (made := caller.made) is not None:
                 if caller.has_turn:  # if cancelled, the batch is finished for the next caller
-                    thread = WorkThread("asyncsync-collector-batch")
-                    finished = thread.submit(partial(self._finish, made))
-                    thread.abandon()  # after that
-                    await finish(finished)
+                    await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
                 return self._taken(caller, made)
         except Exception:
             if caller.begins:
                 await self._collector._shutdown_elsewhere()
             raise
         finally:
-            self._leave_surely(caller)
+            try:
+                self._leave(caller)
+            except BaseException:  # Ctrl-C
+                self._leave(caller)
+                raise
         raise StopAsyncIteration
 
     def _is_over(self) -> bool:
@@ -262,8 +269,19 @@ class Driver(ABC):
         if not made.is_finished:
             self._finish(made)
         made.places.release(made.place)
-        caller.has_batch = True
+        caller.made = None
         return made.batch
+
+    def _finish_for(self, caller: _Caller, made: Made) -> None:
+        """Finish the batch of a coroutine, whose loop may be closed meanwhile."""
+        caller.is_served = True
+        try:
+            if not caller.is_gone:
+                self._finish(made)
+        finally:
+            caller.is_served = False
+            if caller.is_gone:
+                self._leave(caller)
 
     def _finish(self, made: Made) -> None:
         """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
@@ -283,26 +301,20 @@ class Driver(ABC):
         made.is_finished = True
         made.is_lost = False
 
-    def _leave_surely(self, caller: _Caller) -> None:
-        try:
-            self._leave(caller)
-        except BaseException:  # Ctrl-C
-            self._leave(caller)
-            raise
-
     def _leave(self, caller: _Caller) -> None:
-        """The caller has its batch, or leaves it to the next one. Idempotent."""
+        """The caller has its batch, or leaves it to the next one. From any thread. Idempotent."""
+        self._callers.discard(caller)
+        caller.is_gone = True
+        if not caller.is_served and (caller.has_turn or caller.made is not None):
+            self._group.call_soon(self._give_up, caller)
+
+    def _give_up(self, caller: _Caller) -> None:
+        """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
         made, caller.made = caller.made, None
         if made is not None and made.is_lost:
             made.places.release(made.place)
-        elif made is not None and not caller.has_batch:
+        elif made is not None:
             self.left.append(made)
-        if caller.has_turn:
-            self._group.call_soon(self._give_turn, caller)
-        if caller in self._callers:
-            self._callers.remove(caller)
-
-    def _give_turn(self, caller: _Caller) -> None:
         if caller.has_turn:
             caller.has_turn = False
             self._turn.release()

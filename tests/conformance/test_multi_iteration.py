@@ -207,6 +207,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
         patch.setattr(SharedPlaces, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
+    collector._group.wait(lambda: True)  # the interrupted batch is left there
     before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
