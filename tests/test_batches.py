@@ -37,7 +37,7 @@ def _first(shared: Any, layout: Any) -> Any:
 def make(parts: list[TensorDict], dim: int | None) -> Slots:
     arrangement = Arrangement.of([layout_of(part) for part in parts], dim)
     assert arrangement is not None
-    return Slots(1, arrangement, 2)
+    return Slots(arrangement)
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
@@ -48,7 +48,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
     slot, lease = slots.lease()
     writers = [BatchWriter() for _ in parts]
     for i, writer in enumerate(writers):
-        writer.learn(1, slots.arrangement, i)
+        writer.learn(slots.arrangement, i)
         writer.open(lease)
         batched = rollout(10.0 * i, batch, writer=writer)
         written, layout = writer.close(batched)
@@ -65,7 +65,7 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     slots = make([rollout()], -1)
     slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     assert writer.close(rollout(7.0))[0]
     assert slots.batch(slot)["a"][0, 0] == 7.0
@@ -73,7 +73,7 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
 
 def opened(slots: Slots, writer: BatchWriter) -> Any:
     slot, lease = slots.lease()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     return slot
 
@@ -140,7 +140,7 @@ def test_what_does_not_fit_comes_by_value() -> None:
     slots = make([rollout()], -1)
     _slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     slots = make([rollout()], -1)
     slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     written, layout = writer.close(rollout(4.0, writer=writer)[:2])
     assert written
@@ -204,7 +204,7 @@ def test_no_descriptor_is_left() -> None:
     slots = make([rollout()], -1)
     slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     writer.close(rollout(writer=writer))
     batch = slots.batch(slot)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from asyncsync.collectors.workers.channel import dumps, loads
-from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout
 
@@ -52,7 +51,7 @@ class Calls:
                         "was asked for all the same; timeout= gives it longer"
                     ) from None
                 failure, result = answer
-                if isinstance(failure, Failure):
+                if failure is not None:
                     raise failure.error(f"worker {worker}")
                 results.append(loads(result))
         finally:

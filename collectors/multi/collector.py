@@ -226,12 +226,11 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         check_devices(dict(flattened(devices | own_devices)))
         placed = [dict(zip(devices, values, strict=True)) for values in spread(devices, count)]
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
-        chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
-        self.policy_device = chosen
         self._acting_devices: dict[int, set[torch.device]] = {}
-        self.storing_device = [
-            exact_device(d["device"] if d["storing_device"] is None else d["storing_device"]) for d in placed
-        ]
+        self.policy_device, self.storing_device = (
+            [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
+            for name in ("policy_device", "storing_device")
+        )
 
         self.policy = policy
         if policy is None and worker_idx is not None and policies[0] is not None:

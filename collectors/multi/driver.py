@@ -35,6 +35,9 @@ __all__ = ["BatchArguments", "Driver", "Made"]
 
 logger = logging.getLogger("asyncsync")
 
+WATCHER_SECONDS = 1.0
+"""How long the end waits until it is known why the workers have ended; they have by then."""
+
 
 @dataclass
 class BatchArguments:
@@ -57,17 +60,16 @@ class Made:
     """A batch whose rollouts are done, until its caller has it.
 
     Attributes:
-        places, place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it is None where frames go to a replay buffer.
+        place: where its parts lie.
+        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer.
         is_finished: whether the user's code has processed it.
         is_lost: whether an interruption has struck the user's code.
     """
 
-    places: SharedPlaces
-    place: SharedPlace | None
+    place: SharedPlace
     results: list[RolloutResult]
+    is_assembled: bool
     batch: TensorDictBase | None = None
-    is_assembled: bool = False
     is_finished: bool = False
     is_lost: bool = False
 
@@ -103,9 +105,6 @@ class Driver(ABC):
         free: watches the workers while they run free; None: they do not.
     """
 
-    joins_parts = True
-    """Whether parts that do not lie in one place are copied to make a batch."""
-
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
         self.random: bool | None = False
@@ -136,8 +135,7 @@ class Driver(ABC):
         process keeps the turn until :meth:`_leave`."""
         await self._turn.acquire()
         try:
-            self._check_iterable()
-            if self._exhausted:
+            if self._is_over():
                 return
             caller.begins = True
             caller.made = self.left.popleft() if self.left else await self.produce()
@@ -146,24 +144,36 @@ class Driver(ABC):
             if not caller.has_turn:
                 self._turn.release()
 
-    @property
-    def _exhausted(self) -> bool:
-        return self._made is None and not self.left and self.frames >= self._arguments.total_frames
-
-    def _check_iterable(self) -> None:
-        if self._exhausted and self.free is None:
-            return  # also after shutdown()
+    def _is_over(self) -> bool:
+        """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer
+        meanwhile; ClosedError: it was shut down before, or this is a forked process."""
+        if self.free is None and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
+            return True
         self._collector._check_open()
         self._group.check()
+        if self.free is None:
+            return False
         self.count_free()
         if self.free is not None:
             raise RuntimeError("this collector runs free: its frames are in the replay buffer")
+        return self._is_over()
 
-    def _request(self, worker: int, place: SharedPlace | None, frames_before: int) -> None:
+    def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
         """Request a rollout with the current serial number."""
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
         self.busy[worker] = request = RolloutRequest(self._serial, random, place)
         self._group.request(worker, request)
+
+    def _done(self, places: SharedPlaces, place: SharedPlace, results: list[RolloutResult]) -> Made:
+        """The batch of these rollouts, counted."""
+        self.frames += sum([result.frames for result in results])
+        self.count += 1
+        for result in results:
+            self._batches_since[result.worker] += 1
+        is_written = self._arguments.replay_buffer is not None
+        if not is_written:
+            places.learn(place, results)
+        return Made(place, results, is_assembled=is_written)
 
     def _is_due(self, worker: int) -> bool:
         """Whether this worker is to have the policy's current weights before its next rollout."""
@@ -191,7 +201,7 @@ class Driver(ABC):
             yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
     def _next(self) -> list[TensorDictBase | None]:
-        if self._is_over():
+        if self._is_in_vain():
             return []
         caller = _Caller()
         if any(other.thread == caller.thread for other in list(self._callers)):
@@ -217,7 +227,7 @@ class Driver(ABC):
 
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
-        if self._is_over():
+        if self._is_in_vain():
             raise StopAsyncIteration
         caller = _Caller()
         try:
@@ -239,15 +249,12 @@ class Driver(ABC):
                 raise
         raise StopAsyncIteration
 
-    def _is_over(self) -> bool:
-        """Whether there are no more batches. Raises RuntimeError: the caller itself pauses the workers that it would
-        wait for; ClosedError: after the end, or in a forked process."""
+    def _is_in_vain(self) -> bool:
+        """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
+        itself pauses the workers that it would wait for; ClosedError: after the end, or in a forked process."""
         if self._pauses and is_caller(self._pauses):
             raise RuntimeError(f"this {self._name} is paused by this thread: leave the pause() block before collecting")
-        if self._collector.closed or not self._group.is_ours:
-            self._check_iterable()
-            return True
-        return False
+        return (self._collector.closed or not self._group.is_ours) and self._is_over()
 
     @property
     def _processes(self) -> bool:
@@ -256,10 +263,8 @@ class Driver(ABC):
 
     def _takes_long(self, made: Made) -> bool:
         """Whether what is left to do with this batch takes time, or runs the user's code."""
-        if made.is_finished:
-            return False
-        in_one_piece = made.is_assembled or self._arguments.replay_buffer is not None or not self.joins_parts
-        return self._processes or not (in_one_piece or made.places.is_complete(made.place, made.results))
+        in_one_piece = made.is_assembled or len(made.results) == 1 or made.place.is_complete(made.results)
+        return not made.is_finished and (self._processes or not in_one_piece)
 
     @abstractmethod
     def assembled(self, made: Made) -> TensorDictBase:
@@ -268,7 +273,7 @@ class Driver(ABC):
     def _taken(self, caller: _Caller, made: Made) -> TensorDictBase | None:
         if not made.is_finished:
             self._finish(made)
-        made.places.release(made.place)
+        made.place.release()
         caller.made = None
         return made.batch
 
@@ -286,11 +291,11 @@ class Driver(ABC):
     def _finish(self, made: Made) -> None:
         """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
         it strikes the user's code."""
-        if self._arguments.replay_buffer is None and not made.is_assembled:
+        if not made.is_assembled:
             made.batch = self.assembled(made)
         made.is_assembled = True
         in_place = all(result.in_place for result in made.results)
-        if made.batch is not None and (self._processes or not in_place or made.places.has_private(made.place)):
+        if made.batch is not None and (self._processes or not in_place or made.place.has_private):
             made.is_lost = self._processes
             try:
                 with self._collector._weights.holds():  # its model may be updated here
@@ -312,7 +317,7 @@ class Driver(ABC):
         """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
         made, caller.made = caller.made, None
         if made is not None and made.is_lost:
-            made.places.release(made.place)
+            made.place.release()
         elif made is not None:
             self.left.append(made)
         if caller.has_turn:
@@ -327,10 +332,11 @@ class Driver(ABC):
         self.count_free()
         if self.free is None:
             self._group.run_free(self._arguments.total_frames, self._arguments.init_random_frames)
-            loop_thread.run(self._begin_watching)
 
-    async def _begin_watching(self) -> None:
-        self.free = asyncio.create_task(self._watch())
+            async def begin() -> None:
+                self.free = asyncio.create_task(self._watch())
+
+            loop_thread.run(begin)
 
     async def _watch(self) -> None:
         """Wait for the workers that run free, so that a failure is logged at once."""
@@ -343,10 +349,10 @@ class Driver(ABC):
             with suppress(ReferenceError):  # it was forgotten
                 self._collector._free_error = error
 
-    def wait_for_watcher(self, timeout: float) -> None:
+    def wait_for_watcher(self) -> None:
         """After the workers' end: wait until their failure, if there was one, is known."""
         if (watcher := self.free) is not None and not watcher.done():
-            loop_thread.run(lambda: asyncio.wait([watcher], timeout=timeout))
+            loop_thread.run(lambda: asyncio.wait([watcher], timeout=WATCHER_SECONDS))
 
     def count_free(self) -> None:
         """Count the frames of workers that run free; if they have all, end that."""

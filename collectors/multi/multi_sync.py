@@ -41,13 +41,8 @@ class SyncDriver(Driver):
         place = self.busy[0].place
         await self._group.until(self._are_done)
         results = [self._results[worker] for worker in self._workers]
-        self.frames += sum(result.frames for result in results)
-        self.count += 1
-        self._batches_since = [before + 1 for before in self._batches_since]
         self.busy, self._results = {}, {}
-        if self._arguments.replay_buffer is None:
-            self._places.learn(place, results)
-        return Made(self._places, place, results)
+        return self._done(self._places, place, results)
 
     def _are_done(self) -> bool:
         """Whether all rollouts are. When enough of them are, the others are cut."""
@@ -60,12 +55,12 @@ class SyncDriver(Driver):
         return done == count
 
     def assembled(self, made: Made) -> TensorDictBase:
-        places, place, results = made.places, made.place, made.results
-        if place is None or not places.is_complete(place, results):
-            return self._joined(places.parts(place, results), results)
-        batch = places.whole(place)
+        place, results = made.place, made.results
+        if not place.is_complete(results):
+            return self._joined(place.parts(results), results)
+        batch = place.whole()
         if self._dim is None:
-            for part, missing in zip(batch, places.missing(place, results), strict=True):
+            for part, missing in zip(batch, place.missing(results), strict=True):
                 if missing:  # the rollout was cut before: frames of an earlier batch lie there
                     lacking = part[..., -missing:]
                     lacking.zero_()

@@ -89,9 +89,8 @@ class ControlPage:
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Write the newest version for these workers."""
-        for worker in workers:
-            if self._slots[_NEWEST + worker] < version:
-                self._slots[_NEWEST + worker] = version
+        for slot in (_NEWEST + worker for worker in workers):
+            self._slots[slot] = max(self._slots[slot], version)
 
     def newest(self, worker: int) -> int:
         return self._slots[_NEWEST + worker]

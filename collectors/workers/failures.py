@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import traceback
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.errors import PeerLost, RemoteError
@@ -19,44 +19,35 @@ from asyncsync.errors import PeerLost, RemoteError
 __all__ = ["Failure", "died"]
 
 
-@dataclass
-class Failure:
-    """An exception, ready to travel."""
+class Failure(NamedTuple):
+    """An exception, ready to travel: described, and pickled where that can be."""
 
-    type_name: str
-    message: str
-    remote_traceback: str
+    described: RemoteError
     pickled: bytes | None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         kind = type(error)
         text = "".join(traceback.format_exception(error))
-        pickled: bytes | None = None
-        if isinstance(error, Exception):
-            try:
-                pickled = dumps(error.with_traceback(None))
-                loads(pickled)
-            except Exception:
-                pickled = None
-        try:
+        message, pickled = "(its message cannot be shown)", None
+        with contextlib.suppress(Exception):
             message = str(error)
-        except Exception:
-            message = "(its message cannot be shown)"
-        return cls(f"{kind.__module__}.{kind.__qualname__}", message, text, pickled)
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                pickled = dumps(error.with_traceback(None))
+        return cls(RemoteError(f"{kind.__module__}.{kind.__qualname__}", message, text), pickled)
 
     def error(self, where: str) -> Exception:
         """The exception to be raised here; ``where`` names the worker that it is from."""
-        remote = RemoteError(self.type_name, self.message, self.remote_traceback)
         note = f"It was raised in {where}."
         if self.pickled is not None:
             with contextlib.suppress(Exception):
                 error: Exception = loads(self.pickled)
-                error.__cause__ = remote  # which a frozen dataclass refuses
+                error.__cause__ = self.described  # which a frozen dataclass refuses
                 error.add_note(note)
                 return error
-        remote.add_note(note)
-        return remote
+        self.described.add_note(note)
+        return self.described
 
 
 def died(where: str, code: int | None, *, starting: bool) -> PeerLost:

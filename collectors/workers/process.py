@@ -129,11 +129,10 @@ def check_platform(owner: str) -> None:
         )
 
 
-def check_start_method(name: str) -> str:
+def check_start_method(name: str) -> None:
     """Raises ValueError: not a way to start workers."""
     if name not in ("spawn", "forkserver"):
         raise ValueError(
             f"start_method must be 'spawn' or 'forkserver', not {name!r}: a forked worker would inherit the trainer's "
             "threads and event loop, half alive"
         )
-    return name

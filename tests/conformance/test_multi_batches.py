@@ -171,7 +171,7 @@ def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest
     part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
     arrangement = batches.Arrangement.of([part], None)
     assert arrangement is not None
-    slot, lease = batches.Slots(1, arrangement, 2).lease()
+    slot, lease = batches.Slots(arrangement).lease()
     assert lease.place.size >= 48
     slot.close_file()
 
