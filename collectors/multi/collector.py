@@ -45,8 +45,9 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.construct import Chooses, family
+from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import Calls
-from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.group_collector import GroupCollector
 from asyncsync.collectors.multi.starting import (
     check_shared,

@@ -13,16 +13,15 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from anyio import Semaphore
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import BaseCollector, is_caller
+from asyncsync.collectors.multi.batches import BatchArguments, Made
 from asyncsync.collectors.multi.calls import CALL_SECONDS
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
@@ -31,47 +30,12 @@ from asyncsync.errors import ClosedError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 
-__all__ = ["BatchArguments", "Driver", "Made"]
+__all__ = ["Driver"]
 
 logger = logging.getLogger("asyncsync")
 
 WATCHER_SECONDS = 1.0
 """How long the end waits until it is known why the workers have ended; they have by then."""
-
-
-@dataclass
-class BatchArguments:
-    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
-    worker's rollouts; ``total_frames`` is math.inf where there is no end."""
-
-    frames: list[int]
-    total_frames: float
-    init_random_frames: int
-    split_trajs: bool
-    track_traj_ids: bool
-    replay_buffer: Any
-    update_at_each_batch: bool
-    max_weight_update_interval: int
-    postproc: Callable[[Any], Any] | None = None
-
-
-@dataclass(eq=False)
-class Made:
-    """A batch whose rollouts are done, until its caller has it.
-
-    Attributes:
-        place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer.
-        is_finished: whether the user's code has processed it.
-        is_lost: whether an interruption has struck the user's code.
-    """
-
-    place: SharedPlace
-    results: list[RolloutResult]
-    is_assembled: bool
-    batch: TensorDictBase | None = None
-    is_finished: bool = False
-    is_lost: bool = False
 
 
 class _Caller:
@@ -104,6 +68,8 @@ class Driver(ABC):
         left: batches of callers that were interrupted.
         free: watches the workers while they run free; None: they do not.
     """
+
+    _places: list[SharedPlaces]  # where batches come to lie
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
@@ -149,7 +115,6 @@ class Driver(ABC):
         meanwhile; ClosedError: it was shut down before, or this is a forked process."""
         if self.free is None and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
             return True
-        self._collector._check_open()
         self._group.check()
         if self.free is None:
             return False
@@ -395,6 +360,8 @@ class Driver(ABC):
 
     def close(self) -> None:
         """After the workers' end: drop what was under way, and all places."""
+        for places in self._places:
+            places.close()
         self._made = None
         self.left.clear()
         self.busy, self._results = {}, {}

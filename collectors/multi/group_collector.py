@@ -18,8 +18,9 @@ from torch import nn
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
-from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.single import _part
 from asyncsync.collectors.weights.in_process import fitted
 from asyncsync.collectors.weights.plan import Planned, belongs_to

@@ -6,8 +6,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver, Made
+from asyncsync.collectors.multi.driver import Driver
 
 __all__ = ["MultiAsyncCollector"]
 
@@ -47,11 +48,6 @@ class AsyncDriver(Driver):
             return made.place.whole()
         [batch] = made.place.parts(made.results)
         return batch
-
-    def close(self) -> None:
-        super().close()
-        for places in self._places:
-            places.close()
 
 
 class MultiAsyncCollector(MultiCollector):

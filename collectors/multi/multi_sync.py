@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.arguments import warn_rounding
+from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver, Made
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.workers.group import RolloutResult
 
 __all__ = ["MultiSyncCollector"]
@@ -28,13 +29,13 @@ class SyncDriver(Driver):
         self._dim = dim
         self._threshold = threshold
         self._workers = range(len(self._arguments.frames))
-        self._places = self._group.places(self._workers, dim)
+        self._places = [self._group.places(self._workers, dim)]
 
     async def produce(self) -> Made:
         if not self.busy:
             if any(self._is_due(worker) for worker in self._workers):
                 await self._update(None)
-            place = self._places.next()
+            place = self._places[0].next()
             self._serial += 1
             for worker in self._workers:
                 self._request(worker, place, self.frames)
@@ -42,7 +43,7 @@ class SyncDriver(Driver):
         await self._group.until(self._are_done)
         results = [self._results[worker] for worker in self._workers]
         self.busy, self._results = {}, {}
-        return self._done(self._places, place, results)
+        return self._done(self._places[0], place, results)
 
     def _are_done(self) -> bool:
         """Whether all rollouts are. When enough of them are, the others are cut."""
@@ -85,10 +86,6 @@ class SyncDriver(Driver):
             ends = torch.tensor([result.steps for result in results]).reshape(-1, *[1] * (len(shape) - 1))
             batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
         return batch
-
-    def close(self) -> None:
-        super().close()
-        self._places.close()
 
 
 class MultiSyncCollector(MultiCollector):

@@ -144,11 +144,11 @@ def _decode(data: bytes, file: int | None) -> Any:
     memory: Any = bytearray(memoryview(data)[_HEAD.size :]) if file is None else mapped(file, size, shared=False)
     rest = memoryview(memory)
     sizes = struct.unpack_from(f"<{count}Q", rest)
-    position = _after(8 * count)
-    parts = []
+    position, parts = 8 * count, []
     for length in sizes:
+        position += -position % _ALIGNED
         parts.append(rest[position : position + length])
-        position = _after(position + length)
+        position += length
     return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
 
 
@@ -158,10 +158,6 @@ def mapped(file: int, size: int, *, shared: bool) -> np.ndarray[Any, Any]:
         memory = torch.from_file(f"/proc/self/fd/{file}", shared=shared, size=size, dtype=torch.uint8)
     found: np.ndarray[Any, Any] = memory.numpy()
     return found
-
-
-def _after(position: int) -> int:
-    return position + -position % _ALIGNED
 
 
 # -- channels ----------------------------------------------------------------------------------------------------------

@@ -88,10 +88,9 @@ class Arrangement:
             count = len(self.parts)
             leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
             return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
-        n, dim = len(first.batch_size), self.dim
+        n, dim, total = len(first.batch_size), self.dim, sum(self._extents)
         if dim == n:
-            return replace(first, steps=sum(part.steps for part in self.parts))
-        total = sum(part.batch_size[dim] for part in self.parts)
+            return replace(first, steps=total)
         size = torch.Size([*first.batch_size[:dim], total, *first.batch_size[dim + 1 :]])
         leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
         return replace(first, batch_size=size, leaves=leaves)
@@ -103,16 +102,11 @@ class Arrangement:
         nodes = [node.path for part in self.parts for node in part.nodes]
         return any(name.startswith("_") for path in leaves + nodes for name in path)
 
-    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """One worker's part of a leaf of the whole batch: a view."""
-        if self.dim is None:
-            return tensor.select(0, index)
-        start = sum(self._extent(before) for before in self.parts[:index])
-        return tensor.narrow(self.dim, start, self._extent(self.parts[index]))
-
-    def _extent(self, part: BatchLayout) -> int:
+    @cached_property
+    def _extents(self) -> list[int]:
+        """How much of ``dim`` each part has."""
         assert self.dim is not None
-        return part.steps if self.dim == len(part.batch_size) else part.batch_size[self.dim]
+        return [[*part.batch_size, part.steps][self.dim] for part in self.parts]
 
     @cached_property
     def _leaves(self) -> list[tuple[torch.Size, torch.dtype, int, int]]:
@@ -140,7 +134,12 @@ class Arrangement:
                     found.append(torch.empty(shape, dtype=dtype))
                 else:
                     found.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape))
-        return found if index is None else [self.part(tensor, index) for tensor in found]
+        if index is None:
+            return found
+        if self.dim is None:
+            return [tensor.select(0, index) for tensor in found]
+        begin, extent = sum(self._extents[:index]), self._extents[index]
+        return [tensor.narrow(self.dim, begin, extent) for tensor in found]
 
     def batch(self, memory: Any, index: int | None = None) -> TensorDict:
         """The whole batch in this memory, or one worker's part of it."""
@@ -190,11 +189,6 @@ class _Slot:
         self.forked = _forked
         self.views: list[weakref.ref[memoryview]] = []
 
-    @property
-    def is_read(self) -> bool:
-        """Whether a tensor of the slot lives here."""
-        return any(view() is not None for view in self.views)
-
 
 class Slots:
     """The slots of an arrangement, always used by the same workers."""
@@ -202,26 +196,23 @@ class Slots:
     def __init__(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
         self._free: deque[_Slot] = deque()
+        self._leased: set[_Slot] = set()
         self._held: set[_Slot] = set()
-        self._pinned: set[_Slot] = set()
 
     def lease(self) -> tuple[_Slot, Lease]:
-        """A slot to be written. Raises MemoryError."""
+        """A slot to be written, which is leased until :meth:`release`. Raises MemoryError."""
         slot = self._free.popleft() if self._free else _Slot(self.arrangement.size)
-        alive = tuple(other.place.inode for other in [slot, *self._free, *(self._held | self._pinned)])
-        return slot, Lease(slot.place, alive)
-
-    def pin(self, slot: _Slot) -> None:
-        """Keep the slot from being leased again before :meth:`release`, whatever becomes of its tensors."""
-        self._pinned.add(slot)
+        self._leased.add(slot)
+        alive = [*self._free, *(self._held | self._leased)]
+        return slot, Lease(slot.place, tuple(other.place.inode for other in alive))
 
     def release(self, slot: _Slot) -> None:
         """Let the slot be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
-        self._pinned.discard(slot)
+        self._leased.discard(slot)
         self._returned(slot)
 
     def batch(self, slot: _Slot, index: int | None = None) -> TensorDictBase:
-        """The whole batch in this slot, or one worker's part. The slot is used again when the last tensor has gone."""
+        """The whole batch in this slot, or one worker's part."""
         slot.close_file()  # every process that needs the file has mapped it
         memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
@@ -236,7 +227,7 @@ class Slots:
 
     def _returned(self, slot: _Slot) -> None:
         # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
-        if slot in self._pinned or slot.is_read:
+        if slot in self._leased or any(view() is not None for view in slot.views):
             return
         self._held.discard(slot)
         if slot.forked == _forked and len(self._free) < SPARE and slot not in self._free:
@@ -259,7 +250,6 @@ class SharedPlace:
         self.slots = slots
         if slots is not None:
             self._slot, self.lease = slots.lease()
-            slots.pin(self._slot)
 
     @property
     def has_private(self) -> bool:
