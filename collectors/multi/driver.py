@@ -109,6 +109,8 @@ class Driver(ABC):
         finally:
             if not caller.has_turn:
                 self._turn.release()
+            if caller.is_gone:  # its loop was closed just now
+                self._give_up(caller)
 
     def _is_over(self) -> bool:
         """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer

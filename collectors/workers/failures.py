@@ -54,10 +54,8 @@ def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
     """The error for a worker process that has ended and sent no failure."""
     how = f"ended with exit code {code}"
     if code is not None and code < 0:
-        try:
+        with contextlib.suppress(ValueError):
             how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-        except ValueError:
-            pass
     text = f"{where} {how}; collection is over. What it wrote to stderr may tell why"
     if code == -signal.SIGKILL:
         text += "; the kernel kills processes so when memory runs out"

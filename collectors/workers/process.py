@@ -86,13 +86,9 @@ class WorkerProcess:
                     self._waiting.popleft().close()
             except ConnectionError:
                 self.is_open = False
-            if not self.is_open:  # those that wait see the worker's end by its sentinel
-                self._forget()
+            while self._waiting and not self.is_open:  # who waits for an answer sees the worker's end by its sentinel
+                self._waiting.popleft().close()
             return not self._waiting
-
-    def _forget(self) -> None:
-        while self._waiting:
-            self._waiting.popleft().close()
 
     def ring(self, seconds: float) -> None:
         """Have the worker end within this time."""
@@ -109,8 +105,8 @@ class WorkerProcess:
         if self.bell.closed:
             return
         self.is_open = False
+        self.flush()
         with self._sending:
-            self._forget()
             self.channel.close()
         self.bell.close()
         if self.is_alive and self.process.exitcode is None:
