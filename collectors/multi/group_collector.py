@@ -18,8 +18,9 @@ from torch import nn
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
-from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.single import _part
 from asyncsync.collectors.weights.in_process import fitted
 from asyncsync.collectors.weights.plan import Planned, belongs_to
@@ -243,31 +244,26 @@ class GroupCollector(BaseCollector):
         try:
             super()._carry_out(update, wait)
         except PartialSendError as error:
-            if (failure := loop_thread.run(partial(self._failure_behind, error))) is not None:
-                raise failure  # noqa: B904 - it has its cause
+            loop_thread.run(partial(self._look_behind, error))
             raise
 
     async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         try:
             await super()._carry_out_async(update, wait)
         except PartialSendError as error:
-            if (failure := await loop_thread.awaitable(partial(self._failure_behind, error))) is not None:
-                raise failure  # noqa: B904 - it has its cause
+            await loop_thread.awaitable(partial(self._look_behind, error))
             raise
 
-    async def _failure_behind(self, error: PartialSendError) -> BaseException | None:
-        """What has ended a worker that the update has not reached: its own exception, or how its process ended."""
+    async def _look_behind(self, error: PartialSendError) -> None:
+        """Raises what has ended a worker that the update has not reached: its own exception, or how its process
+        ended."""
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
-            return None
+            return
         try:
             await self._group.until(lambda: None, FAILURE_SECONDS)
-        except AckTimeout:
-            return None
-        except BaseException as failure:
-            if failure is not self._group.failure:  # the caller's cancellation, or the collector's end
+        except AckTimeout as failure:
+            if failure is self._group.failure:
                 raise
-            return failure
-        return None
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +323,7 @@ class GroupCollector(BaseCollector):
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
         try:
             self._group.end(max(0.1, deadline - time.monotonic()), close_env)
-            self._driver.wait_for_watcher(1.0)
+            self._driver.wait_for_watcher()
         finally:
             if self._group.is_over:
                 for finalizer in self._finalizers:
