@@ -186,6 +186,6 @@ def zeroed(value: Any, finished: Array) -> Any:
     ended = torch.from_numpy(finished.copy())
 
     def zero(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(beside(ended, x), torch.zeros_like(x), x)
+        return x.masked_fill(beside(ended, x), 0)
 
     return value.apply(zero) if isinstance(value, TensorDictBase) else zero(value)
