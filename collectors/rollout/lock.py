@@ -69,20 +69,15 @@ class RolloutLock:
     def _end_turn(self) -> None:
         """End the turn, whatever interrupts this; the interruption is raised afterwards."""
         interrupt: BaseException | None = None
-        afterwards: Callable[[], None] | None = None
-        ended = False
-        while not ended:
+        while self.is_mine:
             try:
                 with self._changed:
-                    self._roller = None
-                    self._inside = False
-                    afterwards, self._afterwards = self._afterwards or afterwards, None
+                    self._roller, self._inside = None, False
                     self._changed.notify_all()
-                    ended = True
             except BaseException as error:
                 interrupt = error
-        if afterwards is not None:
-            afterwards()
+        if self._afterwards is not None:
+            self._afterwards()
         if interrupt is not None:
             raise interrupt
 
