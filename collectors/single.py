@@ -238,11 +238,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _set_free(self) -> None:
         if not self.is_running():
-            self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
+            self._free = threading.Thread(target=self._iteration.run_free, name="asyncsync-collector-free", daemon=True)
             self._free.start()
-
-    def _run_free(self) -> None:
-        self._free_error = self._iteration.run_free()
 
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
@@ -347,12 +344,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _registered(self, model_id: str) -> Any:
         # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
-        if model_id in self._weights.schemes or self.policy is self._original_policy:
-            return super()._registered(model_id)
-        try:
-            return find_model(self, model_id, self._original_policy)
-        except LookupError as error:
-            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+        acts = model_id in self._weights.schemes
+        return find_model(self, model_id, self.policy if acts else self._original_policy)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

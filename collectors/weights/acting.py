@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import BusCore
 from asyncsync.collectors.weights.senders import as_blocking, buses_of, connect_all, shut_down_all
 from asyncsync.model.gate import Gate
@@ -27,7 +26,8 @@ class ActingWeights:
         schemes: those that receive, by model id.
         own: how many updates were applied here without schemes.
         counted_above: how many versions updaters above have counted; None: nobody is above.
-        newest_above: reads the newest version published for this collector; None: only its schemes know of one.
+        newest_above: reads the newest version published for this collector, by the count of :meth:`received`; None:
+            only its schemes know of one.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -117,34 +117,16 @@ class ActingWeights:
         return Holds(self._gates)
 
     def version(self) -> int:
-        """The version with which frames are labelled: the acting one; with a trainer above, that of its schemes plus
-        what its updaters have counted."""
-        if self.counted_above is None:
-            return self.applied()
-        return self.received() + self.counted_above()
+        """The version with which frames are labelled. With a trainer above, that of its schemes plus what its updaters
+        have counted; else that of schemes, or where nothing brings weights, the count of updates applied here."""
+        if self.counted_above is not None:
+            return self.received() + self.counted_above()
+        return self.own if self._main is None else self.received()
 
     def received(self) -> int:
         """The version that has come by schemes: of several buses, that of the policy's, or of the first. Each counts
         its own; in a tree of collectors, its root does."""
         return 0 if self._main is None else self._main._shown_origin()
-
-    def applied(self) -> int:
-        """The version that acts: :meth:`received`, or where nothing brings weights from above the count of updates
-        applied here."""
-        return self.own if self._main is None else self.received()
-
-    def newest(self) -> int:
-        """The newest version that the trainer is known to have published, by the count of :meth:`applied`."""
-        if self.newest_above is not None:
-            return self.newest_above()
-        return self.own if self._main is None else self.applied() + self._main._target() - self._main.version
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds, outside any hold, until this version or a newer one acts. Raises AckTimeout;
-        ClosedError, Fenced: it will not come."""
-        check_timeout(timeout)
-        if isinstance(self._main, Bus):
-            self._main._wait_origin(version, timeout)
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
         """Wait, outside any hold, until the acting weights are at most ``max_lag`` versions behind the newest, on each
@@ -153,8 +135,11 @@ class ActingWeights:
         for bus in self._buses:
             while (target := bus._target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
-        while self.newest_above is not None and (newest := self.newest_above()) - self.applied() > max_lag:
-            self.wait(newest - max_lag, timeout)
+        newest_above, main = self.newest_above, self._main
+        while newest_above is not None and isinstance(main, Bus):  # where no Bus follows that count, nothing is awaited
+            if (newest := newest_above()) - self.received() <= max_lag:
+                break
+            main._wait_origin(newest - max_lag, timeout)
 
 
 class Holds:

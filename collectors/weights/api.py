@@ -61,15 +61,12 @@ class WeightsAPI:
         return find_model(self, model_id, self.policy)
 
     def _acting(self, model_id: str) -> Any:
-        """The model of this name that acts in this process. Raises ValueError: none does."""
-        try:
-            return self.get_model(model_id)
-        except LookupError as error:
-            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+        """The model of this name that acts in this process. Raises UnknownModel: none does."""
+        return self.get_model(model_id)
 
     def _registered(self, model_id: str) -> Any:
-        """The model of this name whose weights are meant where none are given. Raises ValueError: there is none."""
-        return self._acting(model_id)
+        """The model of this name whose weights are meant where none are given. Raises UnknownModel."""
+        return self.get_model(model_id)
 
     def _apply_locally(self, weights: Mapping[str, Any]) -> None:
         """Copy weights, between two steps, into this collector's own models, all of them or none, and count the version
@@ -145,10 +142,6 @@ class WeightsAPI:
         self._pass_versions_on()
         if synchronize_weights:
             self._weights.connect(weight_recv_schemes, timeout)
-
-    def _connect_receivers(self, schemes: Mapping[str, Any], timeout: float) -> None:
-        """For those registered with ``synchronize_weights=False``. Raises NotConnected, SchemaMismatch."""
-        self._weights.connect(schemes, timeout)
 
     def _joined_by(self, scheme: Any) -> None:
         """A receiver's scheme has this collector as its context."""
@@ -341,7 +334,7 @@ class WeightsAPI:
                 "call receive_weights() without arguments, or send from above"
             )
         else:
-            self._local.apply(self._weights.take_in)
+            self._receive_weights_scheme()
 
     def _take(self, given: Any) -> None:
         """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
