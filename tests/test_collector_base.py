@@ -259,7 +259,7 @@ def test_an_interrupted_update_is_done_again_before_anybody_reads() -> None:
         fill(leaf.policy, 5)
 
     with pytest.raises(KeyboardInterrupt):
-        leaf._local.apply(interrupted)
+        leaf._weights.apply(interrupted)
     assert step(leaf)[0] >= {5.0}
     assert len(calls) == 2
 

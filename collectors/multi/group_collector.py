@@ -21,7 +21,7 @@ from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Po
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
 from asyncsync.collectors.multi.driver import BatchArguments, Driver
 from asyncsync.collectors.single import _part
-from asyncsync.collectors.weights.in_process import fitted
+from asyncsync.collectors.weights.acting import fitted
 from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
@@ -225,7 +225,7 @@ class GroupCollector(BaseCollector):
             self._acting("policy")  # raises: nothing would bring them to the workers
         is_other = given is not None and isinstance(self.policy, nn.Module)
         if is_other and (prepared := fitted(self.policy, given)) is not None:
-            self._local.apply(prepared.apply, DEFAULT_TIMEOUT)
+            self._weights.apply(prepared.apply, DEFAULT_TIMEOUT)
         self.update_policy_weights_(given)
 
     def _workers_of(self, device: torch.device) -> list[int]:

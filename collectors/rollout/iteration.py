@@ -189,7 +189,7 @@ class Iteration:
         if "versions" in state:
             collector._carry_on(state["versions"])
         if "policy_state_dict" in state:
-            collector._local.apply(load_policy)
+            collector._weights.apply(load_policy)
         rollouts.frames = state.get("frames", rollouts.frames)
         self.count = state.get("iter", self.count)
         if rollouts.arguments.track_traj_ids:

@@ -240,7 +240,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         if collector is None:
             copy_and_count()
         else:
-            collector._local.apply(copy_and_count)
+            collector._weights.apply(copy_and_count)
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):

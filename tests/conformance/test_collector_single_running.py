@@ -471,7 +471,7 @@ class After:
         return self.env.steps >= self.steps
 
     def interrupts(self) -> bool:
-        assert not self.collector._local.gate.held_by_caller, "it may wait, and an update must not wait for it"
+        assert not self.collector._weights.gate.held_by_caller, "it may wait, and an update must not wait for it"
         return self.calls
 
 

@@ -77,7 +77,7 @@ def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: 
         count += 1
         if count == 3:
             thread.start()
-            while not one._local.gate.pending:
+            while not one._weights.gate.pending:
                 time.sleep(0.001)
         return step_and_maybe_reset(td)
 
