@@ -169,6 +169,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         check_schemes("weight_recv_schemes", weight_recv_schemes)
         devices = {"device": device, "storing_device": storing_device}
         check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
+        self._free: threading.Thread | None = None  # collects in the background
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, create_env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, traj_pool)
@@ -240,6 +241,9 @@ class Collector(BaseCollector, metaclass=Chooses):
         if not self.is_running():
             self._free = threading.Thread(target=self._iteration.run_free, name="asyncsync-collector-free", daemon=True)
             self._free.start()
+
+    def is_running(self) -> bool:
+        return self._free is not None and self._free.is_alive()
 
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.

@@ -10,7 +10,6 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from asyncsync.collectors.envs.gym_specs import (
-    DONE_KEYS,
     BoxSpec,
     Buffers,
     CategoricalSpec,
@@ -19,7 +18,7 @@ from asyncsync.collectors.envs.gym_specs import (
     leaves_of,
 )
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
-from asyncsync.collectors.trajectories import beside
+from asyncsync.collectors.trajectories import FLAGS, beside
 
 __all__ = ["GymEnv"]
 
@@ -118,7 +117,7 @@ class GymEnv:
                 env.close()
             raise
         self.action_keys: list[NestedKey] = [leaf.key for leaf in self._actions]
-        self.done_keys: list[NestedKey] = list(DONE_KEYS)
+        self.done_keys: list[NestedKey] = list(FLAGS)
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
         self._action_shapes = [(*self.batch_size, *leaf.spec.shape) for leaf in self._actions]
@@ -142,7 +141,7 @@ class GymEnv:
         self.action_spec: Spec | CompositeSpec = full if self._actions[0].path else full[self._actions[0].key]
         bound, two = np.full(1, np.inf, np.float32), np.full(1, 2)
         self.reward_spec = composite({"reward": BoxSpec(-bound, bound, torch.float32)})["reward"]
-        self.done_spec = composite({key: CategoricalSpec(two, two * 0, torch.bool) for key in DONE_KEYS})
+        self.done_spec = composite({key: CategoricalSpec(two, two * 0, torch.bool) for key in FLAGS})
 
     # -- running ------------------------------------------------------------------------------------------------------
 

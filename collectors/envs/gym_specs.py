@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
 
+from asyncsync.collectors.trajectories import FLAGS
+
 __all__ = [
-    "DONE_KEYS",
     "BoxSpec",
     "Buffers",
     "CategoricalSpec",
@@ -32,7 +33,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-DONE_KEYS = ("done", "terminated", "truncated")
 
 
 class Spec(ABC):
@@ -291,9 +291,9 @@ class Buffers:
                 else:
                     group = tensors.setdefault(key[0], TensorDict({}, batch_size=batch_size))
                     group.set(key[1:], torch.from_numpy(view))
-        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in DONE_KEYS)
+        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in FLAGS)
         self.next["reward"] = torch.from_numpy(reward)
-        for key, flag in zip(DONE_KEYS, flags, strict=True):
+        for key, flag in zip(FLAGS, flags, strict=True):
             self.next[key] = torch.from_numpy(flag)
             self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
         self.reward: Array = reward.reshape(shape)

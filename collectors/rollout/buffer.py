@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of_steps, with_time
+from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of, with_time
 
 __all__ = ["RolloutBuffer"]
 
@@ -118,7 +118,7 @@ class RolloutBuffer:
                     f"{tuple(self._batch_size)}: look for a policy or an environment that returns TensorDicts of "
                     "another shape"
                 )
-            layout = layout_of_steps(step, self._steps, self.device)
+            layout = layout_of(step, self._steps, self.device)
             if layout is None:
                 return
             self._writer = _Writer(layout, step)

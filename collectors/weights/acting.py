@@ -14,7 +14,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.collectors.weights.senders import as_blocking, buses_of, connect_all, shut_down_all
+from asyncsync.collectors.weights.senders import as_blocking, buses_of, check_name, connect_all, shut_down_all
 from asyncsync.errors import AckTimeout
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
@@ -98,11 +98,8 @@ class ActingWeights:
                 except LookupError as error:
                     raise ValueError(f"weight_recv_schemes[{model_id!r}]: {error}") from error
                 scheme._check_fresh("receiver")
-            elif scheme.model_id != model_id:
-                raise ValueError(
-                    f"weight_recv_schemes[{model_id!r}] was initialised with model_id={scheme.model_id!r}: "
-                    "use one name, or leave init_on_receiver() to the collector"
-                )
+            else:
+                check_name("weight_recv_schemes", model_id, scheme)
         begun = []
         try:
             for model_id, scheme in fresh.items():
