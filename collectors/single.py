@@ -32,7 +32,6 @@ from asyncsync.collectors.arguments import (
     check_schemes,
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
-from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.construct import Chooses, several
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
@@ -273,12 +272,8 @@ class Collector(BaseCollector, metaclass=Chooses):
     # -- as a worker --------------------------------------------------------------------------------------------------
 
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        def allocate(layout: BatchLayout) -> TensorDictBase:
-            batch = sink(layout)
-            return empty_batch(layout) if batch is None else batch
-
         self._rollouts.signals = signals
-        self._rollouts.buffer.allocate = allocate
+        self._rollouts.buffer.allocate = sink
         self._weights.counted_above = signals.counted
 
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:

@@ -59,30 +59,29 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     given = dict(kwargs or {})
     if isinstance(create_env_fn, str):
         return _gym(create_env_fn, **given)
-    if isinstance(create_env_fn, type) or not (_is_environment(create_env_fn) or _is_gymnasium(create_env_fn)):
-        if not callable(create_env_fn):
+    environment = create_env_fn
+    if isinstance(environment, type) or not (_is_environment(environment) or _is_gymnasium(environment)):
+        if not callable(environment):
             raise TypeError(
                 f"create_env_fn must be an environment, a callable that returns one, or a Gymnasium id, not "
-                f"{create_env_fn!r}"
+                f"{environment!r}"
             )
-        environment = create_env_fn(**given)
-    else:
-        environment = create_env_fn
-        if given and not hasattr(environment, "update_kwargs"):
+        environment = environment(**given)
+    elif given:
+        if not hasattr(environment, "update_kwargs"):
             raise ValueError(
                 f"create_env_kwargs are for a callable, but create_env_fn is a {type(environment).__name__} already: "
                 "pass the class or a function instead"
             )
-        if given:
-            environment.update_kwargs(given)
-    if not _is_environment(environment):
-        if not _is_gymnasium(environment):
-            raise TypeError(
-                f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as "
-                "TorchRL's have them, or to be a Gymnasium environment"
-            )
-        environment = _gym(environment)
-    return environment
+        environment.update_kwargs(given)
+    if _is_environment(environment):
+        return environment
+    if _is_gymnasium(environment):
+        return _gym(environment)
+    raise TypeError(
+        f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as TorchRL's "
+        "have them, or to be a Gymnasium environment"
+    )
 
 
 def _is_environment(thing: Any) -> bool:
@@ -140,16 +139,11 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
         found = [(key, path_of(key)) for key in root.keys(True, True)]
         keys = [key for key, path in found if path[-1] not in FLAGS and not path[0].startswith("_")]
     else:
-        keys = list(spec.keys(True, True) if _lists_nested(spec.keys) else spec.keys())
+        try:
+            keys = list(spec.keys(True, True))  # nested ones, and leaves only, as of TensorDict's and TorchRL's
+        except TypeError:
+            keys = list(spec.keys())
     return [key for key in keys if not (counted and path_of(key)[-1] == "step_count")]
-
-
-def _lists_nested(keys: Callable[..., Any]) -> bool:
-    """Whether this ``keys`` takes ``(include_nested, leaves_only)``, as TensorDict's and TorchRL's do."""
-    try:
-        return "include_nested" in inspect.signature(keys).parameters
-    except ValueError:  # a builtin's
-        return False
 
 
 def path_of(key: Key) -> tuple[str, ...]:

@@ -12,13 +12,12 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from asyncsync.collectors.envs.gym_specs import (
     BoxSpec,
     Buffers,
-    CategoricalSpec,
     CompositeSpec,
     Spec,
     leaves_of,
 )
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
-from asyncsync.collectors.trajectories import FLAGS, beside
+from asyncsync.collectors.trajectories import FLAGS
 
 __all__ = ["GymEnv"]
 
@@ -120,13 +119,12 @@ class GymEnv:
         self.done_keys: list[NestedKey] = list(FLAGS)
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
-        self._action_shapes = [(*self.batch_size, *leaf.spec.shape) for leaf in self._actions]
-        self._groups = {leaf.key[0] for leaf in self._observations if not isinstance(leaf.key, str)}
-        self._forms = [
-            (leaf.key, (*self.batch_size, *leaf.spec.shape), torch.empty(0, dtype=leaf.spec.dtype).numpy().dtype)
-            for leaf in self._observations
-        ]
         self._describe()
+        observations: dict[Any, Spec] = self.observation_spec
+        self._groups = {key[0] for key in observations if not isinstance(key, str)}
+        self._forms = [
+            (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
+        ]
 
     def _describe(self) -> None:
         """Set the specs, which are on the environment's device."""
@@ -139,9 +137,9 @@ class GymEnv:
         self.observation_spec = composite({leaf.key: leaf.spec for leaf in self._observations})
         self.full_action_spec = full = composite({leaf.key: leaf.spec for leaf in self._actions})
         self.action_spec: Spec | CompositeSpec = full if self._actions[0].path else full[self._actions[0].key]
-        bound, two = np.full(1, np.inf, np.float32), np.full(1, 2)
+        bound = np.full(1, np.inf, np.float32)
         self.reward_spec = composite({"reward": BoxSpec(-bound, bound, torch.float32)})["reward"]
-        self.done_spec = composite({key: CategoricalSpec(two, two * 0, torch.bool) for key in FLAGS})
+        self.done_spec = composite({key: BoxSpec(np.zeros(1), np.ones(1), torch.bool) for key in FLAGS})
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -170,9 +168,7 @@ class GymEnv:
             assert self._resets is not None  # a single environment is reset or not
             mask = mask.reshape(self.batch_size)
             first = self._first(self._resets.reset(mask.cpu().numpy()))
-            for key in first.keys(True, True):
-                new = first.get(key)
-                tensordict.set(key, torch.where(beside(mask, new), new, tensordict.get(key)))
+            tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -314,16 +310,16 @@ class GymEnv:
 
     def _action(self, tensordict: TensorDictBase, items: dict[str, Any]) -> Any:
         values = []
-        for leaf, shape in zip(self._actions, self._action_shapes, strict=True):
+        for leaf in self._actions:
             # From the dictionary where it can be: TensorDict.get takes its time.
             action = items.get(leaf.key) if isinstance(leaf.key, str) else tensordict.get(leaf.key, None)
             if action is None:
                 raise KeyError(
                     f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
                 )
-            if action.shape != shape:
+            if action.shape != (shape := self.full_action_spec[leaf.key].shape):
                 raise ValueError(
-                    f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {shape}: {leaf.spec}"
+                    f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
                     " (choices are one-hot unless categorical_action_encoding=True)"
                 )
             try:

@@ -118,14 +118,13 @@ class BoxSpec(Spec):
 
 
 class CategoricalSpec(Spec):
-    """Whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space starts.
-    With ``binary``, actions of 0 and 1 of any dtype are taken: a Bernoulli distribution's floats, say."""
+    """Choices: whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space
+    starts."""
 
-    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype, *, binary: bool = False) -> None:
+    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype) -> None:
         super().__init__(nvec.shape, dtype)
         self.nvec = nvec
         self._start = start if start.any() else None
-        self._binary = binary
         self._end = nvec.astype(np.uint64)
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
@@ -137,8 +136,6 @@ class CategoricalSpec(Spec):
         np.copyto(out, value if self._start is None else value - self._start, casting="same_kind")
 
     def read(self, action: Array) -> Array:
-        if self._binary:
-            return action
         if action.dtype.kind not in "biu":
             raise ValueError(
                 f"has dtype {action.dtype}, but a choice is an index of an integer dtype or bool: take the argmax, or "
@@ -254,8 +251,7 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
     if isinstance(space, spaces.Box):
         return BoxSpec(space.low, space.high, _torch_dtype(space.dtype, name))
     if isinstance(space, spaces.MultiBinary):
-        nvec = np.full(space.shape, 2)
-        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), binary=True)
+        return BoxSpec(np.zeros(space.shape), np.ones(space.shape), _torch_dtype(space.dtype, name))
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         nvec = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
         start = np.broadcast_to(np.asarray(space.start), nvec.shape)

@@ -9,7 +9,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 from tensordict import TensorDictBase
 
@@ -18,7 +19,6 @@ from asyncsync.collectors.weights.senders import as_blocking, buses_of, check_na
 from asyncsync.errors import AckTimeout
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
-from asyncsync.model.readers import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
 from asyncsync.runtime.threads import settle, until_done
@@ -224,40 +224,30 @@ class ActingWeights:
             while (target := bus._target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
         newest_above, main = self.newest_above, self._main
-        while newest_above is not None and isinstance(main, Bus):  # where no Bus follows that count, nothing is awaited
-            if (newest := newest_above()) - self.received() <= max_lag:
-                break
+        if newest_above is None or not isinstance(main, Bus):  # nothing here follows that count
+            return
+        while (newest := newest_above()) - self.received() > max_lag:
             main._wait_origin(newest - max_lag, timeout)
 
 
-class Holds:
+class Holds(ExitStack):
     """Several gates held at once, as one context manager for one use."""
 
-    __slots__ = ("_gates", "_open")
-
     def __init__(self, gates: list[Gate]) -> None:
+        super().__init__()
         self._gates = gates
-        self._open: list[Hold] = []
 
     @property
     def awaited(self) -> bool:
         """Whether an update waits for the end of this block."""
         return any(gate.pending for gate in self._gates)
 
-    def __enter__(self) -> Holds:
+    def __enter__(self) -> Self:
         try:
             for gate in self._gates:
-                self._open.append(hold := gate.hold())
+                self.push(hold := gate.hold())  # before it is entered, so that an interruption leaves none open
                 hold.__enter__()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._open:
-            try:
-                self._open[-1].__exit__(None, None, None)
-            finally:  # the others, too, whatever this one raises
-                self._open.pop()
-                self.__exit__()
