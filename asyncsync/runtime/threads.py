@@ -49,14 +49,14 @@ def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -
     return wait(max(0.0, left))
 
 
-def until_done(future: concurrent.futures.Future[Any]) -> None:
-    """Wait until it is done, however it ends."""
+def until_done(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
+    """Wait until it is done, however it ends; False if it is not after so many seconds. None: without a limit."""
     # A plain lock: an exception that strikes inside a Condition may leave that locked, and the thread that settles the
     # future waiting without end.
     ended = threading.Lock()
     ended.acquire()
     future.add_done_callback(lambda _: ended.release())
-    interruptibly(lambda seconds: ended.acquire(timeout=seconds))
+    return interruptibly(lambda seconds: ended.acquire(timeout=seconds), timeout)
 
 
 def join(thread: threading.Thread, timeout: float) -> bool:

@@ -44,7 +44,7 @@ from asyncsync.collectors.arguments import (
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import Chooses, family
+from asyncsync.collectors.construct import FAMILIES, Chooses
 from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.multi.driver import Driver
@@ -134,7 +134,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return partial(family("sync" if sync else "async"), *args, **kwargs)
+        return partial(FAMILIES["sync" if sync else "async"], *args, **kwargs)
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.single import _part
-from asyncsync.collectors.weights.in_process import fitted
-from asyncsync.collectors.weights.plan import Planned, belongs_to
+from asyncsync.collectors.weights.acting import fitted
+from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
@@ -208,15 +208,12 @@ class GroupCollector(BaseCollector):
 
     def _acting(self, model_id: str) -> Any:
         if self._goes_with_workers(model_id):
-            return super()._acting(model_id)
+            return self.get_model(model_id)
         served = sorted(self._sender_schemes) or "none"
-        raise ValueError(
+        raise UnknownModel(
             f"unknown model_id {model_id!r}: this {type(self).__name__} has schemes for {served}; pass "
             "weight_sync_schemes={model_id: scheme} for what its workers are to receive"
         )
-
-    def _registered(self, model_id: str) -> Any:
-        return super()._acting(model_id)
 
     def _goes_with_workers(self, model_id: str) -> bool:
         # Batches are postprocessed here, unless workers write them to a replay buffer.
@@ -229,7 +226,7 @@ class GroupCollector(BaseCollector):
             self._acting("policy")  # raises: nothing would bring them to the workers
         is_other = given is not None and isinstance(self.policy, nn.Module)
         if is_other and (prepared := fitted(self.policy, given)) is not None:
-            self._local.apply(prepared.apply, DEFAULT_TIMEOUT)
+            self._weights.apply(prepared.apply, DEFAULT_TIMEOUT)
         self.update_policy_weights_(given)
 
     def _workers_of(self, device: torch.device) -> list[int]:

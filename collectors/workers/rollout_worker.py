@@ -120,7 +120,7 @@ class RolloutWorker:
     def connect(self) -> None:
         """Wait for the first weights."""
         if self._schemes:
-            self._collector._connect_receivers(self._schemes, self._timeout)
+            self._collector._weights.connect(self._schemes, self._timeout)
         self._connecting = False
 
     def interrupt(self, timeout: float) -> None:

@@ -75,7 +75,7 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         def step_and_maybe_reset(self, td: Any) -> Any:
             if self.steps == 5:
                 begin.set()
-                while not one._local.gate.pending:
+                while not one._weights.gate.pending:
                     pass
             return super().step_and_maybe_reset(td)
 
@@ -83,7 +83,7 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         if when == "while it is applied":
             one._apply_locally = strike.before(one._apply_locally)  # type: ignore[method-assign]
         else:
-            one._local._changes = Changes(strike)
+            one._weights._changes = Changes(strike)
         ended = threading.Event()
 
         def other() -> None:
