@@ -55,7 +55,7 @@ class Publishing:
     """The publications of one link; each ends its ``fast`` path.
 
     Attributes:
-        origin: in a tree, returns the version at its root that what is published stands for.
+        origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
     """
@@ -69,7 +69,7 @@ class Publishing:
         pool: SlabPool,
         depart: Callable[[], None],
     ) -> None:
-        self.origin: Callable[[], int] | None = None
+        self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
         self.served: dict[bytes, Carrier] = {}
         self._link = link
@@ -100,6 +100,7 @@ class Publishing:
         serve: Iterable[str] = (),
         deadline: float,
         at_once: bool = True,
+        metadata: bytes = b"",
     ) -> int:
         """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
 
@@ -122,7 +123,8 @@ class Publishing:
             sources = extract()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            origin = None if self.origin is None else self.origin()
+            origin, inherited = (None, b"") if self.origin is None else self.origin()
+            metadata = metadata or inherited
             jobs: list[_Job] = []
             try:
                 parts: dict[str, Slab | dict[int, Slab]] = {}
@@ -139,7 +141,7 @@ class Publishing:
                 for job in jobs:
                     job.slab.origin = origin
                 if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
-                    return await self._publish_packing(parts, workers, serve, jobs[0])
+                    return await self._publish_packing(parts, workers, serve, jobs[0], metadata)
                 for job in jobs:
                     if job.slab.nbytes <= INLINE_BYTES:
                         job.pack()
@@ -153,7 +155,7 @@ class Publishing:
                     ):
                         await self._offer(transports[model_id], slab, whom)
                 link.check()
-                version = self._announce(parts, workers, serve)
+                version = self._announce(parts, workers, serve, metadata)
                 self._fast.worked(link.loop.time() - begun)
             finally:
                 for job in jobs:
@@ -170,11 +172,12 @@ class Publishing:
         parts: Mapping[str, Slab | Mapping[int, Slab]],
         workers: Iterable[int] | None,
         serve: Iterable[str],
+        metadata: bytes,
     ) -> int:
         for model_id in serve:
             # Announced by publish, together with its weights: a worker must not take it for a model without any.
             self._publisher.targets.add_model(model_id)
-        return self._publisher.publish(parts, workers, self._link.loop.time())
+        return self._publisher.publish(parts, workers, self._link.loop.time(), metadata)
 
     def _can_overlap(self, job: _Job, transports: Mapping[str, Carrier]) -> bool:
         """Whether chunks may go out while the rest is still being packed."""
@@ -188,6 +191,7 @@ class Publishing:
         workers: Iterable[int] | None,
         serve: Iterable[str],
         job: _Job,
+        metadata: bytes,
     ) -> int:
         """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
 
@@ -200,7 +204,7 @@ class Publishing:
         replaced = targets.keep(parts)
         version = None
         try:
-            version = self._announce(parts, workers, serve)
+            version = self._announce(parts, workers, serve, metadata)
             self._link.settle()
 
             def pack_all() -> None:

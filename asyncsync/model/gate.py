@@ -245,11 +245,11 @@ class Gate:
 
     # Readers
 
-    def hold(self) -> Hold:
+    def hold(self) -> Hold[None]:
         """A reader for `with` and `async with`. A forward or hold inside it, also in a task or in asyncio.to_thread
         started inside, never waits. Entering it raises RuntimeError if it is open already; AckTimeout, but not on the
         loop thread, if an update has been pending for `patience` seconds."""
-        return Hold(self)
+        return Hold(self, _nothing)
 
     def _admit(self, reader: Reader, *, join: bool) -> _Verdict:
         """Let a reader in, or find out what goes first. Under the mutex, after a sweep if an update is pending."""
@@ -365,6 +365,10 @@ class Gate:
             self._applying = None
         self._update = None if must is None else Writer(must.apply, lambda error: None)
         self._waiters = set()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _after_fork() -> None:

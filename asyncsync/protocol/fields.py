@@ -10,6 +10,7 @@ from reprlib import Repr
 from typing import Annotated, Any, get_type_hints
 
 from asyncsync.errors import ProtocolError
+from asyncsync.protocol.metadata import check_encoded
 
 MAX_HEADER = 1 << 20
 MAX_FRAME = 32 << 20
@@ -103,6 +104,13 @@ def _descriptor(raw: Any) -> bytes | None:
     return raw
 
 
+def _metadata(raw: Any) -> bytes:
+    if not isinstance(raw, bytes):
+        raise ProtocolError(f"metadata was expected, as bytes, not {show(raw)}")
+    check_encoded(raw)
+    return raw
+
+
 def _epoch(raw: Any) -> tuple[int, int]:
     if not isinstance(raw, list) or len(raw) != 2:
         raise ProtocolError(f"an epoch was expected, not {show(raw)}")
@@ -133,6 +141,8 @@ Digests = Annotated[dict[str, bytes], mapping(binary(16))]
 Versions = Annotated[dict[str, int], mapping(_u64)]
 Crc = Annotated[int | None, optional(integer(0, (1 << 32) - 1))]
 Descriptor = Annotated[bytes | None, _descriptor]
+Metadata = Annotated[bytes, _metadata]
+"""See :mod:`asyncsync.protocol.metadata`."""
 Epoch = Annotated[tuple[int, int], _epoch]
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
 OptionalEpoch = Annotated[Epoch | None, optional(_epoch)]

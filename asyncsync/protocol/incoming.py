@@ -43,6 +43,7 @@ class IncomingUpdate:
         self.layouts = layouts
         self.epoch, self.serial = update.epoch, update.serial
         self.parts: tuple[Part, ...] = update.parts
+        self.metadata = update.metadata
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
@@ -134,7 +135,7 @@ class Incoming:
         attach: Callable[[Part, Layout], Slab | None],
         copy: Callable[[Slab], Slab],
         send: Callable[[Instruction], None],
-        complete: Callable[[int, Sequence[Part], Sequence[Slab]], None],
+        complete: Callable[[int, Sequence[Part], Sequence[Slab], bytes], None],
         failed: Callable[[int, Sequence[Part], Exception], None],
     ) -> None:
         self.update: IncomingUpdate | None = None
@@ -279,7 +280,7 @@ class Incoming:
         if not update.complete:
             return False
         self.update = None
-        self._complete(update.serial, update.parts, update.take())
+        self._complete(update.serial, update.parts, update.take(), update.metadata)
         return True
 
     def _give_up(self, update: IncomingUpdate, error: Exception) -> None:

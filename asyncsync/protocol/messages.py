@@ -34,6 +34,7 @@ from asyncsync.protocol.fields import (
     Digests,
     Epoch,
     InUse,
+    Metadata,
     Name,
     Number,
     OptionalEpoch,
@@ -148,12 +149,14 @@ class Refused(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Update(Instruction):
-    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them."""
+    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them. ``metadata`` is that of the
+    publication, of which all parts are."""
 
     epoch: Epoch
     serial: Number
     eager: Boolean
     parts: Annotated[tuple[Part, ...], _parts]
+    metadata: Metadata = b""
 
     kind: ClassVar[int] = 5
     max_payload: ClassVar[int] = 2 * MAX_MODELS
@@ -283,8 +286,8 @@ class Granted(Instruction):
 @dataclass(frozen=True, slots=True)
 class Again(Instruction):
     """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
-    descriptor names, or (None) with the slab's bytes as payload. A worker that has not seen that UPDATE, or has seen
-    another one since, drops it."""
+    descriptor names, or (None) with the slab's bytes as payload, and without metadata. A worker that has not seen that
+    UPDATE, or has seen another one since, drops it."""
 
     epoch: Epoch
     serial: int

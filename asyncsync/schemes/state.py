@@ -25,6 +25,7 @@ from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.protocol.fields import MAX_NAME
+from asyncsync.protocol.metadata import Shown
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.transports.channel_receiver import ChannelReceiver
@@ -200,6 +201,12 @@ class SchemeState:
         link = self._bus._link
         return link.version((self._topic,)) if isinstance(link, ReceiverLink) else self._bus.version
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
+        none. On a receiver it switches with the model, as the version does."""
+        return self._bus._metadata((self._topic,))
+
     def state_dict(self) -> dict[str, int]:
         """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
 
@@ -229,10 +236,11 @@ class SchemeState:
         sender."""
         return self._bus._status([self._topic])
 
-    def hold(self) -> Hold:
-        """A block (``with`` or ``async with``) in which no update is applied."""
+    def hold(self) -> Hold[Shown]:
+        """A block (``with`` or ``async with``) in which no update is applied. ``with scheme.hold() as held``:
+        ``held.version`` and ``held.metadata`` are those of what is read there."""
         self._check_open()
-        return self._bus.hold()
+        return self._bus._hold((self._topic,))
 
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"

@@ -126,7 +126,14 @@ class ActingWeights:
     def received(self) -> int:
         """The version that has come by schemes: of several buses, that of the policy's, or of the first. Each counts
         its own; in a tree of collectors, its root does."""
-        return 0 if self._main is None else self._main._shown_origin()
+        return self.origin()[0]
+
+    def origin(self) -> tuple[int, bytes]:
+        """The version :meth:`received`, and its metadata."""
+        if self._main is None:
+            return 0, b""
+        acting = self._main._acting(self._main._schemes)
+        return acting.origin, acting.metadata
 
     def applied(self) -> int:
         """The version that acts: :meth:`received`, or where nothing brings weights from above the count of updates
@@ -164,7 +171,7 @@ class Holds:
 
     def __init__(self, gates: list[Gate]) -> None:
         self._gates = gates
-        self._open: list[Hold] = []
+        self._open: list[Hold[None]] = []
 
     @property
     def awaited(self) -> bool:
