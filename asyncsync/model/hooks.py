@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from asyncsync.model.torch_private import CALL_IMPL, call_hooks, forward_hooks, is_compiled
 
-__all__ = ["CallCounter", "attach"]
+__all__ = ["CallCounter", "attach", "unseen"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -66,10 +66,10 @@ class Inert:
                 always_called.pop(key, None)
 
 
-def _unseen(function: _F) -> _F:
+def unseen(function: _F) -> _F:
     """Keep dynamo out of what a hook does, which may be a whole update: it would trace it as part of the model."""
-    unseen: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return unseen
+    disabled: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class _Hook:
@@ -85,7 +85,7 @@ class _Hook:
 class Enter(_Hook):
     __slots__ = ()
 
-    @_unseen
+    @unseen
     def __call__(self, module: nn.Module, args: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is None:
@@ -99,7 +99,7 @@ class Enter(_Hook):
 class Leave(_Hook):
     __slots__ = ()
 
-    @_unseen
+    @unseen
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is not None:

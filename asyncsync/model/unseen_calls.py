@@ -17,12 +17,13 @@ REMEDY = (
 )
 
 
-def warn_of_calls_unseen(model: nn.Module, stacklevel: int) -> None:
-    """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by. ``stacklevel``
-    is that of the caller's caller: 2 is the caller."""
+def warn_of_calls_unseen(model: nn.Module, stacklevel: int, *, has_gated_methods: bool = False) -> None:
+    """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by.
+    ``stacklevel`` is that of the caller's caller: 2 is the caller."""
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
-    if getattr(forward, "__func__", None) is nn.Module.forward and not isinstance(model, TensorDictBase):
+    is_callable = getattr(forward, "__func__", None) is not nn.Module.forward or has_gated_methods
+    if not is_callable and not isinstance(model, TensorDictBase):
         remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
         problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
         warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class Receiving:
     their memory in a slab; ``custom``: the user's own way of applying weights, if any; ``options``: for
     ``create_transport``.
 
-    Raises ValueError: an unknown ``apply`` or ``gate``, or a compiled or scripted module whose calls cannot be seen.
+    Raises ValueError: an unknown ``apply`` or ``gate``, a compiled or scripted module whose calls cannot be seen, or no
+    method of a name in ``gated``.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Receiving:
         inplace: bool | None,
         apply: str,
         gate: str,
+        gated: Iterable[str],
         adopts: bool,
         custom: Callable[[Any], None] | None,
         options: Mapping[str, Any],
@@ -47,6 +49,12 @@ class Receiving:
             raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
         if gate not in ("hooks", "hold"):
             raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
+        if isinstance(gated, str):
+            raise TypeError(f"gated takes several names: gated=({gated!r},)")
+        self._gated = tuple(gated)
+        if self._gated and (gate != "hooks" or apply != "auto" or model is None):
+            why = "there is no model" if model is None else f"with gate={gate!r} and apply={apply!r} no call is"
+            raise ValueError(f"gated={self._gated!r} names methods of the model whose calls are counted, but {why}")
         self.topic = topic
         self.options = options
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
@@ -57,16 +65,21 @@ class Receiving:
         self._model = model
         self._is_manual = apply == "on_receive"
         self._is_hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
+        self._attach(probe := Gate())
+        probe.detach()
         if self._is_hooked:
-            probe = Gate()
-            probe.attach(model)
-            probe.detach()
-            warn_of_calls_unseen(model, stacklevel=3)
+            warn_of_calls_unseen(model, stacklevel=3, has_gated_methods=bool(self._gated))
+
+    def _attach(self, gate: Gate) -> None:
+        """Count calls that read the model."""
+        if self._is_hooked:
+            gate.attach(self._model)
+        if self._gated:
+            gate.attach_methods(self._model, self._gated)
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
         """Take part in the updates of a link, and pass updates on to this context."""
-        if self._is_hooked:
-            link.gate.attach(self._model)
+        self._attach(link.gate)
         link.register(self.topic, self.binding, transport, manual=self._is_manual, context=context)
 
     def take_back(self, mark: Mark | None, before: Mark | None) -> None:
