@@ -19,6 +19,7 @@ from torch import nn
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Repointing
 from asyncsync.model.parameters import Plan
+from asyncsync.model.selection import Selection
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.source_cache import AddressCache
@@ -298,20 +299,24 @@ class CustomUpdate:
 
 
 def prepare_tensors(model: BoundModel, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> ModelUpdate:
-    """An update with tensors that are at hand, by their dotted names; raises SchemaMismatch if they do not fit."""
+    """An update with tensors that are at hand, by their dotted names, of which the model's selection is applied; raises
+    SchemaMismatch if they do not fit."""
+    tensors, values = model.selection.of(tensors), model.selection.of(values)
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
 
 
-def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) -> None:
+def apply_now(
+    model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str, selection: Selection | None = None
+) -> None:
     """Check, then apply weights that are at hand, whole or not at all. Raises TypeError if there is no model to apply
     them to, SchemaMismatch if they do not fit it."""
     if model is None:
         raise TypeError("there is no model to apply the weights to")
     tensors = {dotted(p): t for p, t in flat.tensors.items()}
     values = {dotted(p): v for p, v in flat.values.items()}
-    update = prepare_tensors(BoundModel(model, extract_as, inplace=inplace), tensors, values)
+    update = prepare_tensors(BoundModel(model, extract_as, inplace=inplace, selection=selection), tensors, values)
     update.resolve()
     update.apply()
     update.complete()

@@ -107,7 +107,8 @@ class SchemeCore(SchemeState, ABC):
             raise RuntimeError(
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
-        self.strategy.apply_weights(self._model, weights, inplace=inplace)
+        assert self._receiving is not None
+        self._receiving.apply(weights, inplace=inplace)
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
@@ -232,6 +233,7 @@ class SchemeCore(SchemeState, ABC):
             apply=apply,
             gate=gate,
             gated=gated,
+            selection=self._selection,
             adopts=self._adopts,
             custom=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
             options=kwargs,
@@ -240,14 +242,12 @@ class SchemeCore(SchemeState, ABC):
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
         if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
             raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
-        others = bus._schemes.keys() - {model_id}
-        if patience is not None and others and bus._gate.patience not in (PATIENCE, patience):
-            raise ValueError(
-                f"the schemes of one bus share its gate: its patience is {bus._gate.patience:g} s already, not "
-                f"{patience:g}; give it once"
-            )
+        shared = bus._gate if bus._schemes.keys() - {model_id} else None
+        if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
+            there = f"its patience is {shared.patience:g} s already, not {patience:g}"
+            raise ValueError(f"the schemes of one bus share its gate: {there}; give it once")
         bus._join(self, "receiver", model_id)
-        if patience is not None:
+        if patience is not None and bus._gate is not None:
             bus._gate.patience = patience
         self._bus = bus
         self._reset()
@@ -337,7 +337,8 @@ class SchemeCore(SchemeState, ABC):
         plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not SchemeCore.prepare_weights:
             return None
-        return module_weights(self.strategy, source)
+        flat = module_weights(self.strategy, source)
+        return None if flat is None else self._selection.part(flat)
 
     async def _prepare(self, weights: Any) -> Any:
         """A source that :meth:`_flatten` can take."""
@@ -345,8 +346,10 @@ class SchemeCore(SchemeState, ABC):
         return await self._sources.prepare(weights, self.strategy, None if is_ours else self.prepare_weights)
 
     def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a source's values, in the caller's thread."""
-        return self._sources.flatten(source, self.strategy, workers, self._bus.num_workers, self._keys_sent)
+        """Take a source's values, as far as they are selected, in the caller's thread."""
+        taken = self._sources.flatten(source, self.strategy, workers, self._bus.num_workers, self._keys_sent)
+        part = self._selection.part
+        return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
 
     def _keys_sent(self) -> set[Path] | None:
         """The keys of what was sent last; None: nothing was."""

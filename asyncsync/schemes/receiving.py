@@ -14,17 +14,19 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
-from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.selection import Selection
+from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.unseen_calls import warn_of_calls_unseen
+from asyncsync.model.update import apply_now
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Receiving"]
 
 
 class Receiving:
-    """The receiver of one model; the arguments are those of ``init_on_receiver``, but ``adopts``: Parameters may get
-    their memory in a slab; ``custom``: the user's own way of applying weights, if any; ``options``: for
-    ``create_transport``.
+    """The receiver of one model; the arguments are those of ``init_on_receiver``, but ``selection``: the scheme's;
+    ``adopts``: Parameters may get their memory in a slab; ``custom``: the user's own way of applying weights, if any;
+    ``options``: for ``create_transport``.
 
     Raises ValueError: an unknown ``apply`` or ``gate``, a compiled or scripted module whose calls cannot be seen, or no
     method of a name in ``gated``.
@@ -41,6 +43,7 @@ class Receiving:
         apply: str,
         gate: str,
         gated: Iterable[str],
+        selection: Selection,
         adopts: bool,
         custom: Callable[[Any], None] | None,
         options: Mapping[str, Any],
@@ -60,9 +63,15 @@ class Receiving:
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
         self.returned: Mark | None = None  # which update was returned last
         self.binding = Binding(
-            model, strategy, cast=cast, inplace=inplace is not False, repoints=inplace is None and adopts, apply=custom
+            model,
+            strategy,
+            cast=cast,
+            inplace=inplace is not False,
+            repoints=inplace is None and adopts,
+            selection=selection,
+            apply=custom,
         )
-        self._model = model
+        self._model, self._strategy, self._selection = model, strategy, selection
         self._is_manual = apply == "on_receive"
         self._is_hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
         self._attach(probe := Gate())
@@ -81,6 +90,15 @@ class Receiving:
         """Take part in the updates of a link, and pass updates on to this context."""
         self._attach(link.gate)
         link.register(self.topic, self.binding, transport, manual=self._is_manual, context=context)
+
+    def apply(self, weights: Any, *, inplace: bool) -> None:
+        """Apply weights that are at hand, as far as they are selected."""
+        strategy = self._strategy
+        if self._selection and type(strategy).apply_weights is WeightStrategy.apply_weights:
+            flat, extract_as = flat_weights(strategy, weights), strategy.extract_as
+            apply_now(self._model, flat, inplace=inplace, extract_as=extract_as, selection=self._selection)
+        else:
+            strategy.apply_weights(self._model, weights, inplace=inplace)
 
     def take_back(self, mark: Mark | None, before: Mark | None) -> None:
         """Note that this update has not reached the caller: the next :meth:`receive` returns it, unless a newer one was

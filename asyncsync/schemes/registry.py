@@ -38,7 +38,7 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
 
 def convert(scheme: Any, package: str) -> Any:
     """A scheme's twin with the other API, which this package has."""
-    kind = _twins.get(type(scheme))
+    kind: Any = _twins.get(type(scheme))
     if kind is None:
         raise TypeError(
             f"{type(scheme).__module__}.{type(scheme).__name__} has no counterpart in {package}: derive one from a "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
+from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.protocol.fields import MAX_NAME
 from asyncsync.protocol.metadata import Shown
@@ -51,6 +52,9 @@ class SchemeState:
         num_workers: int | None = None,
         min_workers: int = 1,
         allow_plaintext: bool = False,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        strict: bool = False,
     ) -> None:
         """Configuration only: nothing is bound or connected before ``connect``.
 
@@ -62,12 +66,18 @@ class SchemeState:
             num_workers: fixed number of workers; None: elastic.
             min_workers: how many an elastic sender needs; 0: it can start alone.
             allow_plaintext: allow addresses beyond this host, unencrypted.
+            include: patterns, ``"actor.*"``, of the dotted names of the weights that are sent and received; everything
+                else of the receivers' models stays as it is. None: all weights.
+            exclude: patterns of those that are not, of these.
+            strict: names that match no pattern, in the source, in what has come or in a receiver's model, are an error.
 
         Raises:
-            ValueError: an unknown strategy, an address that is not safe or cannot work, or counts that disagree.
+            ValueError: an unknown strategy, no pattern, an address that is not safe or cannot work, or counts that
+                disagree.
             TypeError: a bus of the other API.
         """
         self.strategy = resolve_strategy(strategy)
+        self._selection = Selection(include, exclude, strict=strict)
         self._own_bus = bus is None
         if bus is None:
             bus = self._bus_class(
@@ -147,11 +157,11 @@ class SchemeState:
     def weights(self) -> TensorDict | None:
         """A copy of the current weights; None when there are none.
 
-        Sender: of the registered source, else of what was published last. Receiver: of what was applied last.
+        Sender: of the registered source, else of what was published last. Receiver: what came last and was applied.
         """
         source = self._sources.weights if self._sources.weights is not None else self.model
         if self._role == "sender" and source is not None and not by_worker(source):
-            return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
+            return as_tensordict(copy_flat(self._selection.part(flat_weights(self.strategy, source))))
         return self._bus._look(self._held_weights)
 
     def _held_weights(self) -> TensorDict | None:
