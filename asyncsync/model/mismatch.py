@@ -26,10 +26,7 @@ def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cast: bool, inplace: bool) -> str:
     """Why a tensor that has come does not fit the model's own; empty: it does."""
     if not isinstance(own, torch.Tensor):
-        is_array = type(own).__module__ == "numpy"
-        kind = "gone" if own is None else f"a {type(own).__name__}"
-        remedy = "; torch.from_numpy() makes a tensor of it that shares its memory" if is_array else ""
-        return f"sent as a tensor, but the model's is {kind}{remedy}"
+        return f"sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
     if what := _without_memory(own):
         return f"the model's is {what}"
     if own.shape != shape:

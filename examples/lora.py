@@ -1,0 +1,111 @@
+"""A low-rank adapter's weights into models that are running. Run me: python lora.py
+
+The trainer trains nothing but the adapters of a model: two thin matrices beside each linear layer, whose own weights are
+frozen. Workers answer with the same model all the time. The scheme's pattern, include="*.lora_?", has only the adapters
+travel: a small part of the model, with each update; the frozen weights of the workers are never touched.
+"""
+
+import asyncio
+import multiprocessing
+
+import torch
+from torch import nn
+
+from asyncsync import ClosedError, SharedMemWeightSyncScheme
+
+WORKERS, UPDATES, STEPS = 2, 5, 40
+WIDTH, RANK = 256, 4
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer plus what is learnt beside it: Hu et al., 2021, https://arxiv.org/abs/2106.09685."""
+
+    def __init__(self, width, rank):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(rank, width) / width**0.5)
+        self.lora_b = nn.Parameter(torch.zeros(width, rank))  # so that the adapter begins as nothing
+
+    def forward(self, x):
+        return self.base(x) + x @ self.lora_a.T @ self.lora_b.T
+
+
+def pretrained():
+    """The model that everybody has loaded, the same in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(WIDTH, RANK), nn.ReLU(), Adapted(WIDTH, RANK))
+
+
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def work(scheme, index):
+    asyncio.run(worker(scheme, index))
+
+
+async def worker(scheme, index):
+    torch.set_num_threads(1)
+    model = pretrained()
+    frozen = model[0].base.weight.clone()
+    question = torch.ones(WIDTH)
+    scheme.init_on_receiver("policy", model=model, worker_idx=index)
+    async with scheme:
+        await scheme.connect()
+        answers = 0
+        try:
+            while True:
+                with torch.no_grad(), scheme.hold() as held:
+                    answer = model(question).mean().item()
+                answers += 1
+                if await scheme.receive(timeout=0.01) is not None:
+                    loss = held.metadata.get("loss", float("nan"))
+                    print(
+                        f"worker {index}: version {held.version} (loss {loss:.3f}) answered {answer:+.3f}", flush=True
+                    )
+        except ClosedError:
+            untouched = torch.equal(model[0].base.weight, frozen)
+            print(
+                f"worker {index}: answered for {scheme.version} versions, frozen weights untouched: {untouched}",
+                flush=True,
+            )
+
+
+async def train(scheme, model, workers):
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(adapters, lr=1e-2)
+    print(f"an update has {bytes_of(adapters)} of the model's {bytes_of(model.parameters())} bytes", flush=True)
+    async with scheme:
+        await scheme.connect(processes=workers)
+        for _ in range(UPDATES):
+            loss = await asyncio.to_thread(learn, model, optimizer)
+            version = await scheme.send_async(metadata={"loss": loss})
+            print(f"trainer: version {version} is everywhere, loss {loss:.3f}", flush=True)
+
+
+def learn(model, optimizer):
+    """Some steps towards a model that answers with twice the negative of what it is asked."""
+    for _ in range(STEPS):
+        question = torch.randn(64, WIDTH)
+        loss = (model(question) + 2 * question).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def main():
+    torch.set_num_threads(1)
+    model, scheme = pretrained(), SharedMemWeightSyncScheme(include="*.lora_?")
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=WORKERS)
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=work, args=(scheme, index), daemon=True) for index in range(WORKERS)]
+    for process in workers:
+        process.start()
+    asyncio.run(train(scheme, model, workers))
+    for process in workers:
+        process.join(timeout=10)
+
+
+if __name__ == "__main__":
+    main()
