@@ -1,8 +1,8 @@
 """A low-rank adapter's weights into models that are running. Run me: python lora.py
 
-The trainer trains nothing but the adapters of a model: two thin matrices beside each linear layer, whose own weights are
-frozen. Workers answer with the same model all the time. The scheme's pattern, include="*.lora_?", has only the adapters
-travel: a small part of the model, with each update; the frozen weights of the workers are never touched.
+The trainer trains nothing but the adapters of a model: two thin matrices beside each linear layer, whose own weights
+are frozen. Workers answer with the same model all the time. By the scheme's pattern, include="*.lora_?", only the
+adapters travel, a small part of the model; the frozen weights of the workers are never touched.
 """
 
 import asyncio
@@ -52,21 +52,19 @@ async def worker(scheme, index):
     scheme.init_on_receiver("policy", model=model, worker_idx=index)
     async with scheme:
         await scheme.connect()
-        answers = 0
+        answered = 0
         try:
             while True:
                 with torch.no_grad(), scheme.hold() as held:
                     answer = model(question).mean().item()
-                answers += 1
-                if await scheme.receive(timeout=0.01) is not None:
-                    loss = held.metadata.get("loss", float("nan"))
-                    print(
-                        f"worker {index}: version {held.version} (loss {loss:.3f}) answered {answer:+.3f}", flush=True
-                    )
+                if held.version != answered:
+                    answered, loss = held.version, held.metadata.get("loss")
+                    print(f"worker {index}: version {answered} (loss {loss}) answers {answer:+.3f}", flush=True)
+                await scheme.receive(timeout=0.05)
         except ClosedError:
             untouched = torch.equal(model[0].base.weight, frozen)
             print(
-                f"worker {index}: answered for {scheme.version} versions, frozen weights untouched: {untouched}",
+                f"worker {index}: version {scheme.version} is the last; frozen weights untouched: {untouched}",
                 flush=True,
             )
 
@@ -78,9 +76,9 @@ async def train(scheme, model, workers):
     async with scheme:
         await scheme.connect(processes=workers)
         for _ in range(UPDATES):
-            loss = await asyncio.to_thread(learn, model, optimizer)
+            loss = round(await asyncio.to_thread(learn, model, optimizer), 3)
             version = await scheme.send_async(metadata={"loss": loss})
-            print(f"trainer: version {version} is everywhere, loss {loss:.3f}", flush=True)
+            print(f"trainer: version {version} is everywhere, loss {loss}", flush=True)
 
 
 def learn(model, optimizer):

@@ -46,10 +46,11 @@ def work(schemes, index):
     bus, episodes = schemes["policy"].bus, 0
     bus.connect()  # policy and statistics are the trainer's
     while not bus.closed:
-        steps = bus.metadata.get("timesteps", 0)
+        first = bus.version
         [reward], _ = evaluate_policy(policy, env, n_eval_episodes=1, return_episode_rewards=True, warn=False)
         episodes += 1
-        print(f"worker {index}: after {steps} timesteps, version {bus.version}: return {reward:.0f}", flush=True)
+        steps = bus.metadata.get("timesteps", 0)  # of the version that the policy has now
+        print(f"worker {index}: versions {first} to {bus.version}, {steps} timesteps: return {reward:.0f}", flush=True)
     print(f"worker {index}: {episodes} episodes, the last with version {bus.version}", flush=True)
     bus.shutdown()
 

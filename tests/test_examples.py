@@ -88,10 +88,10 @@ def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> No
     losses = dict(shown)
     assert float(losses["6"]) < float(losses["2"])
     for worker in range(2):
-        assert f"worker {worker}: answered for 6 versions, frozen weights untouched: True" in out
-    answered = re.findall(r"worker \d: version (\d+) \(loss ([\d.]+|nan)\) answered", out)
+        assert f"worker {worker}: version 6 is the last; frozen weights untouched: True" in out
+    answered = re.findall(r"worker \d: version (\d+) \(loss ([\d.]+|None)\) answers", out)
     assert answered
-    assert all(loss == losses.get(version, "nan") for version, loss in answered), "each version has its own metadata"
+    assert all(loss == losses.get(version, "None") for version, loss in answered), "each version has its own metadata"
 
 
 def test_sb3_workers_says_what_it_needs(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_sb3_workers_play_with_what_ppo_has_learnt(tmp_path: Path) -> None:
     assert private_directories() == []
     shown = re.findall(r"trainer: (\d+) timesteps, version (\d+) is everywhere", out)
     assert [(int(steps), int(version)) for steps, version in shown] == [(512 * k, k + 2) for k in range(16)]
-    played = re.findall(r"worker (\d): after (\d+) timesteps, version (\d+): return (\d+)", out)
+    played = re.findall(r"worker (\d): versions (\d+) to \d+, (\d+) timesteps: return (\d+)", out)
     assert {worker for worker, *_ in played} == {"0", "1"}
     returns = [int(reward) for *_, reward in played]
     assert max(returns) > 2 * returns[0], "has not learnt"

@@ -65,8 +65,8 @@ def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
     """Flatten a TensorDict, a dict, which may be nested, or a state dict.
 
     Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
-    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, objects that have
-    arrays (:mod:`asyncsync.weights.arrays`), or extra state: values that msgpack can carry.
+    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, objects that
+    have arrays (:mod:`asyncsync.weights.arrays`), or extra state: values that msgpack can carry.
 
     Raises TypeError if a key is not a string, or a NumPy array has no tensor's dtype; ValueError if two keys have the
     same dotted name.
