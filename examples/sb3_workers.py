@@ -2,11 +2,11 @@
 
 Run me: python sb3_workers.py             (pip install stable-baselines3)
 
-The trainer is Stable-Baselines3's own PPO. After each of its rollouts, a callback publishes two models in one update:
+The trainer is Stable-Baselines3's own PPO. Before each of its rollouts, a callback publishes two models as one update:
 the policy, which is a module, and the statistics by which VecNormalize normalises observations, an object whose
 attributes are NumPy arrays. Each worker has a policy and a VecNormalize of its own, and plays whole episodes by
-Stable-Baselines3's evaluate_policy. That calls policy.predict, which is not the module's forward: with
-gated=("predict",) no update comes in the middle of a call.
+Stable-Baselines3's evaluate_policy. In a hold, no update comes before the episode has ended. (Where nothing but the
+policy is synchronised, init_on_receiver(…, gated=("predict",)) has each call of policy.predict see one version.)
 """
 
 import importlib.util
@@ -41,17 +41,16 @@ def work(schemes, index):
     torch.set_num_threads(1)
     env = environment(training=False)
     policy = algorithm(env).policy
-    schemes["policy"].init_on_receiver("policy", model=policy, worker_idx=index, gated=("predict",))
+    schemes["policy"].init_on_receiver("policy", model=policy, worker_idx=index)
     schemes["observations"].init_on_receiver("observations", model=env.obs_rms, worker_idx=index)
-    bus, episodes = schemes["policy"].bus, 0
+    bus = schemes["policy"].bus
     bus.connect()  # policy and statistics are the trainer's
     while not bus.closed:
-        first = bus.version
-        [reward], _ = evaluate_policy(policy, env, n_eval_episodes=1, return_episode_rewards=True, warn=False)
-        episodes += 1
-        steps = bus.metadata.get("timesteps", 0)  # of the version that the policy has now
-        print(f"worker {index}: versions {first} to {bus.version}, {steps} timesteps: return {reward:.0f}", flush=True)
-    print(f"worker {index}: {episodes} episodes, the last with version {bus.version}", flush=True)
+        with bus.hold() as held:
+            [reward], _ = evaluate_policy(policy, env, n_eval_episodes=1, return_episode_rewards=True, warn=False)
+        steps = held.metadata.get("timesteps", 0)
+        print(f"worker {index}: version {held.version}, of {steps} timesteps: return {reward:.0f}", flush=True)
+    print(f"worker {index}: the last version is {bus.version}", flush=True)
     bus.shutdown()
 
 
@@ -59,17 +58,18 @@ def train(bus, model, env):
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Publish(BaseCallback):
-        """What PPO calls before each rollout: its policy has just been trained."""
+        """Called by PPO before each rollout: its policy has just been trained."""
 
         def _on_step(self):
             return True
 
         def _on_rollout_start(self):
             weights = {"policy": self.model.policy, "observations": env.obs_rms}
-            bus.send(weights, metadata={"timesteps": self.num_timesteps})
-            print(f"trainer: {self.num_timesteps} timesteps, version {bus.version} is everywhere", flush=True)
+            version = bus.publish(weights, metadata={"timesteps": self.num_timesteps})  # waits for no worker
+            print(f"trainer: {self.num_timesteps} timesteps, version {version}", flush=True)
 
     model.learn(TIMESTEPS, callback=Publish())
+    bus.send({"policy": model.policy, "observations": env.obs_rms}, metadata={"timesteps": model.num_timesteps})
 
 
 def main():

@@ -70,8 +70,8 @@ class BoundModel:
     def refresh(self) -> None:
         """Find out anew where the model has its tensors. Raises SchemaMismatch if the selection does not fit them."""
         self.tensors = ModelTensors(self._model, self._extract_as)
-        self.selection.check(self.tensors.known, "the model's")
         self.plans = {}
+        self.selection.check(self.tensors.known, "the model's")
 
     def check_fit(self, specs: Specs, values: Collection[str]) -> None:
         """Compare tensors, by name, and the names of values with what the selection has of the model. Raises
