@@ -1,8 +1,8 @@
 """NumPy arrays as weights: in dicts, alone, and as the attributes of an object.
 
 An object that has arrays, as a running mean and variance has, stands for a dict of its attributes: of its arrays, its
-tensors, and its numbers of NumPy and of type float, which are tensors without dimensions. Everything else of it stays
-where it is. Whether a number is a float, a number of NumPy or an array at present makes no difference.
+tensors, and its numbers of NumPy's types and of type float, which are tensors without dimensions. Everything else of it
+stays where it is. Whether a number is a float, a number of NumPy's or an array at present makes no difference.
 
 As a source, an array is a tensor over the same memory (:func:`from_array`). As a destination, too
 (:class:`ArrayMapping`), if it can be written; what has no memory to be written, as a number has, is replaced.
@@ -23,12 +23,13 @@ ALONE = "array"  # the name of an array that is in nothing
 
 
 def is_array(value: Any) -> bool:
-    """Whether this is a NumPy array that can be a tensor."""
-    return isinstance(value, np.ndarray) and _dtype(value.dtype) is not None
+    """Whether this is an array or a number of NumPy's that can be a tensor."""
+    return isinstance(value, np.ndarray | np.generic) and _dtype(value.dtype) is not None
 
 
-def from_array(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
-    """The array's values as a tensor, over its memory if that can be."""
+def from_array(value: Any, name: str) -> torch.Tensor:
+    """The values of an array, or a number, as a tensor, over its memory if that can be."""
+    array = np.asarray(value)
     try:
         # torch warns of arrays that it could write to but must not, and takes no negative strides.
         return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
@@ -42,13 +43,8 @@ def source_arrays(value: Any) -> dict[str, torch.Tensor] | None:
         return {ALONE: from_array(value, ALONE)}
     if (attributes := _attributes(value)) is None:
         return None
-    return {name: _as_source(attributes[name], name) for name in _weights_of(attributes)}
-
-
-def _as_source(value: Any, name: str) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    return from_array(value if isinstance(value, np.ndarray) else np.array(value), name)
+    found = {name: attributes[name] for name in _weights_of(attributes)}
+    return {name: v if isinstance(v, torch.Tensor) else from_array(v, name) for name, v in found.items()}
 
 
 def writable_arrays(value: Any) -> ArrayMapping | None:
@@ -75,7 +71,7 @@ class ArrayMapping(MutableMapping[str, Any]):
         value = self._table[name]
         if isinstance(value, torch.Tensor):
             return value
-        if not (is_array(value) or _is_number(value)):
+        if not (is_array(value) or type(value) is float):
             raise KeyError(f"{name!r} is no array any more")
         return _as_destination(value)
 
@@ -116,19 +112,11 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     found = getattr(value, "__dict__", None)
     if isinstance(value, type | nn.Module) or not isinstance(found, dict):
         return None
-    return found if any(is_array(one) or _is_numpy_number(one) for one in found.values()) else None
+    return found if any(map(is_array, found.values())) else None
 
 
 def _weights_of(attributes: MutableMapping[str, Any]) -> list[str]:
-    return [n for n, v in attributes.items() if is_array(v) or _is_number(v) or isinstance(v, torch.Tensor)]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or _is_numpy_number(value)
-
-
-def _is_numpy_number(value: Any) -> bool:
-    return isinstance(value, np.generic) and _dtype(value.dtype) is not None
+    return [n for n, v in attributes.items() if is_array(v) or type(v) is float or isinstance(v, torch.Tensor)]
 
 
 def _dtype(dtype: np.dtype[Any]) -> torch.dtype | None:

@@ -19,7 +19,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync.weights.arrays import from_array, source_arrays
+from asyncsync.weights.arrays import from_array, is_array, source_arrays
 from asyncsync.weights.torch_private import COMPILED
 
 __all__ = [
@@ -87,7 +87,7 @@ def _put(flat: FlatWeights, path: Path, value: Any) -> None:
         raise ValueError(collision(dotted(path)))
     if isinstance(value, torch.Tensor):
         flat.tensors[path] = value
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, np.ndarray) or (is_array(value) and path[-1] != EXTRA_STATE):
         flat.tensors[path] = from_array(value, dotted(path))
     else:
         flat.values[path] = value.data if isinstance(value, NonTensorData) else value

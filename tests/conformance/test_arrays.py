@@ -160,7 +160,7 @@ async def test_r235_inplace_false_gives_new_arrays(api: Api) -> None:
 
 
 @pytest.mark.schemes("some")
-async def test_r235_r064_an_object_is_whole_in_a_hold_and_what_does_not_fit_changes_nothing(api: Api) -> None:
+async def test_r235_an_object_is_whole_in_a_hold_and_what_does_not_fit_changes_nothing(api: Api) -> None:
     source, model = Statistics((3,), 1.0), Statistics((3,), -1.0)
     async with pair(api, source, model) as everybody:
         sender, (receiver,), _ = everybody
@@ -215,6 +215,10 @@ def test_r235_methods_that_apply_at_once() -> None:
     scheme.init_on_receiver("policy", model=model, worker_idx=0)
     scheme.apply_weights({"mean": np.ones(2), "var": np.ones(2), "count": np.float64(1)})
     assert model.read == ([1, 1], [1, 1], 1)
+    numbers = {"a": np.float32(0), "b": np.zeros(())}
+    WeightStrategy().apply_weights(numbers, {"a": np.zeros((), np.float32) + 3, "b": np.float64(4)})
+    assert (numbers["a"], numbers["b"]) == (3, 4)
+    assert type(numbers["a"]) is np.float32
 
 
 class Empty:
