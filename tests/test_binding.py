@@ -682,7 +682,6 @@ def without_memory() -> dict[str, tuple[Any, str]]:
         "jagged": (jagged, "a nested tensor, which cannot receive"),
         "conjugated": (complex_view, r"read: use `\.resolve_conj\(\)`"),
         "negated": (complex_view.imag, r"read: use .*`\.resolve_neg\(\)`"),
-        "numpy": (torch.zeros(3, 3).numpy(), r"is a ndarray; torch\.from_numpy\(\) makes a tensor of it"),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
@@ -26,7 +27,8 @@ def example(path: Path, cwd: Path, *arguments: str) -> str:
 
 def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
-    here = {"async_trainer", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "weight_sync_standalone"}
+    here = {"async_trainer", "lora", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "sb3_workers"}
+    here |= {"weight_sync_standalone"}
     there = {"async_collector", "multi_model", "replay_buffer", "weight_sync_collectors"}  # test_examples_collectors.py
     assert found == here | there
 
@@ -74,6 +76,49 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     acted = re.findall(r"version (\d+): acted on by \[([\d, ]*)\], \[([\d., ]*)\]", out)
     assert acted[-1] == ("11", "0, 1", "10.0")
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
+
+
+@pytest.mark.thorough
+def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> None:
+    out = example(EXAMPLES / "lora.py", tmp_path)
+    [(sent, whole)] = re.findall(r"an update has (\d+) of the model's (\d+) bytes", out)
+    assert int(sent) < int(whole) / 10
+    shown = re.findall(r"trainer: version (\d+) is everywhere, loss ([\d.]+)", out)
+    assert [int(version) for version, _ in shown] == [2, 3, 4, 5, 6]
+    losses = dict(shown)
+    assert float(losses["6"]) < float(losses["2"])
+    for worker in range(2):
+        assert f"worker {worker}: version 6 is the last; frozen weights untouched: True" in out
+    answered = re.findall(r"worker \d: version (\d+) \(loss ([\d.]+|None)\) answers", out)
+    assert answered
+    assert all(loss == losses.get(version, "None") for version, loss in answered), "each version has its own metadata"
+
+
+def test_sb3_workers_says_what_it_needs(tmp_path: Path) -> None:
+    if importlib.util.find_spec("stable_baselines3") is not None:
+        return  # the next one runs it
+    code, out, err = run(EXAMPLES / "sb3_workers.py", cwd=tmp_path)
+    assert (code, out) == (1, "")
+    assert err == "this example needs Stable-Baselines3: pip install stable-baselines3\n"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+def test_sb3_workers_play_with_what_ppo_has_learnt(tmp_path: Path) -> None:
+    pytest.importorskip("stable_baselines3")
+    with start(EXAMPLES / "sb3_workers.py", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=180)
+    assert (code, err) == (0, "")
+    assert private_directories() == []
+    shown = re.findall(r"trainer: (\d+) timesteps, version (\d+)", out)
+    # Versions 1 and 2 are those that the two models are connected with.
+    assert [(int(steps), int(version)) for steps, version in shown] == [(512 * k, k + 3) for k in range(16)]
+    played = re.findall(r"worker (\d): version (\d+), of (\d+) timesteps: return (\d+)", out)
+    assert {worker for worker, *_ in played} == {"0", "1"}
+    assert all(int(steps) == 512 * max(0, int(version) - 3) for _, version, steps, _ in played)
+    returns = [int(reward) for *_, reward in played]
+    assert max(returns) > 2 * returns[0], "has not learnt"
+    assert len(re.findall(r"worker \d: the last version is 19", out)) == 2
 
 
 @pytest.mark.thorough

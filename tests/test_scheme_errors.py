@@ -235,7 +235,11 @@ async def test_init_on_sender_refuses_and_changes_nothing(
         ({"worker_idx": 2}, ValueError, "worker_idx 2 does not exist: num_workers=2, so choose from 0 to 1"),
         ({"apply": "never"}, ValueError, "'auto' or 'on_receive', not 'never'"),
         ({"gate": "lock"}, ValueError, "'hooks' or 'hold', not 'lock'"),
-        ({"model": "policy.pt"}, TypeError, "must be a module, a TensorDict or a dict of tensors, not str"),
+        (
+            {"model": "policy.pt"},
+            TypeError,
+            "must be a module, a TensorDict, .* an object whose attributes are arrays, not str",
+        ),
         ({"model": compiled()}, ValueError, 'compiled module.*gate="hold".*apply="on_receive"'),
         ({"model": nn.LazyLinear(2)}, SchemaMismatch, "run one forward"),
         ({"model": None, "context": object()}, ValueError, "object has no model 'policy'"),
@@ -629,7 +633,7 @@ async def test_localhost_can_be_bound_and_connected(api: Api, unused_tcp_port: i
     ("weights", "error", "message"),
     [
         ("policy.pt", ValueError, "no model 'policy.pt'"),
-        (3.5, TypeError, "must be a module, a TensorDict or a dict of tensors, not float"),
+        (3.5, TypeError, "must be a module, a TensorDict, .* an object whose attributes are arrays, not float"),
         ([torch.zeros(2)], TypeError, "not list"),
         (torch.zeros(2), TypeError, "not Tensor"),
         ({"w": object()}, TypeError, "w"),

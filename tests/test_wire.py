@@ -43,6 +43,7 @@ from asyncsync.protocol.messages import (
     Update,
     Welcome,
 )
+from asyncsync.protocol.metadata import MAX_METADATA, encode_metadata
 
 # -- any instruction ---------------------------------------------------------------------------------------------------
 
@@ -72,7 +73,8 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
         parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, in_place, origin))
         payload.append(bytes(parts[-1].streamed) if eager else b"")
     values = [draw(st.binary(max_size=10)) for _ in parts]
-    return Update(draw(epochs), draw(positive), eager, tuple(parts)), values + (payload if eager else [])
+    metadata = encode_metadata(draw(st.dictionaries(names, st.none() | u64 | texts, max_size=3)))
+    return Update(draw(epochs), draw(positive), eager, tuple(parts), metadata), values + (payload if eager else [])
 
 
 @st.composite
@@ -347,24 +349,24 @@ def test_a_message_needs_a_known_protocol_and_kind() -> None:
     for raw in (
         [],
         [1],
-        [2, 11, [1, 2], 3, 0],
-        [1, 0],
-        [1, 15],
-        [1, "11"],
+        [1, 11, [1, 2], 3, 0],
+        [2, 0],
+        [2, 15],
+        [2, "11"],
         [True, 11, [1, 2], 3, 0],
-        [1, True, [1, 2], 3],
+        [2, True, [1, 2], 3],
         {},
         7,
     ):
         refused(msgpack.packb(raw))
-    assert "use one version" in str(refused(msgpack.packb([2, 11, [1, 2], 3, 0])))
+    assert "use one version" in str(refused(msgpack.packb([1, 11, [1, 2], 3, 0])))
 
 
 def test_a_key_that_comes_twice_is_refused() -> None:
     rest = b"\x00\x90"  # nothing is kept
-    once = b"\x96\x01\x09\x92\x01\x02\x81\xa1a\x01" + rest
+    once = b"\x96\x02\x09\x92\x01\x02\x81\xa1a\x01" + rest
     assert decode([once])[0] == Applied((1, 2), {"a": 1})
-    refused(b"\x96\x01\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
+    refused(b"\x96\x02\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
 
 
 def test_a_header_may_need_more_than_the_small_limits() -> None:
@@ -374,6 +376,30 @@ def test_a_header_may_need_more_than_the_small_limits() -> None:
     assert decode([encode(Applied((1, 2), short))])[0] == Applied((1, 2), short)
     parts = tuple(Part(f"m{i}", 1, bytes(16), 0) for i in range(1024))
     assert decode([encode(Update((1, 2), 1, False, parts)), *[b""] * 1024])[0] == Update((1, 2), 1, False, parts)
+
+
+def test_metadata_is_a_mapping_of_names_within_its_limits() -> None:
+    update = EXAMPLES[Update][0]
+    full = encode_metadata({"epoch": 3, "note": "x" * (MAX_METADATA - 20)})
+    assert decode([encode(replace(update, metadata=full)), *EXAMPLES[Update][1]])[0].metadata == full  # type: ignore[type-var, attr-defined]
+    deep: list[Any] = []
+    for _ in range(40):
+        deep = [deep]
+    for wrong in (
+        msgpack.packb([1]),
+        msgpack.packb({1: 2}),
+        msgpack.packb({b"a": 2}),
+        msgpack.packb({"a": {1: 2}}),
+        msgpack.packb({"a": deep}),
+        msgpack.packb({"a": msgpack.Timestamp(1)}),
+        msgpack.packb({"a": "x" * MAX_METADATA}),
+        full + b"\0",
+        full[:-1],
+        b"\x81\xa1a",
+    ):
+        refused(with_field(update, metadata=wrong), *EXAMPLES[Update][1])
+    refused(with_field(update, metadata=None), *EXAMPLES[Update][1])
+    refused(with_field(update, metadata="text"), *EXAMPLES[Update][1])
 
 
 def test_all_models_may_be_told_of_with_all_that_is_kept_of_them() -> None:
@@ -411,7 +437,7 @@ def test_frames_and_bytes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 BOMBS: dict[str, bytes] = {
     "nested arrays": b"\x91" * 500 + b"\xc0",
     "more nested arrays": b"\x91" * 100_000 + b"\xc0",
-    "nested arrays in an instruction": b"\x93\x01\x0b" + b"\x91" * 480 + b"\xc0",
+    "nested arrays in an instruction": b"\x93\x02\x0b" + b"\x91" * 480 + b"\xc0",
     "nested maps": b"\x81\xa1a" * 150 + b"\xc0",
     "more nested maps": b"\x81\xa1a" * 100_000 + b"\xc0",
     "lying arrays, one in another": b"\xdc\x00\x20" * 170,
@@ -422,12 +448,12 @@ BOMBS: dict[str, bytes] = {
     "huge map": b"\xdf\xff\xff\xff\xff",
     "huge text": b"\xdb\xff\xff\xff\xff",
     "huge bytes": b"\xc6\xff\xff\xff\xff",
-    "huge array in a large header": b"\x94\x01\x09\xdd\x7f\xff\xff\xff" + b"\x00" * 2000,
-    "ext": b"\x93\x01\x0b\xd4\x01\x00",
-    "timestamp": b"\x93\x01\x0b\xd6\xff\x00\x00\x00\x00",
-    "large ext": b"\x93\x01\x0b\xc8\x08\x00\x05" + bytes(2048),
+    "huge array in a large header": b"\x94\x02\x09\xdd\x7f\xff\xff\xff" + b"\x00" * 2000,
+    "ext": b"\x93\x02\x0b\xd4\x01\x00",
+    "timestamp": b"\x93\x02\x0b\xd6\xff\x00\x00\x00\x00",
+    "large ext": b"\x93\x02\x0b\xc8\x08\x00\x05" + bytes(2048),
     "reserved": b"\xc1",
-    "large reserved": b"\x94\x01\x09\xc1" + bytes(2000),
+    "large reserved": b"\x94\x02\x09\xc1" + bytes(2000),
 }
 
 

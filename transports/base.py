@@ -190,6 +190,7 @@ class Destination:
             )
         self._receiving = scheme._receiving
         self._before = scheme._receiving.returned
+        self._selection = scheme._selection
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
         # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
@@ -218,7 +219,7 @@ class Destination:
         if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
         elif self.model is not None:
-            Binding(self.model, self.strategy).prepare_flat(flat).apply_now()
+            Binding(self.model, self.strategy, selection=self._selection).prepare_flat(flat).apply_now()
         if buffer is None:
             return received
         with torch.no_grad():

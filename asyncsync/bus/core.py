@@ -12,13 +12,13 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
 from asyncsync.bus.link import EXIT_SECONDS, Order
-from asyncsync.bus.member import Member
+from asyncsync.bus.member import Member, shared_here
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
@@ -26,7 +26,9 @@ from asyncsync.errors import ClosedError, Fenced, NotConnected
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
 from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
+from asyncsync.protocol.metadata import Shown, decode_metadata
 from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.staging import Acting
 
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
@@ -42,9 +44,6 @@ CONFIGURATION = (
 FAST = "ASYNCSYNC_FAST"
 
 T = TypeVar("T")
-
-# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
-_receiving: weakref.WeakValueDictionary[tuple[str, int, int], BusCore] = weakref.WeakValueDictionary()
 
 
 class BusCore:
@@ -109,7 +108,7 @@ class BusCore:
         self._converted: BusCore | None = None
         # Called on the loop with each version, and whom it is for, before anybody waits for acknowledgements.
         self._on_published: Callable[[int, list[int] | None], None] | None = None
-        self._origin: Callable[[], int] | None = None
+        self._origin: Callable[[], tuple[int, bytes]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -176,21 +175,7 @@ class BusCore:
         if worker is None or self._role == "sender":
             self._late = True
             return self
-        return self._shared(worker)
-
-    def _shared(self, worker: int) -> BusCore:
-        """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
-        if some of them are asynchronous, others blocking."""
-        key = (self._uid, worker, os.getpid())
-        shared = _receiving.get(key)
-        if shared is None or shared._closed:
-            _receiving[key] = shared = self
-        if type(shared) is not type(self):
-            raise ValueError(
-                f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
-                "them (scheme.blocking, scheme.aio), or none"
-            )
-        return shared
+        return shared_here(self, worker)
 
     def _twin(self, kind: type[BusCore]) -> BusCore:
         """A copy with the other API; the schemes of one bus that are converted share it."""
@@ -239,9 +224,9 @@ class BusCore:
             self._end_with_the_loop(link)
         return self._sender()
 
-    def _stand_for(self, origin: Callable[[], int]) -> None:
+    def _stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
         """Sender: what is published from now on stands for the version of the root of a tree that ``origin`` returns
-        when the values are taken."""
+        when the values are taken, and has that one's metadata unless it is given some."""
         self._origin = origin
         if isinstance(self._link, SenderLink):
             self._link.publishing.origin = origin
@@ -250,7 +235,7 @@ class BusCore:
         self._check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
-        if self._late and self._shared(worker) is not self:
+        if self._late and shared_here(self, worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
                 "pass worker_idx to init_on_receiver(), so that schemes pickled apart find each other"
@@ -292,11 +277,19 @@ class BusCore:
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
-    def hold(self) -> Hold:
-        """A block (``with`` or ``async with``) in which no update is applied to any model of this receiver."""
+    def hold(self) -> Hold[Shown]:
+        """A block (``with`` or ``async with``) in which no update is applied to any model of this receiver. ``with
+        bus.hold() as held``: ``held.version`` and ``held.metadata`` are the newest that any of its models shows."""
+        return self._hold(self._schemes)
+
+    def _hold(self, models: Collection[str]) -> Hold[Shown]:
         self._check_open("receiver")
         assert self._gate is not None
-        return self._gate.hold()
+        return Hold(self._gate, lambda: self._acting(models).shown)
+
+    def _acting(self, models: Collection[str]) -> Acting:
+        """Receiver: the newest that these models show."""
+        return self._link.acting(models) if isinstance(self._link, ReceiverLink) else Acting(0, 0)
 
     @property
     def version(self) -> int:
@@ -310,6 +303,17 @@ class BusCore:
         if isinstance(self._link, ReceiverLink):
             return self._link.version(self._schemes)
         return self._carried
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was published with :attr:`version`, a dict of the caller's own; empty where there was none. On a
+        receiver both switch with the models."""
+        return self._metadata(self._schemes)
+
+    def _metadata(self, models: Collection[str]) -> dict[str, Any]:
+        if isinstance(link := self._link, SenderLink):
+            return decode_metadata(self._look(lambda: link.metadata))
+        return self._acting(models).shown.metadata
 
     def state_dict(self) -> dict[str, int]:
         """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
@@ -344,10 +348,6 @@ class BusCore:
         self._carried = version
         if isinstance(self._link, SenderLink):
             self._link.carry_on(version)
-
-    def _shown_origin(self) -> int:
-        """Receiver: in a tree, the version of its root that :attr:`version` stands for; else the same."""
-        return self._link.origin(self._schemes) if isinstance(self._link, ReceiverLink) else 0
 
     def _target(self) -> int:
         """Receiver: the newest version that it is to have; 0: none."""

@@ -3,13 +3,18 @@ pickled apart come onto one bus."""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Member", "Source", "join_buses"]
+__all__ = ["Member", "Source", "join_buses", "shared_here"]
+
+# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
+_receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
 
 Source = FlatWeights | Mapping[int, FlatWeights]
 """A model's weights for everybody, or for each worker its own, ready to be packed."""
@@ -48,6 +53,31 @@ class Member(Protocol):
 
     async def _end_transport(self, timeout: float) -> None:
         """Release it."""
+
+
+class Shared(Protocol):
+    """A bus of either API."""
+
+    _uid: str
+    _closed: bool
+
+
+B = TypeVar("B", bound=Shared)
+
+
+def shared_here(bus: B, worker: int) -> B:
+    """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError if
+    some of them are asynchronous, others blocking."""
+    key = (bus._uid, worker, os.getpid())
+    shared: B | None = _receiving.get(key)
+    if shared is None or shared._closed:
+        _receiving[key] = shared = bus
+    if type(shared) is not type(bus):
+        raise ValueError(
+            f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
+            "them (scheme.blocking, scheme.aio), or none"
+        )
+    return shared
 
 
 def join_buses(schemes: Iterable[Member]) -> Any:

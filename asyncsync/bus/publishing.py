@@ -53,7 +53,7 @@ class Publishing:
     """The publications of one link; each ends its ``fast`` path.
 
     Attributes:
-        origin: in a tree, returns the version at its root that what is published stands for.
+        origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
     """
@@ -67,7 +67,7 @@ class Publishing:
         pool: SlabPool,
         depart: Callable[[], None],
     ) -> None:
-        self.origin: Callable[[], int] | None = None
+        self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
         self.served: dict[bytes, Carrier] = {}
         self._link = link
@@ -98,6 +98,7 @@ class Publishing:
         serve: Iterable[str] = (),
         deadline: float,
         at_once: bool = True,
+        metadata: bytes = b"",
     ) -> int:
         """Snapshot the sources, make that the target, announce it; returns the version.
 
@@ -120,7 +121,8 @@ class Publishing:
             publisher.check_open()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            origin = None if self.origin is None else self.origin()
+            origin, inherited = (None, b"") if self.origin is None else self.origin()
+            metadata = metadata or inherited
             jobs: list[_Job] = []
             try:
                 parts: dict[str, Slab | dict[int, Slab]] = {}
@@ -138,7 +140,7 @@ class Publishing:
                     job.slab.origin = origin
                 streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
                 if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                    return await self._publish_packing(parts, workers, jobs[0])
+                    return await self._publish_packing(parts, workers, jobs[0], metadata)
                 for job in jobs:
                     if job.slab.nbytes <= INLINE_BYTES:
                         job.pack()
@@ -152,7 +154,7 @@ class Publishing:
                     ):
                         await self._offer(transports[model_id], slab, whom)
                 link.check()
-                version = publisher.publish(parts, workers, link.loop.time())
+                version = publisher.publish(parts, workers, link.loop.time(), metadata)
                 self._fast.worked(link.loop.time() - begun)
             finally:
                 for job in jobs:
@@ -165,7 +167,11 @@ class Publishing:
             self.order.release()
 
     async def _publish_packing(
-        self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, job: _Job
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        job: _Job,
+        metadata: bytes,
     ) -> int:
         """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
 
@@ -178,7 +184,7 @@ class Publishing:
         replaced = targets.keep(parts)
         version = None
         try:
-            version = self._publisher.publish(parts, workers, self._link.loop.time())
+            version = self._publisher.publish(parts, workers, self._link.loop.time(), metadata)
             self._link.settle()
 
             def pack_all() -> None:

@@ -42,8 +42,8 @@ ENDING_SECONDS = 2.0
 class ReceiverLink(Link):
     """Connects, feeds the subscriber, sends its answers. ``side_channel`` is None until there has been one.
 
-    ``shown`` has, of each model, epoch and version of what it shows to its readers, and in a tree the version at its
-    root that this one stands for, else the same. It is switched where the model is: under the gate.
+    ``shown`` has, of each model, epoch and version of what it shows to its readers, in a tree the version at its root
+    that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
     """
 
     def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
@@ -52,7 +52,7 @@ class ReceiverLink(Link):
         self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings)
         self.gate = gate
         self.gate.bind()
-        self.shown: dict[str, tuple[Epoch, int, int]] = {}
+        self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.sender_lost = False
         self._fetches = Fetches(self.subscriber, self._fetched)
         self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show)
@@ -163,17 +163,19 @@ class ReceiverLink(Link):
         # A new dict, because other threads may be looking at this one.
         self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
 
-    def _newest_shown(self, models: Iterable[str]) -> tuple[Epoch | None, int, int]:
+    def acting(self, models: Iterable[str]) -> Acting:
+        """The newest that one of these models shows; its version is 0 where there is none. From any thread."""
         shown = self.shown
-        return max([shown[model_id] for model_id in models if model_id in shown], default=(None, 0, 0))
+        none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
+        return Acting(*max([shown[model_id] for model_id in models if model_id in shown], default=none)[1:])
 
     def version(self, models: Iterable[str]) -> int:
         """The newest version that one of these models shows; 0: none. From any thread."""
-        return self._newest_shown(models)[1]
+        return self.acting(models).version
 
     def origin(self, models: Iterable[str]) -> int:
         """In a tree, the version at its root that :meth:`version` stands for; else the same. From any thread."""
-        return self._newest_shown(models)[2]
+        return self.acting(models).origin
 
     def _open_side_channel(self) -> None:
         """The sender knows this worker now: connect the side channel, unless it is there already."""

@@ -109,6 +109,12 @@ class SenderLink(Link):
         return self.publisher.published if steady is None or not steady.updates else steady.version
 
     @property
+    def metadata(self) -> bytes:
+        """Of that version. On the loop."""
+        steady = self.fast.steady
+        return self.publisher.targets.metadata if steady is None or not steady.updates else b""
+
+    @property
     def counted(self) -> int:
         """Where the count of versions stands: the next one published is this one's successor."""
         steady = self.fast.steady

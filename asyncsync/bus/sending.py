@@ -11,6 +11,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Source
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError
+from asyncsync.protocol.metadata import encode_metadata
 
 __all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wait_version"]
 
@@ -48,17 +49,20 @@ async def _extract_in_order(
         bus._preparing.release()
 
 
-async def publish(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> int:
+async def publish(
+    bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers, metadata: Mapping[str, Any] | None
+) -> int:
     """Snapshot and announce; returns the version."""
-    workers = as_workers(worker_ids)
+    encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
     sources = await _extract_in_order(bus, weights, workers, DEFAULT_TIMEOUT)
-    return await publish_sources(bus, sources, workers)
+    return await publish_sources(bus, sources, workers, encoded)
 
 
 async def publish_sources(
     bus: BusCore,
     sources: Mapping[str, Source],
     workers: list[int] | None,
+    metadata: bytes,
     timeout: float = DEFAULT_TIMEOUT,
     *,
     at_once: bool = True,
@@ -67,18 +71,26 @@ async def publish_sources(
     transports = {topic: bus._schemes[topic]._transport() for topic in sources}
     link = bus._sender()
     deadline = link.loop.time() + timeout
-    version = await link.publishing.publish(sources, transports, workers, deadline=deadline, at_once=at_once)
+    version = await link.publishing.publish(
+        sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
+    )
     if bus._on_published is not None:
         bus._on_published(version, workers)
     return version
 
 
-async def send(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers, timeout: float) -> int:
+async def send(
+    bus: BusCore,
+    weights: Mapping[str, Any],
+    worker_ids: Workers,
+    timeout: float,
+    metadata: Mapping[str, Any] | None,
+) -> int:
     """:func:`publish`, and wait until the workers have applied it. Raises NotConnected, with nothing published, if
     nobody could; PartialSendError, which names each worker that has not, and why."""
-    link = bus._link
+    link, encoded = bus._link, encode_metadata(metadata)
     is_free = not (bus._closed or bus._preparing.waiting or bus._preparing.locked())
-    if worker_ids is None and len(weights) == 1 and type(link) is SenderLink and is_free:
+    if worker_ids is None and len(weights) == 1 and not encoded and type(link) is SenderLink and is_free:
         ((topic, given),) = weights.items()
         if link.fast.may_go_on(topic, timeout):
             begun = link.loop.time()
@@ -93,20 +105,22 @@ async def send(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers, ti
         sources = await _extract_in_order(bus, weights, workers, timeout)
     except AckTimeout as error:
         raise _unsent(bus, workers, error) from error
-    return await send_sources(bus, sources, workers, timeout)
+    return await send_sources(bus, sources, workers, timeout, encoded)
 
 
-async def send_sources(bus: BusCore, sources: Mapping[str, Source], workers: list[int] | None, timeout: float) -> int:
+async def send_sources(
+    bus: BusCore, sources: Mapping[str, Source], workers: list[int] | None, timeout: float, metadata: bytes
+) -> int:
     """:func:`send` of what was extracted."""
     link = bus._sender()
     _check_quorum(link, sources)
     begun = link.loop.time()
-    if workers is None and link.fast.may_publish(timeout):
+    if workers is None and not metadata and link.fast.may_publish(timeout):
         transports = {topic: bus._schemes[topic]._transport() for topic in sources}
         if (version := link.fast.publish(sources, transports)) is not None:
             return await _complete(bus, link, version, next(iter(sources)), timeout, begun)
     try:
-        version = await publish_sources(bus, sources, workers, timeout, at_once=False)
+        version = await publish_sources(bus, sources, workers, metadata, timeout, at_once=False)
     except AckTimeout as error:  # nothing was published
         raise _unsent(bus, workers, error) from error
     await _wait_applied(link, version, workers, list(sources), timeout, begun)

@@ -64,7 +64,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     target = max((subscriber.targets.get(m, 0) for m in models), default=0)
     # What an earlier sender sent is not this one's, whatever its number.
     marks = [link.shown[m] for m in models if m in link.shown]
-    current = max((v for epoch, v, _ in marks if epoch == subscriber.session.epoch), default=0)
+    current = max((v for epoch, v, *_ in marks if epoch == subscriber.session.epoch), default=0)
     state, reason = "live", ""
     if link.closed:
         state, reason = "lost", "this receiver was shut down"

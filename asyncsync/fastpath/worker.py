@@ -199,7 +199,7 @@ class SteadyWorker:
                 return
             prepared.resolve()
             prepared.apply()
-        self._show(self._epoch, {self._model_id: (self._version, self._version)})
+        self._show(self._epoch, {self._model_id: Acting(self._version, self._version)})
         self._is_applied = True
 
     def _look(self, descriptor: bytes) -> memoryview | None:

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.model.bound_model import BoundModel, LayoutPlan, constant
+from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
@@ -39,6 +40,7 @@ class Binding:
         inplace: copy into the model's own memory (default), or give its tensors new memory.
         repoints: give a module's Parameters their memory in a slab that is theirs until the next update. As an
             attribute: whether they may get it.
+        selection: which of the model's tensors are written; None: all.
         apply: replaces the copy (a scheme's or strategy's overridden ``apply_weights``); called with a TensorDict that
             is its to keep.
 
@@ -55,6 +57,7 @@ class Binding:
         cast: bool = False,
         inplace: bool = True,
         repoints: bool = False,
+        selection: Selection | None = None,
         apply: Callable[[Any], None] | None = None,
     ) -> None:
         self.strategy = strategy
@@ -70,7 +73,9 @@ class Binding:
         self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
         self.bound: BoundModel | None = None
         if model is not None:
-            self.bound = BoundModel(model, strategy.extract_as, cast=cast, inplace=inplace, converted=self._converts)
+            self.bound = BoundModel(
+                model, strategy.extract_as, cast=cast, inplace=inplace, converted=self._converts, selection=selection
+            )
 
     def check(self, layout: Layout) -> None:
         """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
@@ -84,7 +89,10 @@ class Binding:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
             sample = {p: constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
             specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
-        self.bound.check_fit(specs, {dotted(p) for p in layout.value_paths})
+        values = {dotted(p) for p in layout.value_paths}
+        selection = self.bound.selection
+        selection.check(specs.keys() | values, "the sent")
+        self.bound.check_fit(selection.of(specs), set(filter(selection.chooses, values)))
 
     def prepare(self, slab: Slab) -> Prepared | None:
         """Convert and check one update. The result may refer to views into the slab; None without a model. Raises
@@ -113,7 +121,7 @@ class Binding:
             plan,
             [views[i] for i in order],
             {n: views[i] for n, i in states} if states else {},
-            {dotted(p): v for p, v in values.items()} if values else {},
+            bound.selection.of({dotted(p): v for p, v in values.items()}) if values else {},
             home,
             pieces,
         )
@@ -150,8 +158,9 @@ def _remember(bound: BoundModel, layout: Layout) -> LayoutPlan:
     """The plan for a layout, so that the updates of it take no names."""
     index = {dotted(e.path): i for i, e in enumerate(layout.entries)}
     index |= {dotted(path): i for path, i in layout.aliases.items()}
-    plan = bound.plan(_specs(layout), {dotted(p) for p in layout.value_paths})
-    states = [(n, i) for n, i in index.items() if n in bound.tensors.extra_state]
+    chooses = bound.selection.chooses
+    plan = bound.plan(bound.selection.of(_specs(layout)), {n for p in layout.value_paths if chooses(n := dotted(p))})
+    states = [(n, i) for n, i in index.items() if n in bound.tensors.extra_state and chooses(n)]
     while len(bound.plans) >= MOST_PLANS:
         del bound.plans[next(iter(bound.plans))]
     known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states)

@@ -11,6 +11,7 @@ import torch
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.parameters import ModelTensors, Plan, Specs
+from asyncsync.model.selection import Selection
 from asyncsync.weights.slab import is_foreign
 
 __all__ = ["BoundModel", "LayoutPlan", "Repointing", "constant"]
@@ -48,6 +49,7 @@ class BoundModel:
         cast: convert dtypes where they differ, instead of refusing.
         inplace: copy into the model's own memory, or give its tensors new memory.
         converted: what comes was made by a strategy's ``convert``.
+        selection: which of the model's tensors are written; None: all.
 
     Attributes:
         plans: those of the latest layouts, by digest; a new table whenever the model is looked through anew.
@@ -57,8 +59,16 @@ class BoundModel:
     """
 
     def __init__(
-        self, model: Any, extract_as: str, *, cast: bool = False, inplace: bool = True, converted: bool = False
+        self,
+        model: Any,
+        extract_as: str,
+        *,
+        cast: bool = False,
+        inplace: bool = True,
+        converted: bool = False,
+        selection: Selection | None = None,
     ) -> None:
+        self.selection = selection or Selection()
         self.cast = cast
         self.inplace = inplace
         self.is_repointed = False
@@ -71,15 +81,16 @@ class BoundModel:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find out anew where the model has its tensors."""
+        """Find out anew where the model has its tensors. Raises SchemaMismatch if the selection does not fit them."""
         self.tensors = ModelTensors(self._model, self._extract_as)
         self.plans = {}
+        self.selection.check(self.tensors.known, "the model's")
 
     def check_fit(self, specs: Specs, values: Collection[str]) -> None:
-        """Compare tensors, by name, and the names of values with the model. Raises SchemaMismatch, with both key lists
-        and their common prefix, or every differing shape and dtype."""
-        own = self.tensors
-        required = own.required
+        """Compare tensors, by name, and the names of values with what the selection has of the model. Raises
+        SchemaMismatch, with both key lists and their common prefix, or every differing shape and dtype."""
+        own, chooses = self.tensors, self.selection.chooses
+        required = {name for name in own.required if chooses(name)} if self.selection else own.required
         if self._converted:
             # A strategy maps tensors only: values go where their names happen to fit.
             values = {n for n in values if n in own.known}
@@ -122,10 +133,7 @@ def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def _tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cast: bool, inplace: bool) -> str:
     """Why a tensor that has come does not fit the model's own; empty: it does."""
     if not isinstance(own, torch.Tensor):
-        is_array = type(own).__module__ == "numpy"
-        kind = "gone" if own is None else f"a {type(own).__name__}"
-        remedy = "; torch.from_numpy() makes a tensor of it that shares its memory" if is_array else ""
-        return f"sent as a tensor, but the model's is {kind}{remedy}"
+        return f"sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
     if what := _without_memory(own):
         return f"the model's is {what}"
     if own.shape != shape:

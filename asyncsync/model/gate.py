@@ -7,9 +7,10 @@
     with gate.hold():                # so is this block; `async with gate.hold():` waits without blocking the loop
         policy.act(observation)
 
-Covered are calls of an attached module. Not covered are its other methods, calls of its submodules, an
-`async def forward`, and hooks that a compiler has removed: put `hold()` around those. A thread started inside a hold
-without its context is a stranger to it; asyncio.to_thread passes the context on (`contextvars.copy_context().run`).
+Covered are calls of an attached module, and of the methods that `attach_methods` is given. Not covered are its other
+methods, calls of its submodules, an `async def forward`, and hooks that a compiler has removed: put `hold()` around
+those. A thread started inside a hold without its context is a stranger to it; asyncio.to_thread passes the context on
+(`contextvars.copy_context().run`).
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from asyncsync.model.gated_methods import GatedMethod, gate_methods
 from asyncsync.model.hooks import attach
 from asyncsync.model.loop_watch import LoopWatch
 from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_held_by_caller, is_inside, refusal
 from asyncsync.runtime.threads import settle
 
-__all__ = ["Gate", "Writer", "any_applying"]
+__all__ = ["PATIENCE", "Gate", "Writer", "any_applying"]
 
 _log = logging.getLogger("asyncsync")
+PATIENCE = 30.0
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
 
 
@@ -63,10 +66,10 @@ class Gate:
     """Counts the readers of a receiver's models and applies a pending update when there are none. ``patience``: seconds
     that an outermost reader waits while an update is pending, before AckTimeout."""
 
-    def __init__(self, *, patience: float = 30.0) -> None:
+    def __init__(self, *, patience: float = PATIENCE) -> None:
         self.patience = patience
         self._loop = LoopWatch()
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | GatedMethod] = []
         self._readers: dict[object, Reader] = {}  # forwards by the frame of their call, holds by themselves
         self._update: Writer | None = None
         self._applying: Writer | None = None
@@ -111,8 +114,14 @@ class Gate:
         with self._mutex:
             self._handles += attach(module, self.enter_call, self.leave_call)
 
+    def attach_methods(self, model: object, names: Iterable[str]) -> None:
+        """Count every call of these methods of an object likewise. Raises ValueError, with nothing changed, for a name
+        that is none of them."""
+        with self._mutex:
+            self._handles += gate_methods(model, names, self.enter_call, self.leave_call)
+
     def detach(self) -> None:
-        """Remove the hooks from every module. Calls under way are counted until they return."""
+        """Remove every hook, and what wraps methods. Calls under way are counted until they return."""
         with self._mutex:
             handles, self._handles = self._handles, []
         for handle in handles:
@@ -246,11 +255,11 @@ class Gate:
 
     # Readers
 
-    def hold(self) -> Hold:
+    def hold(self) -> Hold[None]:
         """A reader for `with` and `async with`. A forward or hold inside it, also in a task or in asyncio.to_thread
         started inside, never waits. Entering it raises RuntimeError if it is open already; AckTimeout, but not on the
         loop thread, if an update has been pending for `patience` seconds."""
-        return Hold(self)
+        return Hold(self, _nothing)
 
     def _admit(self, reader: Reader, *, join: bool) -> _Verdict:
         """Let a reader in, or find out what goes first. Under the mutex, after a sweep if an update is pending."""
@@ -366,6 +375,10 @@ class Gate:
             self._applying = None
         self._update = None if must is None else Writer(must.apply, lambda error: None)
         self._waiters = set()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _after_fork() -> None:

@@ -24,10 +24,10 @@ from asyncsync.model.torch_private import (
     wraps_as_it_is,
 )
 
-__all__ = ["attach", "check_calls"]
+__all__ = ["Report", "attach", "check_calls", "unseen"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_Report = Callable[[FrameType], None]
+Report = Callable[[FrameType], None]
 
 REMEDY = (
     'put `with scheme.hold():` around {what}, and pass gate="hold"; or pass apply="on_receive" and apply updates in '
@@ -35,7 +35,7 @@ REMEDY = (
 )
 
 
-def attach(module: nn.Module, enter: _Report, leave: _Report) -> list[RemovableHandle]:
+def attach(module: nn.Module, enter: Report, leave: Report) -> list[RemovableHandle]:
     """Report the frame of every call of a module, from the next call on, when it begins and when it ends, as
     :meth:`asyncsync.model.gate.Gate.attach` describes."""
     _check_hookable(module)
@@ -78,16 +78,16 @@ class Inert:
                 always_called.pop(key, None)
 
 
-def _unseen(function: _F) -> _F:
+def unseen(function: _F) -> _F:
     """Keep dynamo out of what a hook does, which may be a whole update: it would trace it as part of the model."""
-    unseen: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return unseen
+    disabled: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class _Hook:
     __slots__ = ("report",)
 
-    def __init__(self, report: _Report) -> None:
+    def __init__(self, report: Report) -> None:
         self.report = report
 
     def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
@@ -97,7 +97,7 @@ class _Hook:
 class Enter(_Hook):
     __slots__ = ()
 
-    @_unseen
+    @unseen
     def __call__(self, module: nn.Module, args: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is None:
@@ -111,20 +111,21 @@ class Enter(_Hook):
 class Leave(_Hook):
     __slots__ = ()
 
-    @_unseen
+    @unseen
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is not None:
             self.report(frame)
 
 
-def check_calls(model: nn.Module, stacklevel: int) -> None:
-    """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by. ``stacklevel``
-    is that of the caller's caller: 2 is the caller. Raises ValueError if none of its calls will."""
+def check_calls(model: nn.Module, stacklevel: int, *, has_gated_methods: bool = False) -> None:
+    """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by.
+    ``stacklevel`` is that of the caller's caller: 2 is the caller. Raises ValueError if none of its calls will."""
     _check_hookable(model)
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
-    if getattr(forward, "__func__", None) is nn.Module.forward and not isinstance(model, TensorDictBase):
+    is_callable = getattr(forward, "__func__", None) is not nn.Module.forward or has_gated_methods
+    if not is_callable and not isinstance(model, TensorDictBase):
         remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
         problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
         warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel + 1)

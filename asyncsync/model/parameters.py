@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -18,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.torch_private import tensors_and_children
+from asyncsync.weights.arrays import ArrayMapping, is_array, writable_arrays
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import EXTRA_STATE, dotted, uncompiled
@@ -51,9 +53,13 @@ class ModelTensors:
         elif isinstance(model, TensorDictBase | MutableMapping):
             self._mapping(model, "")
             self.required.update(self.owners)
+        elif (arrays := writable_arrays(model)) is not None:
+            self._mapping(arrays, "")
+            self.required.update(self.owners)
         else:
             kind = type(model).__name__
-            raise TypeError(f"the model must be a module, a TensorDict or a dict of tensors, not {kind}")
+            what = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
+            raise TypeError(f"the model must be {what}, not {kind}")
         self.ties = self._ties()
 
     def _module(self, model: nn.Module, extract_as: str) -> None:
@@ -94,19 +100,23 @@ class ModelTensors:
     def _mapping(self, model: Any, dot: str) -> None:
         for key, value in model.items():
             name = _plain(f"{dot}{key}")
-            nested = isinstance(value, MutableMapping) and name.split(".")[-1] != EXTRA_STATE
-            if isinstance(value, TensorDictBase) or (nested and not isinstance(value, torch.Tensor)):
+            may_nest = name.split(".")[-1] != EXTRA_STATE and not isinstance(value, torch.Tensor | np.ndarray)
+            if isinstance(value, TensorDictBase) or (may_nest and isinstance(value, MutableMapping)):
                 self._mapping(value, _plain(f"{name}."))
             elif name in self.owners:
                 raise ValueError(f"the model has two entries called {name!r} (nested and dotted keys must not collide)")
+            elif is_array(value):
+                self.owners[name] = (ArrayMapping(model), key)
+            elif may_nest and (arrays := writable_arrays(value)) is not None:
+                self._mapping(arrays, f"{name}.")
             else:
                 self.owners[name] = (model, key)
 
     def _ties(self) -> list[list[str]]:
         """Names that share one tensor."""
         groups: dict[Any, list[str]] = {}
-        for name in self.owners:
-            tensor = self.get(name)
+        found = [(name, self.get(name)) for name in self.owners]  # arrays' tensors live as long as this: id() is theirs
+        for name, tensor in found:
             if isinstance(tensor, torch.Tensor):
                 # A sparse or nested tensor has no memory that weights could be written to: check_fit() refuses it.
                 dense = tensor.layout is torch.strided and not tensor.is_nested

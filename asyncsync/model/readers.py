@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime.asyncio_private import running_loop
 
 __all__ = ["Hold", "Reader", "ReaderGate", "is_finished", "is_held_by_caller", "is_inside", "refusal"]
+
+T = TypeVar("T")
 
 
 class ReaderGate(Protocol):
@@ -102,13 +104,15 @@ def refusal(patience: float, writer: int | None, readers: Iterable[Reader]) -> A
     )
 
 
-class Hold:
-    """An open `with gate.hold():` block keeps updates out. One that is thrown away open no longer counts."""
+class Hold(Generic[T]):
+    """An open `with gate.hold():` block keeps updates out. One that is thrown away open no longer counts. The block is
+    given what ``look`` returns when it begins."""
 
-    __slots__ = ("_gate", "_reader")
+    __slots__ = ("_gate", "_look", "_reader")
 
-    def __init__(self, gate: ReaderGate) -> None:
+    def __init__(self, gate: ReaderGate, look: Callable[[], T]) -> None:
         self._gate = gate
+        self._look = look
         self._reader: Reader | None = None
 
     def _start(self) -> Reader:
@@ -117,10 +121,11 @@ class Hold:
         self._reader = Reader(self._gate, task=_task())
         return self._reader
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> T:
         reader = self._start()
         try:
             self._gate.enter(reader)
+            return self._look()
         except BaseException:
             self._gate.leave(reader)
             raise
@@ -133,10 +138,11 @@ class Hold:
                 self._reader.is_abandoned = True
                 raise
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> T:
         reader = self._start()
         try:
             await self._gate.enter_async(reader)
+            return self._look()
         except BaseException:
             self._gate.leave(reader)
             raise

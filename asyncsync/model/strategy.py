@@ -31,6 +31,7 @@ from torch import nn
 from asyncsync.model.bound_model import BoundModel
 from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.model.update import prepare_flat
+from asyncsync.weights.arrays import source_arrays
 from asyncsync.weights.torch_private import COMPILED
 from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
@@ -59,7 +60,7 @@ class WeightStrategy:
         """The sender's half: what is to be sent for this source.
 
         Args:
-            source: ``nn.Module``, TensorDict, or (state) dict.
+            source: ``nn.Module``, TensorDict, (state) dict, NumPy array, or an object whose attributes are arrays.
 
         Returns:
             A TensorDict or dict whose leaves may alias the source: publishing packs them at once.
@@ -76,7 +77,10 @@ class WeightStrategy:
             return nest(flat.tensors, flat.values)
         if isinstance(source, Mapping):
             return dict(source)
-        raise TypeError(f"weights must be a module, a TensorDict or a dict of tensors, not {type(source).__name__}")
+        if (arrays := source_arrays(source)) is not None:
+            return dict(arrays)
+        what = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
+        raise TypeError(f"weights must be {what}, not {type(source).__name__}")
 
     def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
         """The receiver's half: ``{key path: tensor}`` for the local model.
@@ -102,7 +106,7 @@ class WeightStrategy:
         behind when it raises is its own affair.
 
         Args:
-            destination: ``nn.Module``, TensorDict or dict.
+            destination: ``nn.Module``, TensorDict or dict, or what has arrays.
             weights: module, TensorDict or (state) dict with the same keys.
             inplace: copy into the destination's memory (default), or give it new tensors.
 

@@ -286,9 +286,10 @@ class CustomUpdate(Prepared):
 
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
-    """An update with weights that are at hand; raises SchemaMismatch if they do not fit."""
-    tensors = {dotted(p): t for p, t in flat.tensors.items()}
-    values = {dotted(p): v for p, v in flat.values.items()}
+    """An update with weights that are at hand, of which the model's selection is applied; raises SchemaMismatch if they
+    do not fit."""
+    tensors = model.selection.of({dotted(p): t for p, t in flat.tensors.items()})
+    values = model.selection.of({dotted(p): v for p, v in flat.values.items()})
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)

@@ -29,11 +29,15 @@ class Agreement:
         self._committed = committed
 
     def publish(
-        self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, deadline: float
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        deadline: float,
+        metadata: bytes = b"",
     ) -> int:
         """Make these slabs the targets, as soon as those who have to have accepted their layouts; the version."""
         waiting = {layout for pending in self._targets.pending.values() for layout in pending.layouts}
-        publication = self._targets.publish(parts, workers, deadline)
+        publication = self._targets.publish(parts, workers, deadline, metadata)
         if not self._is_agreed(publication):
             # Whoever has refused these layouts is shown them again: its model may fit now.
             again = [peer for peer in self._peers.values() if peer.show_again(publication.layouts, waiting)]

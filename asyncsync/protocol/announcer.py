@@ -48,8 +48,15 @@ class Announcer:
                 eager_bytes=self._settings.eager_bytes,
                 checksum=self._settings.checksum,
                 granted=bool(granted),
+                metadata=self._metadata(peer, parts),
             )
         self._start(peer, last, parts)
+
+    def _metadata(self, peer: Peer, parts: Parts) -> bytes:
+        """That of the publication of which these parts are."""
+        target = self._targets.target(peer.worker, next(iter(parts)))
+        assert target is not None
+        return target.publication.metadata
 
     def _due(self, peer: Peer, first: Collection[str]) -> Parts:
         """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in

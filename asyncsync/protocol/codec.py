@@ -45,7 +45,7 @@ from asyncsync.protocol.messages import (
 
 __all__ = ["AGAIN_FIELDS", "FIXED", "HEAD", "decode", "decode_fixed", "encode", "encode_again", "encode_done"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 FIXED = 0xC1  # which msgpack does not use
 HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
 AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's length, and one
@@ -76,7 +76,8 @@ def encode(instruction: Instruction) -> bytes:
         return encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
     values = _VALUES[type(instruction)](instruction)
     if isinstance(instruction, Update):
-        values = (*values[:-1], [_PART(part) for part in instruction.parts])
+        *head, parts, metadata = values
+        values = (*head, [_PART(part) for part in parts], metadata)
     header: bytes = msgpack.packb([PROTOCOL, instruction.kind, *values], unicode_errors="replace")
     return header
 

@@ -41,6 +41,7 @@ class IncomingUpdate:
         self.layouts = layouts
         self.epoch, self.serial = update.epoch, update.serial
         self.parts: tuple[Part, ...] = update.parts
+        self.metadata = update.metadata
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
@@ -131,7 +132,7 @@ class Incoming:
         pool: SlabPool,
         attach: Callable[[Part, Layout], Slab | None],
         send: Callable[[Instruction], None],
-        complete: Callable[[int, Sequence[Part], Sequence[Slab]], None],
+        complete: Callable[[int, Sequence[Part], Sequence[Slab], bytes], None],
         failed: Callable[[int, Sequence[Part], Exception], None],
     ) -> None:
         self.update: IncomingUpdate | None = None
@@ -267,7 +268,7 @@ class Incoming:
         if not update.complete:
             return False
         self.update = None
-        self._complete(update.serial, update.parts, update.take())
+        self._complete(update.serial, update.parts, update.take(), update.metadata)
         return True
 
     def _give_up(self, update: IncomingUpdate, error: Exception) -> None:

@@ -30,6 +30,7 @@ from reprlib import Repr
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 from asyncsync.errors import ProtocolError
+from asyncsync.protocol.metadata import check_encoded
 
 MAX_HEADER = 1 << 20
 MAX_FRAME = 32 << 20
@@ -113,6 +114,13 @@ def _fields(cls: Any) -> Check:
     return _each(f"the {len(checks)} fields of {cls.__name__}", *checks)
 
 
+def _metadata(raw: Any) -> bytes:
+    if type(raw) is not bytes:
+        raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
+    check_encoded(raw)
+    return raw
+
+
 _u64, _number, _name = integer(), integer(1), text(MAX_NAME)
 # Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
 _epoch = _each("an epoch", integer(0, MAX_START), _u64)
@@ -132,6 +140,8 @@ Crc = Annotated[int | None, optional(integer(0, (1 << 32) - 1))]
 Descriptor = Annotated[
     bytes | None, optional(_is(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes"))
 ]
+Metadata = Annotated[bytes, _metadata]
+"""See :mod:`asyncsync.protocol.metadata`."""
 Epoch = Annotated[tuple[int, int], _epoch]
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
 OptionalEpoch = Annotated[Epoch | None, optional(_epoch)]
@@ -225,12 +235,14 @@ class Refused(Instruction, kind=4):
 
 @dataclass(frozen=True, slots=True)
 class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
-    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them."""
+    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them. ``metadata`` is that of the
+    publication, of which all parts are."""
 
     epoch: Epoch
     serial: Number
     eager: Boolean
     parts: Annotated[tuple[Part, ...], several(partial(build, Part), 1, MAX_MODELS, "parts")]
+    metadata: Metadata = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +348,8 @@ class Granted(Instruction, kind=15):
 @dataclass(frozen=True, slots=True)
 class Again(Instruction, kind=16, max_payload=1):
     """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
-    descriptor names, or (None) with the slab's bytes as payload. A worker that has not seen that UPDATE, or has seen
-    another one since, drops it."""
+    descriptor names, or (None) with the slab's bytes as payload, and without metadata. A worker that has not seen that
+    UPDATE, or has seen another one since, drops it."""
 
     epoch: Epoch
     serial: int

@@ -85,16 +85,22 @@ class Publisher:
             for peer in self.peers.values():
                 self.agreement.welcome(peer)
 
-    def publish(self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, now: float) -> int:
+    def publish(
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        now: float,
+        metadata: bytes = b"",
+    ) -> int:
         """Make these slabs the targets; returns the version. The caller keeps its own references. A large slab may
         still be being packed: then :meth:`packed` follows, or :meth:`abandon`. Raises Fenced or ClosedError as
         :meth:`check_open`."""
         self.check_open()
-        if workers is None and len(parts) == 1:
+        if workers is None and len(parts) == 1 and not metadata:
             ((model_id, slab),) = parts.items()
             if isinstance(slab, Slab) and (peers := self.announcer.steady(model_id, slab)) is not None:
                 return self.announcer.again(model_id, slab, peers, now)
-        return self.agreement.publish(parts, workers, now + self.settings.layout_patience)
+        return self.agreement.publish(parts, workers, now + self.settings.layout_patience, metadata)
 
     def packed(self) -> None:
         """More of a slab that was published while it is being packed is there."""

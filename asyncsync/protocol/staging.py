@@ -5,15 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncsync.model.update import Prepared
 from asyncsync.protocol.messages import Epoch
+from asyncsync.protocol.metadata import Shown, decode_metadata
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Acting", "StagedPart", "StagedUpdates", "Staging"]
 
-Acting = tuple[int, int]
-"""A version that a model shows, and the one at the root of the tree that it stands for."""
+
+class Acting(NamedTuple):
+    """A version that a model shows, the one at the root of the tree that it stands for, and its metadata."""
+
+    version: int
+    origin: int
+    metadata: bytes = b""
+
+    @property
+    def shown(self) -> Shown:
+        """What a reader is told of it."""
+        return Shown(self.version, decode_metadata(self.metadata))
 
 
 @dataclass(slots=True)
@@ -22,6 +34,7 @@ class StagedPart:
     slab: Slab
     prepared: Prepared | None
     origin: int | None = None
+    metadata: bytes = b""
 
 
 class Staging:
@@ -50,7 +63,9 @@ class Staging:
     @property
     def acting(self) -> dict[str, Acting]:
         """What the models show when it has been applied."""
-        return {m: (p.version, p.version if p.origin is None else p.origin) for m, p in self.parts.items()}
+        return {
+            m: Acting(p.version, p.version if p.origin is None else p.origin, p.metadata) for m, p in self.parts.items()
+        }
 
     def leave_out(self, models: Iterable[str]) -> None:
         """A newer update of these models goes first. Only while the gate does not have this one."""

@@ -294,7 +294,7 @@ class Subscriber:
             self.holdings.lease(part, slab)
         return slab
 
-    def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab]) -> None:
+    def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab], metadata: bytes) -> None:
         """All bytes are here: convert, check, and wait for the gate."""
         session, holdings = self.session, self.holdings
         assert session.epoch is not None
@@ -305,7 +305,7 @@ class Subscriber:
                 model_id = session.local(part.model_id)
                 if part.version > waiting.get(model_id, holdings.version(model_id)):
                     prepared = self.models[model_id].prepare(slab)
-                    ready[model_id] = StagedPart(part.version, slab.retain(), prepared, part.origin)
+                    ready[model_id] = StagedPart(part.version, slab.retain(), prepared, part.origin, metadata)
         except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
             for one in ready.values():
                 one.slab.release()

@@ -32,6 +32,7 @@ class Publication:
     layouts: frozenset[tuple[str, bytes]]
     workers: frozenset[int] | None
     deadline: float
+    metadata: bytes = b""
     awaiting: set[int] = field(default_factory=set)
 
     @property
@@ -110,12 +111,24 @@ class Targets:
         self.version = self.published = self._carried = 0
         self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
 
+    @property
+    def metadata(self) -> bytes:
+        """Of the version :attr:`published`; empty, too, if that was for one worker, which has been forgotten."""
+        for slot in self.slots():
+            if slot.current is not None and slot.current.version == self.published:
+                return slot.current.publication.metadata
+        return b""
+
     def carry_on(self, version: int) -> None:
         """Count on from this version, which is not below the newest."""
         self.version = self.published = self._carried = version
 
     def publish(
-        self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, deadline: float
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        deadline: float,
+        metadata: bytes = b"",
     ) -> Publication:
         """Enter a publication as pending. Takes references of its own to the slabs."""
         self.version += 1
@@ -128,7 +141,7 @@ class Targets:
                 named = (named or set()) | set(slabs)
                 layouts.update((model_id, slab.layout.digest) for slab in slabs.values())
         whom = None if named is None else frozenset(named)
-        publication = Publication(self.version, frozenset(layouts), whom, deadline)
+        publication = Publication(self.version, frozenset(layouts), whom, deadline, metadata)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom):
                 # The same layouts for the same workers: whoever is silent has been so since then.

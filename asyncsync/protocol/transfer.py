@@ -29,7 +29,15 @@ class Announcement:
     instruction: Update | Again
 
     def __init__(
-        self, serial: int, parts: Parts, epoch: Epoch, *, eager_bytes: int, checksum: bool, granted: bool = False
+        self,
+        serial: int,
+        parts: Parts,
+        epoch: Epoch,
+        *,
+        eager_bytes: int,
+        checksum: bool,
+        granted: bool = False,
+        metadata: bytes = b"",
     ) -> None:
         self.serial = serial
         self.granted = granted
@@ -53,7 +61,7 @@ class Announcement:
             in_place = slab.in_place and not granted
             announced.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, in_place, slab.origin))
         self.eager = eager
-        self.instruction = Update(epoch, serial, eager, tuple(announced))
+        self.instruction = Update(epoch, serial, eager, tuple(announced), metadata)
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
         only = announced[0]

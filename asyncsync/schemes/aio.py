@@ -67,7 +67,13 @@ class Bus(_AsyncContext, BusCore):
         starting.check_connect(self, timeout, processes)
         await starting.connect(self, await starting.initial(self), timeout)
 
-    async def publish(self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None = None) -> int:
+    async def publish(
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
         """Snapshot several models and announce them as one update: each worker switches all of them, or none.
 
         When this returns, the snapshot is complete and the sources may change; workers have not applied it yet.
@@ -75,6 +81,7 @@ class Bus(_AsyncContext, BusCore):
         Args:
             weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
             worker_ids: whom it is for; None: everybody.
+            metadata: as for a scheme's ``publish``.
 
         Returns:
             The version.
@@ -85,7 +92,7 @@ class Bus(_AsyncContext, BusCore):
             MemoryError: there is not enough for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
-        return await sending.publish(self, weights, worker_ids)
+        return await sending.publish(self, weights, worker_ids, metadata)
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -111,6 +118,8 @@ class Bus(_AsyncContext, BusCore):
         weights: Mapping[str, Any],
         worker_ids: int | Iterable[int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Mapping[str, Any] | None = None,
     ) -> int:
         """:meth:`publish`, then :meth:`wait_version`; returns the version.
 
@@ -119,7 +128,7 @@ class Bus(_AsyncContext, BusCore):
             PartialSendError: who has not applied it, and why. Not final: they still converge.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
-        return await sending.send(self, weights, worker_ids, timeout)
+        return await sending.send(self, weights, worker_ids, timeout, metadata)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent.
@@ -195,7 +204,13 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
     ) -> None:
         await self._connect_receiver(worker_idx, timeout)
 
-    async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+    async def publish(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
         The source must not change until this returns, and may change from then on. Latest wins: a worker that is
@@ -208,16 +223,18 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
                 weights}``.
             worker_ids: whom it is for; None: everybody, later ones too.
+            metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
+                :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
 
         Raises:
-            ValueError, TypeError: weights or workers that cannot be; nothing was published.
+            ValueError, TypeError: weights, workers or metadata that cannot be; nothing was published.
             AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
                 memory), or the ``prepare_weights`` of a publication before has not returned; nothing was published.
             MemoryError: there is not enough for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
-        return await sending.publish(self._bus, {self._topic: weights}, worker_ids)
+        return await sending.publish(self._bus, {self._topic: weights}, worker_ids, metadata)
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -235,7 +252,12 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic])
 
     async def send_async(
-        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Mapping[str, Any] | None = None,
     ) -> int:
         """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it.
 
@@ -245,7 +267,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
-        return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout)
+        return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout, metadata)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Not here: this is the asyncio API.

@@ -17,6 +17,7 @@ from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Source
+from asyncsync.protocol.metadata import encode_metadata
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
@@ -29,6 +30,7 @@ __all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
 P = ParamSpec("P")
 T = TypeVar("T")
 Workers = int | Iterable[int] | None
+Metadata = Mapping[str, Any] | None
 Make = Callable[[], Coroutine[Any, Any, T]]
 
 
@@ -87,16 +89,20 @@ class Bus(BusCore):
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
-    def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
+    def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
+        encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return self._run(lambda: sending.publish_sources(self, sources, workers))
+        return self._run(lambda: sending.publish_sources(self, sources, workers, encoded))
 
     publish.__doc__ = AsyncBus.publish.__doc__
 
-    async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
+    async def publish_async(
+        self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None
+    ) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
+        encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.publish_sources(self, sources, workers))
+        return await loop_thread.awaitable(lambda: sending.publish_sources(self, sources, workers, encoded))
 
     wait_version = ordinary(AsyncBus.wait_version)
 
@@ -104,19 +110,33 @@ class Bus(BusCore):
         """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
         self._run(lambda: self._receiver().receiving.wait_origin(version, self._schemes, timeout))
 
-    def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def send(
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Metadata = None,
+    ) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         check_timeout(timeout)
+        encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        self._run(lambda: sending.send_sources(self, sources, workers, timeout))
+        self._run(lambda: sending.send_sources(self, sources, workers, timeout, encoded))
 
     async def send_async(
-        self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Metadata = None,
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
         check_timeout(timeout)
+        encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.send_sources(self, sources, workers, timeout))
+        return await loop_thread.awaitable(lambda: sending.send_sources(self, sources, workers, timeout, encoded))
 
     shutdown = ordinary(AsyncBus.shutdown, "_end")
 
@@ -223,7 +243,14 @@ class WeightSyncScheme(SchemeCore):
     ) -> None:
         self._bus._run(lambda: self._connect_receiver(worker_idx, timeout))
 
-    def send(self, weights: Any = None, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Metadata = None,
+    ) -> None:
         """Send weights, and return when the targeted workers have applied them.
 
         Args:
@@ -231,9 +258,11 @@ class WeightSyncScheme(SchemeCore):
                 weights}``.
             worker_ids: whom it is for; None: everybody, later ones too.
             timeout: seconds.
+            metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
+                :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
 
         Raises:
-            ValueError, TypeError: weights or workers that cannot be; nothing was published.
+            ValueError, TypeError: weights, workers or metadata that cannot be; nothing was published.
             MemoryError: there is not enough for the snapshot; nothing was published.
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``), or this sender is not
                 connected; nothing was published.
@@ -241,23 +270,28 @@ class WeightSyncScheme(SchemeCore):
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
         self._check_open()
-        self._bus.send({self._topic: weights}, worker_ids, timeout)
+        self._bus.send({self._topic: weights}, worker_ids, timeout, metadata=metadata)
 
     async def send_async(
-        self, weights: Any = None, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        weights: Any = None,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Metadata = None,
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it
         returns."""
         self._check_open()
-        return await self._bus.send_async({self._topic: weights}, worker_ids, timeout)
+        return await self._bus.send_async({self._topic: weights}, worker_ids, timeout, metadata=metadata)
 
-    def publish(self, weights: Any = None, worker_ids: Workers = None) -> int:
+    def publish(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
         The source may change from then on. Latest wins: a worker that is behind skips versions.
 
         Args:
-            weights, worker_ids: as for :meth:`send`.
+            weights, worker_ids, metadata: as for :meth:`send`.
 
         Raises:
             ValueError, TypeError, MemoryError, NotConnected, ClosedError, Fenced: as :meth:`send`.
@@ -265,13 +299,13 @@ class WeightSyncScheme(SchemeCore):
                 memory); nothing was published.
         """
         self._check_open()
-        return self._bus.publish({self._topic: weights}, worker_ids)
+        return self._bus.publish({self._topic: weights}, worker_ids, metadata=metadata)
 
-    async def publish_async(self, weights: Any = None, worker_ids: Workers = None) -> int:
+    async def publish_async(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         """:meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel
         by another. The source must not change until it returns."""
         self._check_open()
-        return await self._bus.publish_async({self._topic: weights}, worker_ids)
+        return await self._bus.publish_async({self._topic: weights}, worker_ids, metadata=metadata)
 
     wait_version = ordinary(AsyncScheme.wait_version)
     receive = ordinary(AsyncScheme.receive, "_deliver", first=SchemeCore._check_not_held)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any, ClassVar, Self
@@ -19,17 +18,19 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.member import Source
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import wait_for_workers
 from asyncsync.errors import AckTimeout, NotConnected
+from asyncsync.model.gate import PATIENCE
 from asyncsync.model.strategy import WeightStrategy, module_weights
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.registry import scheme_class
 from asyncsync.schemes.sources import Sources, count_workers, resolve_model
-from asyncsync.schemes.state import LOCAL, SchemeState
+from asyncsync.schemes.state import SchemeState
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channel_receiver import make_receiver
 from asyncsync.transports.channel_sender import make_sender
@@ -106,26 +107,8 @@ class SchemeCore(SchemeState, ABC):
             raise RuntimeError(
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
-        self.strategy.apply_weights(self._model, weights, inplace=inplace)
-
-    def _as(self, kind: type[SchemeCore]) -> Any:
-        """This scheme as one of another class, which has the other API."""
-        if self._registered or self._bus._link is not None or self._closed:
-            raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
-        twin = kind.__new__(kind)
-        twin.__setstate__(self.__getstate__())
-        twin._bus = self._bus._twin(kind._bus_class)
-        if self._role is not None and self._pid == os.getpid():
-            twin.__dict__.update({name: self.__dict__[name] for name in LOCAL})
-            twin._receiving = copy(self._receiving)
-            if self._role == "sender":
-                twin._carrier = make_sender(twin._bound_transport, self._bus.num_workers)
-            elif self._receiving is not None and self._worker_idx is not None:
-                twin._carrier = make_receiver(twin._bound_transport(self._worker_idx, **self._receiving.options))
-            if twin._bus._link is None:  # an earlier conversion of this scheme is replaced
-                twin._bus._schemes.pop(self._topic, None)
-            twin._bus._join(twin, self._role, self._topic)
-        return twin
+        assert self._receiving is not None
+        self._receiving.apply(weights, inplace=inplace)
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
@@ -190,6 +173,8 @@ class SchemeCore(SchemeState, ABC):
         inplace: bool | None = None,
         cast: bool = False,
         gate: str = "hooks",
+        gated: Iterable[str] = (),
+        patience: float | None = None,
         reconnect: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -207,6 +192,9 @@ class SchemeCore(SchemeState, ABC):
                 does it best, which is True but for the Parameters of a module above ``map_above``.
             cast: convert dtypes where they differ, instead of refusing.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
+            gated: names of the model's methods, ``("predict",)``, whose calls count as reading, too.
+            patience: seconds that a reader waits while an update is pending, before AckTimeout; None: 30, or what
+                another scheme of this bus has said: they share the gate.
             reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays
                 False, ``receive`` goes on waiting, and the next sender on the same endpoint is followed. False: its
                 shutdown ends this side. Receivers that share a bus in one process share the connection, and must agree.
@@ -233,6 +221,8 @@ class SchemeCore(SchemeState, ABC):
         self._check_fresh("receiver")
         if not isinstance(reconnect, bool):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
+        if patience is not None:
+            check_timeout(patience)
         is_custom = type(self).apply_weights is not SchemeCore.apply_weights
         receiving = Receiving(
             model_id,
@@ -242,6 +232,8 @@ class SchemeCore(SchemeState, ABC):
             inplace=inplace,
             apply=apply,
             gate=gate,
+            gated=gated,
+            selection=self._selection,
             adopts=self._adopts,
             custom=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
             options=kwargs,
@@ -250,7 +242,13 @@ class SchemeCore(SchemeState, ABC):
         bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
         if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
             raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
+        shared = bus._gate if bus._schemes.keys() - {model_id} else None
+        if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
+            there = f"its patience is {shared.patience:g} s already, not {patience:g}"
+            raise ValueError(f"the schemes of one bus share its gate: {there}; give it once")
         bus._join(self, "receiver", model_id)
+        if patience is not None and bus._gate is not None:
+            bus._gate.patience = patience
         self._bus = bus
         self._reset()
         self._reconnect = reconnect
@@ -338,13 +336,15 @@ class SchemeCore(SchemeState, ABC):
         plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not SchemeCore.prepare_weights:
             return None
-        return module_weights(self.strategy, source)
+        flat = module_weights(self.strategy, source)
+        return None if flat is None else self._selection.part(flat)
 
     async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
-        """The values of what the caller gave, taken in the caller's thread."""
+        """The values of what the caller gave, as far as they are selected, taken in the caller's thread."""
         hook = None if type(self).prepare_weights is SchemeCore.prepare_weights else self.prepare_weights
-        count, sent = self._bus.num_workers, self._keys_sent
-        return await self._sources.extract(weights, self.strategy, hook, workers, count, sent)
+        count, sent, part = self._bus.num_workers, self._keys_sent, self._selection.part
+        taken = await self._sources.extract(weights, self.strategy, hook, workers, count, sent)
+        return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
 
     def _keys_sent(self) -> set[Path] | None:
         """The keys of what was sent last; None: nothing was."""

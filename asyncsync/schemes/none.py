@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import as_version, check_forward
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.status import WorkerStatus
+from asyncsync.protocol.metadata import Shown, decode_metadata, encode_metadata
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import register
@@ -24,21 +25,32 @@ T = TypeVar("T")
 class NoSyncCore(SchemeCore):
     """What both APIs have in common."""
 
-    def _count_up(self) -> int:
+    def _count_up(self, metadata: Mapping[str, Any] | None) -> int:
         self._check_open()
+        self._encoded = encode_metadata(metadata)
         self._count = self.version + 1
         return self._count
 
     async def send_async(
-        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Mapping[str, Any] | None = None,
     ) -> int:
         """Count; returns the version."""
-        return self._count_up()
+        return self._count_up(metadata)
 
     def hold(self) -> Any:
         """A block; there is nothing to keep out."""
         self._check_open()
-        return nullcontext()
+        return nullcontext(Shown(self.version, self.metadata))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of what was counted last."""
+        return decode_metadata(getattr(self, "_encoded", b""))
 
     @property
     def version(self) -> int:
@@ -57,7 +69,7 @@ class NoSyncCore(SchemeCore):
         """
         version = as_version(state)
         check_forward(version, self.version)
-        self._count = version
+        self._count, self._encoded = version, b""
 
     def status(self) -> dict[int, WorkerStatus]:
         """Empty: nobody is connected."""
@@ -84,9 +96,15 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
         if worker_idx is not None:
             self._worker_idx = worker_idx
 
-    async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
+    async def publish(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
         """Count; returns the version."""
-        return self._count_up()
+        return self._count_up(metadata)
 
     async def wait_version(
         self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -124,14 +142,25 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     def _run(self, make: blocking.Make[T]) -> T:
         return blocking.now(make())
 
-    async def publish_async(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
-        return self._count_up()
+    async def publish_async(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
+        return self._count_up(metadata)
 
     def send(
-        self, weights: Any = None, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Count."""
-        self._count_up()
+        self._count_up(metadata)
 
 
 register("none", NoWeightSyncScheme, BlockingNoSync, "direct")

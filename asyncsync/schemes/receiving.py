@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,19 +13,24 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.model.binding import Binding
+from asyncsync.model.bound_model import BoundModel
+from asyncsync.model.gated_methods import check_methods
 from asyncsync.model.hooks import check_calls
-from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.selection import Selection
+from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.update import prepare_flat
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Receiving"]
 
 
 class Receiving:
-    """The receiver of one model; the arguments are those of ``init_on_receiver``, but ``adopts``: Parameters may get
-    their memory in a slab; ``custom``: the user's own way of applying weights, if any; ``options``: for
-    ``create_transport``.
+    """The receiver of one model; the arguments are those of ``init_on_receiver``, but ``selection``: the scheme's;
+    ``adopts``: Parameters may get their memory in a slab; ``custom``: the user's own way of applying weights, if any;
+    ``options``: for ``create_transport``.
 
-    Raises ValueError: an unknown ``apply`` or ``gate``, or a compiled or scripted module whose calls cannot be seen.
+    Raises ValueError: an unknown ``apply`` or ``gate``, a compiled or scripted module whose calls cannot be seen, or no
+    method of a name in ``gated``.
     """
 
     def __init__(
@@ -38,6 +43,8 @@ class Receiving:
         inplace: bool | None,
         apply: str,
         gate: str,
+        gated: Iterable[str],
+        selection: Selection,
         adopts: bool,
         custom: Callable[[Any], None] | None,
         options: Mapping[str, Any],
@@ -46,24 +53,49 @@ class Receiving:
             raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
         if gate not in ("hooks", "hold"):
             raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
+        if isinstance(gated, str):
+            raise TypeError(f"gated takes several names: gated=({gated!r},)")
+        self._gated = tuple(gated)
+        if self._gated and (gate != "hooks" or apply != "auto" or model is None):
+            why = "there is no model" if model is None else f"with gate={gate!r} and apply={apply!r} no call is"
+            raise ValueError(f"gated={self._gated!r} names methods of the model whose calls are counted, but {why}")
         self.topic = topic
         self.options = options
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
         self.returned: Mark | None = None  # which update was returned last
         self.binding = Binding(
-            model, strategy, cast=cast, inplace=inplace is not False, repoints=inplace is None and adopts, apply=custom
+            model,
+            strategy,
+            cast=cast,
+            inplace=inplace is not False,
+            repoints=inplace is None and adopts,
+            selection=selection,
+            apply=custom,
         )
-        self._model = model
+        self._model, self._strategy, self._selection = model, strategy, selection
         self._is_manual = apply == "on_receive"
         self._is_hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
+        check_methods(model, self._gated)
         if self._is_hooked:
-            check_calls(model, stacklevel=3)
+            check_calls(model, stacklevel=3, has_gated_methods=bool(self._gated))
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
         """Take part in the updates of a link, and pass updates on to this context."""
         if self._is_hooked:
             link.gate.attach(self._model)
+        if self._gated:
+            link.gate.attach_methods(self._model, self._gated)
         link.register(self.topic, self.binding, transport, manual=self._is_manual, context=context)
+
+    def apply(self, weights: Any, *, inplace: bool) -> None:
+        """Apply weights that are at hand, as far as they are selected."""
+        strategy = self._strategy
+        if self._selection and type(strategy).apply_weights is WeightStrategy.apply_weights:
+            flat = flat_weights(strategy, weights)
+            bound = BoundModel(self._model, strategy.extract_as, inplace=inplace, selection=self._selection)
+            prepare_flat(bound, flat).apply_now()
+        else:
+            strategy.apply_weights(self._model, weights, inplace=inplace)
 
     def take_back(self, mark: Mark | None, before: Mark | None) -> None:
         """Note that this update has not reached the caller: the next :meth:`receive` returns it, unless a newer one was

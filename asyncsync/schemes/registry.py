@@ -3,9 +3,14 @@ backend's name for ``WeightSyncScheme.from_backend``. Those to come: distributed
 
 from __future__ import annotations
 
+import os
+from copy import copy
 from typing import Any
 
+from asyncsync.schemes.state import LOCAL
 from asyncsync.transports.blocking import in_sync_as
+from asyncsync.transports.channel_receiver import make_receiver
+from asyncsync.transports.channel_sender import make_sender
 
 __all__ = ["convert", "register", "scheme_class"]
 
@@ -33,10 +38,25 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
 
 def convert(scheme: Any, package: str) -> Any:
     """A scheme's twin with the other API, which this package has."""
-    kind = _twins.get(type(scheme))
+    kind: Any = _twins.get(type(scheme))
     if kind is None:
         raise TypeError(
             f"{type(scheme).__module__}.{type(scheme).__name__} has no counterpart in {package}: derive one from a "
             f"class there and construct it with endpoint={scheme.bus.endpoint!r}"
         )
-    return scheme._as(kind)
+    if scheme._registered or scheme._bus._link is not None or scheme._closed:
+        raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
+    twin = kind.__new__(kind)
+    twin.__setstate__(scheme.__getstate__())
+    twin._bus = scheme._bus._twin(kind._bus_class)
+    if scheme._role is not None and scheme._pid == os.getpid():
+        twin.__dict__.update({name: scheme.__dict__[name] for name in LOCAL})
+        twin._receiving = copy(scheme._receiving)
+        if scheme._role == "sender":
+            twin._carrier = make_sender(twin._bound_transport, scheme._bus.num_workers)
+        elif scheme._receiving is not None and scheme._worker_idx is not None:
+            twin._carrier = make_receiver(twin._bound_transport(scheme._worker_idx, **scheme._receiving.options))
+        if twin._bus._link is None:  # an earlier conversion of this scheme is replaced
+            twin._bus._schemes.pop(scheme._topic, None)
+        twin._bus._join(twin, scheme._role, scheme._topic)
+    return twin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +23,10 @@ from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
+from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.protocol.messages import MAX_NAME
+from asyncsync.protocol.metadata import Shown
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.transports.channel_receiver import ChannelReceiver
@@ -50,6 +52,9 @@ class SchemeState:
         num_workers: int | None = None,
         min_workers: int = 1,
         allow_plaintext: bool = False,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        strict: bool = False,
     ) -> None:
         """Configuration only: nothing is bound or connected before ``connect``.
 
@@ -61,12 +66,18 @@ class SchemeState:
             num_workers: fixed number of workers; None: elastic.
             min_workers: how many an elastic sender needs; 0: it can start alone.
             allow_plaintext: allow addresses beyond this host, unencrypted.
+            include: patterns, ``"actor.*"``, of the dotted names of the weights that are sent and received; everything
+                else of the receivers' models stays as it is. None: all weights.
+            exclude: patterns of those that are not, of these.
+            strict: names that match no pattern, in the source, in what has come or in a receiver's model, are an error.
 
         Raises:
-            ValueError: an unknown strategy, an address that is not safe or cannot work, or counts that disagree.
+            ValueError: an unknown strategy, no pattern, an address that is not safe or cannot work, or counts that
+                disagree.
             TypeError: a bus of the other API.
         """
         self.strategy = resolve_strategy(strategy)
+        self._selection = Selection(include, exclude, strict=strict)
         self._own_bus = bus is None
         if bus is None:
             bus = self._bus_class(
@@ -146,11 +157,11 @@ class SchemeState:
     def weights(self) -> TensorDict | None:
         """A copy of the current weights; None when there are none.
 
-        Sender: of the registered source, else of what was published last. Receiver: of what was applied last.
+        Sender: of the registered source, else of what was published last. Receiver: what came last and was applied.
         """
         source = self._sources.weights if self._sources.weights is not None else self.model
         if self._role == "sender" and source is not None and not by_worker(source):
-            return as_tensordict(copy_flat(flat_weights(self.strategy, source)))
+            return as_tensordict(copy_flat(self._selection.part(flat_weights(self.strategy, source))))
         return self._bus._look(self._held_weights)
 
     def _held_weights(self) -> TensorDict | None:
@@ -200,6 +211,12 @@ class SchemeState:
         link = self._bus._link
         return link.version((self._topic,)) if isinstance(link, ReceiverLink) else self._bus.version
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
+        none. On a receiver it switches with the model, as the version does."""
+        return self._bus._metadata((self._topic,))
+
     def state_dict(self) -> dict[str, int]:
         """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
 
@@ -229,10 +246,11 @@ class SchemeState:
         sender."""
         return self._bus._status([self._topic])
 
-    def hold(self) -> Hold:
-        """A block (``with`` or ``async with``) in which no update is applied."""
+    def hold(self) -> Hold[Shown]:
+        """A block (``with`` or ``async with``) in which no update is applied. ``with scheme.hold() as held``:
+        ``held.version`` and ``held.metadata`` are those of what is read there."""
         self._check_open()
-        return self._bus.hold()
+        return self._bus._hold((self._topic,))
 
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"

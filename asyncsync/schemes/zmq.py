@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from asyncsync.arguments import check_bytes
@@ -38,6 +39,9 @@ class ChunkCore(SchemeCore):
         num_workers: int | None = None,
         min_workers: int = 1,
         allow_plaintext: bool = False,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        strict: bool = False,
         map_above: int = COPY_BYTES,
     ) -> None:
         check_bytes("map_above", map_above)
@@ -49,6 +53,9 @@ class ChunkCore(SchemeCore):
             num_workers=num_workers,
             min_workers=min_workers,
             allow_plaintext=allow_plaintext,
+            include=include,
+            exclude=exclude,
+            strict=strict,
         )
         self._map_above = map_above
 

@@ -19,6 +19,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
+from asyncsync.weights.arrays import from_array, is_array, source_arrays
 from asyncsync.weights.torch_private import COMPILED
 
 __all__ = [
@@ -66,8 +67,8 @@ def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
     """Flatten a TensorDict, a dict, which may be nested, or a state dict.
 
     Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
-    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, or extra state:
-    values that msgpack can carry.
+    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, objects that
+    have arrays (:mod:`asyncsync.weights.arrays`), or extra state: values that msgpack can carry.
 
     Raises TypeError if a key is not a string, or a NumPy array has no tensor's dtype; ValueError if two keys have the
     same dotted name.
@@ -88,27 +89,21 @@ def _put(flat: FlatWeights, path: Path, value: Any) -> None:
         raise ValueError(collision(dotted(path)))
     if isinstance(value, torch.Tensor):
         flat.tensors[path] = value
-    elif isinstance(value, np.ndarray):
-        flat.tensors[path] = _from_numpy(path, value)
+    elif isinstance(value, np.ndarray) or (is_array(value) and path[-1] != EXTRA_STATE):
+        flat.tensors[path] = from_array(value, dotted(path))
     else:
         flat.values[path] = value.data if isinstance(value, NonTensorData) else value
-
-
-def _from_numpy(path: Path, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    try:
-        # torch warns of arrays that it could write to but must not, and takes no negative strides.
-        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
-    except TypeError as error:
-        raise TypeError(f"{dotted(path)!r} is a NumPy array that cannot be a tensor: {error}") from None
 
 
 def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
     is_dict = not isinstance(weights, TensorDictBase)
     for key, value in weights.items():
         path = (*prefix, *_split(key)) if is_dict else (*prefix, str(key))
-        is_nested = is_dict and isinstance(value, Mapping) and path[-1] != EXTRA_STATE
-        if is_nested or isinstance(value, TensorDictBase):
+        may_nest = is_dict and path[-1] != EXTRA_STATE
+        if (may_nest and isinstance(value, Mapping)) or isinstance(value, TensorDictBase):
             _flatten(value, path, flat)
+        elif may_nest and not isinstance(value, torch.Tensor | np.ndarray) and (arrays := source_arrays(value)):
+            _flatten(arrays, path, flat)
         else:
             _put(flat, uncompiled(path), value)
 

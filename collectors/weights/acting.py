@@ -214,7 +214,14 @@ class ActingWeights:
     def received(self) -> int:
         """The version that has come by schemes: of several buses, that of the policy's, or of the first. Each counts
         its own; in a tree of collectors, its root does."""
-        return 0 if self._main is None else self._main._shown_origin()
+        return self.origin()[0]
+
+    def origin(self) -> tuple[int, bytes]:
+        """The version :meth:`received`, and its metadata."""
+        if self._main is None:
+            return 0, b""
+        acting = self._main._acting(self._main._schemes)
+        return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
         """Wait, outside any hold, until the acting weights are at most ``max_lag`` versions behind the newest, on each

@@ -149,7 +149,7 @@ class WeightsAPI:
     def _pass_versions_on(self) -> None:
         """Have updates that are sent from now on carry a version from above."""
         for bus in self._senders.buses:
-            bus._stand_for(self._weights.received)
+            bus._stand_for(self._weights.origin)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the weight updater's ``init`` with these arguments; without an updater, nothing happens."""

@@ -60,11 +60,11 @@ BAD: dict[str, list[bytes]] = {
     "a pickle behind a header": [codec.encode(messages.Ready(EPOCH, {})), pickle.dumps(Bomb())],
     "a torch pickle": [pickle.dumps({"w": torch.zeros(3)})],
     "random bytes": [os.urandom(300)],
-    "an ext type": [msgpack.packb([1, 1, msgpack.ExtType(5, b"x" * 10)])],
+    "an ext type": [msgpack.packb([codec.PROTOCOL, 1, msgpack.ExtType(5, b"x" * 10)])],
     "another protocol": [msgpack.packb([99, 1])],
-    "an unknown kind": [msgpack.packb([1, 99])],
-    "a missing field": [msgpack.packb([1, 1, 0, b"n" * 16])],
-    "a lying type": [msgpack.packb([1, 1, "0", b"n" * 16, 1, 0, "", 0, None, {}])],
+    "an unknown kind": [msgpack.packb([codec.PROTOCOL, 99])],
+    "a missing field": [msgpack.packb([codec.PROTOCOL, 1, 0, b"n" * 16])],
+    "a lying type": [msgpack.packb([codec.PROTOCOL, 1, "0", b"n" * 16, 1, 0, "", 0, None, {}])],
     "deep nesting": [b"\x91" * 100_000],
     "a lying length": [b"\xdd\xff\xff\xff\xff"],
     "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
@@ -184,7 +184,7 @@ async def test_r202_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
             for number in range(400):
-                await socket.send(msgpack.packb([1, 1000 + number]))
+                await socket.send(msgpack.packb([codec.PROTOCOL, 1000 + number]))
             await until(lambda: sum(everybody.sender.bus.dropped.values()) == 400)
         assert len(everybody.sender.bus.dropped) <= 101
         assert len(caplog.records) <= 110

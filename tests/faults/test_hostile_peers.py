@@ -104,17 +104,17 @@ def malformed() -> list[list[bytes]]:
         [b"", b""],
         [pack(None)],
         [pack([])],
-        [pack([1])],
-        [pack([2, *fields[1:]])],  # of another protocol
-        [pack([1, 99])],
-        [pack([1, True])],
+        [pack([codec.PROTOCOL])],
+        [pack([codec.PROTOCOL + 1, *fields[1:]])],
+        [pack([codec.PROTOCOL, 99])],
+        [pack([codec.PROTOCOL, True])],
         [pack([*fields, 0])],
-        [pack([1, 1, *[0] * 8])],
+        [pack([codec.PROTOCOL, 1, *[0] * 8])],
         [pack({"kind": 1})],
-        [pack([1, 1, 1 << 40, *fields[3:]])],  # a worker_idx out of range
-        [pack([1, 1, -1, *fields[3:]])],
-        [pack([1, 1, 1.0, *fields[3:]])],
-        [pack([1, 1, 0, b"short", *fields[4:]])],
+        [pack([codec.PROTOCOL, 1, 1 << 40, *fields[3:]])],  # a worker_idx out of range
+        [pack([codec.PROTOCOL, 1, -1, *fields[3:]])],
+        [pack([codec.PROTOCOL, 1, 1.0, *fields[3:]])],
+        [pack([codec.PROTOCOL, 1, 0, b"short", *fields[4:]])],
         [good, b"a payload that HELLO has not"],
         [good] * 3000,  # frames
         [b"\x91" * 900],  # nested
@@ -125,12 +125,12 @@ def malformed() -> list[list[bytes]]:
         [b"\xc9\x00\x00\x00\x10\x05" + bytes(16)],  # ext
         [b"\xc0" * (1 << 20)],
         [bytes(2 << 20)],  # longer than a header may be
-        [pack([1, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
-        [pack([1, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
-        [pack([1, 1, *fields[2:-1], dict.fromkeys(range(5), 0)])],
+        [pack([codec.PROTOCOL, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
+        [pack([codec.PROTOCOL, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
+        [pack([codec.PROTOCOL, 1, *fields[2:-1], dict.fromkeys(range(5), 0)])],
         [codec.encode(messages.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
-        [pack([1, 11, [1, -1], 1])],
-        [pack([1, 11, [1], 1])],
+        [pack([codec.PROTOCOL, 11, [1, -1], 1])],
+        [pack([codec.PROTOCOL, 11, [1], 1])],
     ]
     return found
 

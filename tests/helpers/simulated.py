@@ -111,6 +111,7 @@ class Record:
     time: float
     numbers: dict[str, dict[int | None, int]]
     dtypes: dict[int, torch.dtype]
+    metadata: bytes = b""
     objectors: list[Worker] = field(default_factory=list)
     replaces: list[Record] = field(default_factory=list)
     rejected: bool = False

@@ -26,6 +26,7 @@ from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.net.side_channel import join
 from asyncsync.protocol import codec, messages
+from asyncsync.protocol.metadata import encode_metadata
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
@@ -734,6 +735,9 @@ class Simulation(Oracle):
     def _finish(self, worker: Worker) -> None:
         staging, worker.running = worker.running, None
         assert staging is not None
+        trainer = next(t for t in self.trainers if t.publisher.epoch == staging.epoch)
+        for part in staging.parts.values():
+            assert part.metadata == trainer.records[part.version - 1].metadata
         worker.subscriber.applied(staging)
 
     def _fetch(self, worker: Worker, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
@@ -784,7 +788,9 @@ class Simulation(Oracle):
                 parts[model] = {w: make(model, [w], kind) for w, kind in zip(workers, kinds, strict=True)}
             else:
                 parts[model] = make(model, workers if workers is not None else [None], dtype)
-        record = Record(publisher.version + 1, trainer, self.now, numbers, dtypes)
+        number = publisher.version + 1
+        metadata = encode_metadata({"version": number} if number % 4 == 0 else {})
+        record = Record(number, trainer, self.now, numbers, dtypes, metadata)
         for worker in self.workers:
             peer = publisher.peers.get(worker.index)
             if peer is None or peer.nonce != worker.subscriber.session.nonce or peer.lost or peer.slow:
@@ -802,7 +808,7 @@ class Simulation(Oracle):
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
             trainer.unpack([slab for slab in slabs if not slab.leased])
-        version = publisher.publish(parts, None if each else workers, self.now)
+        version = publisher.publish(parts, None if each else workers, self.now, metadata)
         assert version == record.version
         for slab in slabs:
             slab.release()
