@@ -91,6 +91,11 @@ class Holdings:
         self.error = {}
         self.leased = {}  # the old one's slots are written no more
 
+    def forget(self, model_id: str) -> None:
+        """There is another model of this name, which holds nothing yet. The weights stay until it does."""
+        self.versions.pop(model_id, None)
+        self.error.pop(model_id, None)
+
     # -- leases -----------------------------------------------------------------------------------------------------
 
     def lease(self, part: Part, slab: Slab) -> None:

@@ -83,6 +83,7 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
         self._check_open()
         if worker_idx is not None:
             self._worker_idx = worker_idx
+        self._registered = True
 
     async def publish(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> int:
         """Count; returns the version."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,17 +52,37 @@ class Receiving:
         self.options = options
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
         self.returned: Mark | None = None  # which update was returned last
-        self.binding = Binding(
-            model, strategy, cast=cast, inplace=inplace is not False, repoints=inplace is None and adopts, apply=custom
-        )
-        self._model = model
         self._is_manual = apply == "on_receive"
-        self._is_hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
-        if self._is_hooked:
+        self._has_hooks = gate == "hooks" and apply == "auto"
+        self._make_binding = partial(
+            Binding,
+            strategy=strategy,
+            cast=cast,
+            inplace=inplace is not False,
+            repoints=inplace is None and adopts,
+            apply=custom,
+        )
+        self.bind(model)
+
+    def bind(self, model: Any) -> None:
+        """Apply updates to this model. Raises ValueError as the constructor."""
+        binding = self._make_binding(model)
+        is_hooked = self._has_hooks and isinstance(model, nn.Module)
+        if is_hooked:
             probe = Gate()
             probe.attach(model)
             probe.detach()
-            warn_of_calls_unseen(model, stacklevel=3)
+            warn_of_calls_unseen(model, stacklevel=4)
+        self.binding, self._model, self._is_hooked = binding, model, is_hooked
+
+    async def replace(self, link: ReceiverLink, model: Any, timeout: float) -> None:
+        """Apply updates to this model from now on, instead of the other; returns when it has the current weights.
+        Raises as :meth:`asyncsync.bus.receiving.Receiving.connected`."""
+        self.bind(model)
+        if self._is_hooked:
+            link.gate.attach(model)
+        await link.replace(self.topic, self.binding, timeout)
+        await link.receiving.connected(self.topic, timeout)
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
         """Take part in the updates of a link, and pass updates on to this context."""
