@@ -24,7 +24,7 @@ from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES, AddressCache
-from asyncsync.weights.tree import FlatWeights, dotted, nest, uncompiled
+from asyncsync.weights.tree import FlatWeights, canonical, dotted, nest
 
 __all__ = ["Binding"]
 
@@ -148,7 +148,7 @@ class Binding:
         with normal_tensors():
             converted = self.strategy.convert(weights, self._model)
         paths = {tuple(key.split(".")) if isinstance(key, str) else key: value for key, value in converted.items()}
-        tensors = {dotted(uncompiled(path)): value for path, value in paths.items()}
+        tensors = {dotted(canonical(path)): value for path, value in paths.items()}
         for name, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 kind = type(value).__name__

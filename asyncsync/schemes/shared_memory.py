@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from asyncsync.arguments import check_bytes
-from asyncsync.bus.core import BusCore
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
@@ -45,7 +45,11 @@ class SlotCore(SchemeCore):
         allow_plaintext: bool = False,
         slots: int = SLOTS,
         map_above: int = COPY_BYTES,
+        sync: bool = True,
+        per_worker_weights: bool = False,
     ) -> None:
+        if not sync and not self._is_blocking:
+            raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
             raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
         check_bytes("map_above", map_above)
@@ -60,10 +64,23 @@ class SlotCore(SchemeCore):
         )
         self._slots = slots
         self._map_above = map_above
+        self._sync = sync
 
     def create_transport(self, **kwargs: Any) -> SlotTransport:
         """The transport of this scheme's API."""
         return self._transport_class(self._slots, self._map_above)
+
+
+class BlockingSlots(SlotCore, blocking.WeightSyncScheme):
+    """What TorchRL's two schemes for one host have in common."""
+
+    def send(self, weights: Any = None, worker_ids: blocking.Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        if self._sync:
+            super().send(weights, worker_ids, timeout)
+        else:
+            self.publish(weights, worker_ids)
+
+    send.__doc__ = blocking.WeightSyncScheme.send.__doc__
 
 
 class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
@@ -96,13 +113,15 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = SharedMemTransport
 
 
-class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
+class BlockingSharedMem(BlockingSlots):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
 
     Args:
         slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
             which are behind still read. With all of them in use, publishing waits.
         map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        sync: False: ``send`` is ``publish``, and waits for no worker.
+        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
         options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
     """
 
@@ -136,13 +155,15 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = MPTransport
 
 
-class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
+class BlockingMultiProcess(BlockingSlots):
     """Weights for workers on this host, each with a copy of its own, with the blocking API.
 
     Args:
         slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
             which are behind still read. With all of them in use, publishing waits.
         map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
+        sync: False: ``send`` is ``publish``, and waits for no worker.
+        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
         options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
     """
 

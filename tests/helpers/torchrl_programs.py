@@ -5,11 +5,9 @@ Their policy writes the sum of its weights into every frame, so a batch shows wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
