@@ -234,7 +234,7 @@ class WeightSyncScheme(TorchRLNames):
                 weights = collector.first_weights(self._topic)
         self._check_connect(weights, worker_idx, timeout, processes)
         timeout = max(timeout, self._patience)
-        with nullcontext() if collector is None else collector.starting():
+        with nullcontext() if collector is None else collector.starting(self.shutdown):
             if self._role == "sender":
                 self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -93,12 +93,16 @@ class TorchRLContext:
         return tuple(getattr(self.target, "procs", ()))
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
-        """While workers connect: what one of them has raised meanwhile, which TorchRL would read later, is raised."""
+    def starting(self, give_up: Callable[[], None]) -> Iterator[None]:
+        """While workers connect. If they do not, those that are there are told to ``give_up``, and what one of them has
+        raised, which TorchRL would read later, is raised here."""
         try:
             yield
-        except NotConnected as error:
-            raise NotConnected(f"{error}{self._failures()}") from error
+        except BaseException as error:
+            give_up()
+            if isinstance(error, NotConnected) and (why := self._failures()):
+                raise NotConnected(f"{error}{why}") from error
+            raise
 
     def _failures(self) -> str:
         found = ""

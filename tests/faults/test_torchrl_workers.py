@@ -21,7 +21,8 @@ def test_r204_a_killed_worker_ends_an_update_and_the_collection_with_an_error(na
     assert found["update"] == {0: "PeerLost"}
     assert found["acked"] == [1]
     assert found["seconds"] < 10
-    assert found["next"] == "RuntimeError", "TorchRL's own"
+    # TorchRL's own: it ends the other worker, and fails with ValueError where that takes longer than a moment.
+    assert found["next"] in ("RuntimeError", "ValueError")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -69,7 +69,7 @@ def collector_of(kind: str, **options: Any) -> Any:
 
 def applied(scheme: Any) -> set[int]:
     """The versions that the workers have."""
-    return {status.applied for status in scheme.status().values()}
+    return {status.version for status in scheme.status().values()}
 
 
 # -- programs: each returns what the test looks at
@@ -226,16 +226,16 @@ def versions(name: str, kind: str) -> dict[str, Any]:
     )
     seen = []
     for batch in collector:
-        seen.append(sorted(set(batch["next", "policy_version"].flatten().tolist())))
+        seen.append(sorted(set(map(int, batch["next", "policy_version"].flatten().tolist()))))
         collector.update_policy_weights_()
         collector.increment_version()
-    found: dict[str, Any] = {"seen": seen, "trainer": collector.policy_version}
+    found: dict[str, Any] = {"seen": seen, "trainer": int(collector.policy_version)}
     if kind == "MultiSyncCollector":
         state = collector.state_dict()
         collector.increment_version()
         collector.load_state_dict(state)
-        found["restored"] = collector.policy_version
-        found["workers"] = collector.get_distant_attr("policy_version")
+        found["restored"] = int(collector.policy_version)
+        found["workers"] = [int(version) for version in collector.get_distant_attr("policy_version")]
     collector.shutdown()
     return found
 
