@@ -72,7 +72,7 @@ class Receiving:
             probe = Gate()
             probe.attach(model)
             probe.detach()
-            warn_of_calls_unseen(model, stacklevel=4)
+            warn_of_calls_unseen(model)
         self.binding, self._model, self._is_hooked = binding, model, is_hooked
 
     async def replace(self, link: ReceiverLink, model: Any, timeout: float) -> None:

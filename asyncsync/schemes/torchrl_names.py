@@ -116,20 +116,18 @@ class TorchRLNames(SchemeCore):
     @property
     def context(self) -> Any:
         """The context object; None when unset. Set on a receiver, it learns of each update from the next one on."""
-        context = self._preset.get("context") if self._role is None else self._context
-        return context.target if isinstance(context, TorchRLContext) else context
+        return self._preset.get("context") if self._role is None else super().context
 
     @context.setter
     def context(self, context: Any) -> None:
-        context = adapted(context)
         if self._role is None:
             self._preset = {**self._preset, "context": context}
             return
-        self._context = self._sources.context = context
-        if self._role == "receiver" and self._registered and isinstance(self._bus._link, ReceiverLink):
+        self._context = self._sources.context = context = adapted(context)
+        link = self._bus._link
+        if self._registered and isinstance(link, ReceiverLink):
             if isinstance(context, TorchRLContext):
                 context.connected = True
-            link = self._bus._link
             self._bus._look(lambda: link.pass_on(self._topic, context))
 
     @property
