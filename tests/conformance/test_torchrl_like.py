@@ -78,6 +78,20 @@ def test_r204_a_policy_beside_a_policy_factory_is_what_is_sent() -> None:
 
 
 @thorough
+@pytest.mark.parametrize(("each", "first"), [(False, [12.0, 12.0]), (True, [4.0, 8.0])], ids=["all", "each"])
+@pytest.mark.parametrize("name", [SHARED, ZMQ])
+def test_r204_a_sender_that_was_initialised_before_the_collector(name: str, each: bool, first: list[float]) -> None:
+    assert in_program(programs.initialised, name, each) == [first, [16.0, 16.0]]
+
+
+@thorough
+def test_r204_a_scheme_that_moves_nothing() -> None:
+    found, version = in_program(programs.unmoved)
+    assert found == [[4.0]] * 6
+    assert version == 6
+
+
+@thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_r204_a_policy_that_torchrl_has_copied_to_another_device(name: str) -> None:
     found = in_program(programs.cast, name)

@@ -196,6 +196,35 @@ def beside(name: str) -> tuple[list[float], list[float], list[float]]:
     return begin, unsent, after
 
 
+def initialised(name: str, each: bool) -> list[list[float]]:
+    """A sender that was initialised before the collector: with weights for all, or for each worker its own."""
+    scheme = getattr(sync, name)()
+    if each:
+        scheme.init_on_sender(model_id="policy", params_map={0: weights_of(1.0), 1: weights_of(2.0)})
+    else:
+        scheme.init_on_sender(model_id="policy", weights=weights_of(3.0), devices=[torch.device("cpu")] * 2)
+    collector = collector_of("MultiSyncCollector", policy_factory=policy_of, weight_sync_schemes={"policy": scheme})
+    found = [collector.map_fn("policy.module.read")]
+    collector.update_policy_weights_(policy_of(4.0))
+    found.append(collector.map_fn("policy.module.read"))
+    collector.shutdown()
+    return found
+
+
+def unmoved() -> tuple[list[list[float]], int]:
+    """A scheme that moves nothing: what the frames show, and its version."""
+    scheme = sync.NoWeightSyncScheme()
+    collector = collector_of(
+        "MultiSyncCollector", policy_factory=lambda: policy_of(1.0), weight_sync_schemes={"policy": scheme}
+    )
+    found = []
+    for batch in collector:
+        found.append(shown(batch))
+        collector.update_policy_weights_()
+    collector.shutdown()
+    return found, scheme.version
+
+
 def cast(name: str) -> list[tuple[list[float], list[float]]]:
     """A policy that TorchRL copies to another device, in its workers: ``cpu:0``, which torch tells from ``cpu``."""
     policy = policy_of(1.0)
