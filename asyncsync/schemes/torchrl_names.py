@@ -5,9 +5,10 @@ needs. The blocking classes have them; an asynchronous scheme refuses the first 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
 from functools import update_wrapper
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.receiver import ReceiverLink
@@ -16,6 +17,8 @@ from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.torchrl_contexts import START_SECONDS, TorchRLContext, adapted, count_as_theirs
 
 __all__ = ["Refusal", "TorchRLNames"]
+
+T = TypeVar("T")
 
 
 class Refusal:
@@ -34,6 +37,10 @@ class TorchRLNames(SchemeCore):
 
     _patience: float = 0.0  # seconds that connect() waits at least; the workers of a sender get them with the scheme
     _preset: Mapping[str, Any]
+
+    @abstractmethod
+    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the loop of the blocking API."""
 
     def _reset(self) -> None:
         super()._reset()
@@ -104,12 +111,11 @@ class TorchRLNames(SchemeCore):
             old = self._sources
             self._sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
             self._model = model
-        elif self._receiving is not None and model is not self._model:
-            receiving = self._receiving
+        elif model is not self._model and (receiving := self._receiving) is not None:
             self._model = model
-            if self._registered:
-                link, _ = self._receiver()
-                self._bus._run(lambda: receiving.replace(link, model, max(DEFAULT_TIMEOUT, self._patience)))
+            link, timeout = self._bus._link, max(DEFAULT_TIMEOUT, self._patience)
+            if isinstance(link, ReceiverLink):
+                self._run(lambda: receiving.replace(link, model, timeout))
             else:
                 receiving.bind(model)
 

@@ -116,6 +116,13 @@ def test_r229_another_model_takes_the_place_with_the_current_weights(name: str, 
         assert read(new) == {6}
 
 
+def test_r229_a_scheme_that_moves_nothing_takes_another_model_too() -> None:
+    with pair("NoWeightSyncScheme", Model(1), Model(2)) as (_, receiver):
+        receiver.model = new = Model(3)
+        assert receiver.model is new
+        assert read(new) == {3}
+
+
 def test_r229_a_model_that_does_not_fit_is_refused_when_it_is_set() -> None:
     with pair("ZMQWeightSyncScheme", Model(1), Model()) as (_, receiver):
         with pytest.raises(asyncsync.SchemaMismatch, match="last"):
