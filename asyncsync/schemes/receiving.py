@@ -14,9 +14,8 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate
+from asyncsync.model.hooks import check_calls
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.model.unseen_calls import warn_of_calls_unseen
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Receiving"]
@@ -69,10 +68,7 @@ class Receiving:
         binding = self._make_binding(model)
         is_hooked = self._has_hooks and isinstance(model, nn.Module)
         if is_hooked:
-            probe = Gate()
-            probe.attach(model)
-            probe.detach()
-            warn_of_calls_unseen(model)
+            check_calls(model)
         self.binding, self._model, self._is_hooked = binding, model, is_hooked
 
     async def replace(self, link: ReceiverLink, model: Any, timeout: float) -> None:
