@@ -153,6 +153,42 @@ def test_extra_state_of_any_other_kind_is_refused_by_name(extract_as: str) -> No
         published(WeightStrategy(extract_as), nn.Sequential(WithExtra(object())))
 
 
+@pytest.mark.parametrize("state", [{"step": 3}, {"mean": torch.arange(3)}, torch.arange(3), "text"], ids=repr)
+def test_r232_extra_state_has_torchrls_key_in_a_tensordict_and_is_not_consumed(state: Any) -> None:
+    strategy = WeightStrategy("tensordict")
+    for source, model, at in (
+        (WithExtra(state), WithExtra(), "__extra_state__"),
+        (nn.Sequential(WithExtra(state)), nn.Sequential(WithExtra()), ("0", "__extra_state__")),
+    ):
+        weights = strategy.extract_weights(source)
+        assert isinstance(weights, TensorDictBase)
+        before = set(weights.keys(True))
+        assert at in before
+        own = model if isinstance(model, WithExtra) else model[0]
+        for _ in range(2):
+            own.state = None
+            strategy.apply_weights(model, weights)
+            assert repr(own.state) == repr(state)
+            assert set(weights.keys(True)) == before
+    assert set(WeightStrategy("state_dict").extract_weights(WithExtra(state)).keys()) == {"w", "_extra_state"}
+
+
+def test_r232_extra_state_as_torchrls_strategy_extracts_it_is_applied() -> None:
+    weights = TensorDict({"w": torch.ones(2), "__extra_state__": TensorDict({"mean": torch.arange(3)})})
+    model = WithExtra()
+    for _ in range(2):
+        WeightStrategy().apply_weights(model, weights)
+        assert model.state["mean"].tolist() == [0, 1, 2]
+        assert set(weights.keys()) == {"w", "__extra_state__"}
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+def test_extra_state_goes_into_a_tensordict_too(extract_as: str) -> None:
+    model = WeightStrategy().extract_weights(WithExtra({"step": 1}))
+    deliver(WeightStrategy(extract_as), WithExtra({"step": 2}), model)
+    assert model["__extra_state__"] == {"step": 2}
+
+
 def test_wrapped_extra_state_is_unwrapped() -> None:
     model = WithExtra()
     deliver(WeightStrategy(), WithExtra(NonTensorData({"a": 1})), model)

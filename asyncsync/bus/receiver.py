@@ -17,7 +17,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fetching import Fetches
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.receiving import Receiving
-from asyncsync.errors import ClosedError, NotConnected, ProtocolError
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
@@ -80,10 +80,28 @@ class ReceiverLink(Link):
     ) -> None:
         """Take part in the updates of this model, and pass them on to this context."""
         self._fetches.transports[model_id] = transport
-        self.applying.cascade.add(model_id, context)
+        self.pass_on(model_id, context)
         if manual:
             self.applying.manual.add(model_id)
         self.subscriber.register(model_id, binding, self.loop.time())
+        self.settle()
+
+    def pass_on(self, model_id: str, context: Any) -> None:
+        """Pass the updates of this model on to this context, from the next one on."""
+        self.subscriber.end_fast_path()
+        self.applying.cascade.add(model_id, context)
+
+    async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
+        """Update another model under this name from now on, beginning with what this worker should have."""
+        staged = self.subscriber.staged
+
+        def done() -> bool:
+            staged.abandon()
+            return not staged  # what the gate has begun with still goes to the model that was there before
+
+        if not await self.wait(done, timeout):
+            raise AckTimeout(f"{model_id!r} was not replaced: for {timeout:g} s an update of it was being applied")
+        self.subscriber.replace(model_id, binding, self.loop.time())
         self.settle()
 
     # -- callbacks --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES
-from asyncsync.weights.tree import FlatWeights, Path, dotted, nest, uncompiled
+from asyncsync.weights.tree import FlatWeights, Path, canonical, dotted, nest
 
 __all__ = ["Binding"]
 
@@ -146,7 +146,7 @@ class Binding:
         with normal_tensors():
             converted = self.strategy.convert(weights, self._model)
         paths = {tuple(key.split(".")) if isinstance(key, str) else key: value for key, value in converted.items()}
-        tensors = {uncompiled(path): value for path, value in paths.items()}
+        tensors = {canonical(path): value for path, value in paths.items()}
         for path, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 which = f"{type(self.strategy).__name__}.convert returned a {type(value).__name__} for {dotted(path)!r}"

@@ -118,25 +118,34 @@ class Leave(_Hook):
             self.report(frame)
 
 
-def check_calls(model: nn.Module, stacklevel: int, *, has_gated_methods: bool = False) -> None:
-    """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by.
-    ``stacklevel`` is that of the caller's caller: 2 is the caller. Raises ValueError if none of its calls will."""
+def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
+    """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by: the user's
+    code, which registers it. Raises ValueError if none of its calls will."""
     _check_hookable(model)
+    stacklevel = _users_level()
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
     is_callable = getattr(forward, "__func__", None) is not nn.Module.forward or has_gated_methods
     if not is_callable and not isinstance(model, TensorDictBase):
         remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
         problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
-        warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel + 1)
+        warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel)
     if _is_inlined(model):
         remedy = REMEDY.format(what="its calls")
         problem = f"{kind} was compiled, or a module around it, before it is registered here. Calls of that "
         warnings.warn(
             f"{problem}may bypass the gate, so that an update comes in their middle. Call init_on_receiver() first and "
             f"torch.compile() then; or {remedy}.",
-            stacklevel=stacklevel + 1,
+            stacklevel=stacklevel,
         )
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` at which the caller warns of the first frame outside of this package."""
+    level, frame = 0, sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
+        level, frame = level + 1, frame.f_back
+    return level + 2
 
 
 def _is_inlined(model: nn.Module) -> bool:

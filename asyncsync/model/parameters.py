@@ -22,7 +22,7 @@ from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.weights.arrays import ArrayMapping, is_array, writable_arrays
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.source_cache import AddressCache
-from asyncsync.weights.tree import EXTRA_STATE, dotted, uncompiled
+from asyncsync.weights.tree import EXTRA_STATE, canonical, dotted
 
 __all__ = ["Location", "ModelTensors", "Plan", "Specs"]
 
@@ -195,8 +195,8 @@ class Plan:
 
 
 def _plain(name: str) -> str:
-    """A dotted name, or the beginning of one, as the model would have it uncompiled."""
-    return dotted(uncompiled(tuple(name.split("."))))
+    """A dotted name, or the beginning of one, as the model would have it canonical."""
+    return dotted(canonical(tuple(name.split("."))))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from asyncsync.weights.slab import Slab
 __all__ = ["Held", "Holdings", "Reports"]
 
 Held = tuple[Epoch, int, Slab]
-"""The newest applied update of a model: epoch, version, slab."""
+"""The newest applied update of a model: epoch, version, slab. Version 0: it was applied to a model that is replaced."""
 
 
 class Holdings:
@@ -47,7 +47,7 @@ class Holdings:
     @property
     def versions(self) -> dict[str, int]:
         """The versions of the current epoch that the models hold."""
-        return {model_id: version for model_id, (epoch, version, _) in self.held.items() if epoch == self.epoch}
+        return {model_id: version for model_id in self.held if (version := self.version(model_id))}
 
     @property
     def are_plain(self) -> bool:
@@ -97,6 +97,12 @@ class Holdings:
         self.epoch = epoch
         self.error = {}
         self.leased = {}  # the old one's slots are written no more
+
+    def forget(self, model_id: str) -> None:
+        """There is another model of this name, which holds nothing yet. The weights stay until it does."""
+        if (held := self.held.get(model_id)) is not None:
+            self.held[model_id] = (held[0], 0, held[2])
+        self.error.pop(model_id, None)
 
     # -- leases -----------------------------------------------------------------------------------------------------
 

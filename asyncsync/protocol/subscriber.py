@@ -83,6 +83,11 @@ class Subscriber:
         if self.session.online:
             self._hello(now)
 
+    def replace(self, model_id: str, binding: Binding, now: float) -> None:
+        """Update another model under this name, which has nothing yet. Nothing of it may be staged."""
+        self.holdings.forget(model_id)
+        self.register(model_id, binding, now)
+
     def check_again(self, model_id: str, now: float) -> None:
         """If the trainer's layout has not fitted this model, and does by now, let the trainer show it once more."""
         if self.session.fits_by_now(model_id):

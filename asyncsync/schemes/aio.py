@@ -13,6 +13,7 @@ from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import convert
+from asyncsync.schemes.torchrl_names import Refusal
 
 __all__ = ["Bus", "WeightSyncScheme"]
 
@@ -144,6 +145,8 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
 
     _bus_class: ClassVar[type[BusCore]] = Bus
     _is_blocking: ClassVar[bool] = False
+
+    initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
 
     @property
     def aio(self) -> Self:

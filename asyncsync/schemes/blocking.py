@@ -10,6 +10,7 @@ return values are those of TorchRL's "WeightSyncScheme" page.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
@@ -23,6 +24,8 @@ from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import convert
+from asyncsync.schemes.torchrl_contexts import TorchRLContext
+from asyncsync.schemes.torchrl_names import TorchRLNames
 from asyncsync.transports.blocking import in_sync_as
 
 __all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
@@ -193,7 +196,7 @@ class Bus(BusCore):
 
 
 @in_sync_as("WeightSyncScheme")
-class WeightSyncScheme(SchemeCore):
+class WeightSyncScheme(TorchRLNames):
     """One model's weights, kept in step by blocking calls."""
 
     _bus_class: ClassVar[type[BusCore]] = Bus
@@ -223,12 +226,20 @@ class WeightSyncScheme(SchemeCore):
         weights: Any = None,
         timeout: float = DEFAULT_TIMEOUT,
         processes: Iterable[Any] = (),
+        ctx: Any = None,
     ) -> None:
+        collector = self._context if isinstance(self._context, TorchRLContext) and self._role == "sender" else None
+        if collector is not None:
+            processes = processes or collector.processes
+            if weights is None and not (self._registered or self._sources.exist()):
+                weights = collector.first_weights(self._topic)
         self._check_connect(weights, worker_idx, timeout, processes)
-        if self._role == "sender":
-            self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
-        else:
-            self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+        timeout = max(timeout, self._patience)
+        with nullcontext() if collector is None else collector.starting(self.shutdown):
+            if self._role == "sender":
+                self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
+            else:
+                self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
 
     connect.__doc__ = AsyncScheme.connect.__doc__
 
@@ -241,7 +252,12 @@ class WeightSyncScheme(SchemeCore):
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        self._bus._run(lambda: self._connect_receiver(worker_idx, timeout))
+        async def connect() -> None:
+            await self._connect_receiver(worker_idx, timeout)
+            if isinstance(self._context, TorchRLContext):
+                self._context.connected = True
+
+        self._bus._run(connect)
 
     def send(
         self,

@@ -31,6 +31,7 @@ from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.registry import scheme_class
 from asyncsync.schemes.sources import Sources, count_workers, resolve_model
 from asyncsync.schemes.state import SchemeState
+from asyncsync.schemes.torchrl_contexts import adapted
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channel_receiver import make_receiver
 from asyncsync.transports.channel_sender import make_sender
@@ -124,12 +125,13 @@ class SchemeCore(SchemeState, ABC):
         device_map_fn: Callable[[int, Any], Any] | None = None,
         num_workers: int | None = None,
         min_workers: int | None = None,
+        ctx: Any = None,
     ) -> None:
         """Make this the sender's side. Sets up local state only.
 
         Args:
             model_id: name of the model; needed where several schemes share a bus.
-            context: an object with ``get_model(model_id)``.
+            context: an object with ``get_model(model_id)``, and perhaps ``num_workers``.
             params_map: ``{worker_idx: weights}``.
             weights: the source: TensorDict or dict; a bare ``publish()`` takes its current values.
             model: the source: a module.
@@ -137,17 +139,15 @@ class SchemeCore(SchemeState, ABC):
             device_map_fn: ``(worker_idx, weights) -> weights`` for each worker.
             num_workers: fixed number of workers, if the constructor has not said it.
             min_workers: how many an elastic sender needs, likewise; 0: it can start alone.
+            ctx: as TorchRL passes it; nothing here is made by a context of multiprocessing.
 
         Raises:
             ValueError: arguments that exclude each other, or counts that disagree.
             RuntimeError: this scheme is connected already, or a receiver.
         """
+        context = adapted(context)
         sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
-        if device_map_fn is not None and devices is not None:
-            raise ValueError("devices and device_map_fn exclude each other")
-        if device_map_fn is not None and num_workers is None and self._bus.num_workers is None:
-            raise ValueError("device_map_fn needs num_workers")
-        num_workers = count_workers(num_workers, devices, params_map)
+        num_workers = count_workers(num_workers, devices, params_map, device_map_fn, context, self._bus.num_workers)
         if not self._own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
@@ -213,6 +213,7 @@ class SchemeCore(SchemeState, ABC):
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
         self._check_name(model_id)
+        context = adapted(context)
         if worker_idx is None and context is not None:
             worker_idx = getattr(context, "worker_idx", None)
         self._check_worker(worker_idx)

@@ -25,6 +25,12 @@ T = TypeVar("T")
 class NoSyncCore(SchemeCore):
     """What both APIs have in common."""
 
+    def _connect(self, worker_idx: int | None) -> None:
+        self._check_open()
+        if worker_idx is not None:
+            self._worker_idx = worker_idx
+        self._registered = True
+
     def _count_up(self, metadata: Mapping[str, Any] | None) -> int:
         self._check_open()
         self._encoded = encode_metadata(metadata)
@@ -92,9 +98,7 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
         processes: Iterable[Any] = (),
     ) -> None:
         """Nobody is waited for."""
-        self._check_open()
-        if worker_idx is not None:
-            self._worker_idx = worker_idx
+        self._connect(worker_idx)
 
     async def publish(
         self,
@@ -133,7 +137,18 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         """A transport that moves nothing, either."""
         return BlockingZMQTransport()
 
-    connect = blocking.ordinary(NoWeightSyncScheme.connect)
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        processes: Iterable[Any] = (),
+        ctx: Any = None,
+    ) -> None:
+        """Nobody is waited for."""
+        self._connect(worker_idx)
+
     publish = blocking.ordinary(NoWeightSyncScheme.publish)
     wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version)
     receive = blocking.ordinary(NoWeightSyncScheme.receive)

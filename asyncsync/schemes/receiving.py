@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import BoundModel
+from asyncsync.model.gate import Gate
 from asyncsync.model.gated_methods import check_methods
 from asyncsync.model.hooks import check_calls
 from asyncsync.model.selection import Selection
@@ -63,28 +65,47 @@ class Receiving:
         self.options = options
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
         self.returned: Mark | None = None  # which update was returned last
-        self.binding = Binding(
-            model,
-            strategy,
+        self._strategy, self._selection = strategy, selection
+        self._is_manual = apply == "on_receive"
+        self._has_hooks = gate == "hooks" and apply == "auto"
+        self._make_binding = partial(
+            Binding,
+            strategy=strategy,
             cast=cast,
             inplace=inplace is not False,
             repoints=inplace is None and adopts,
             selection=selection,
             apply=custom,
         )
-        self._model, self._strategy, self._selection = model, strategy, selection
-        self._is_manual = apply == "on_receive"
-        self._is_hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
+        self.bind(model)
+
+    def bind(self, model: Any) -> None:
+        """Apply updates to this model. Raises ValueError as the constructor."""
+        binding = self._make_binding(model)
+        is_hooked = self._has_hooks and isinstance(model, nn.Module)
         check_methods(model, self._gated)
+        if is_hooked:
+            check_calls(model, has_gated_methods=bool(self._gated))
+        self.binding, self._model, self._is_hooked = binding, model, is_hooked
+
+    def _attach(self, gate: Gate) -> None:
+        """Count calls that read the model."""
         if self._is_hooked:
-            check_calls(model, stacklevel=3, has_gated_methods=bool(self._gated))
+            gate.attach(self._model)
+        if self._gated:
+            gate.attach_methods(self._model, self._gated)
+
+    async def replace(self, link: ReceiverLink, model: Any, timeout: float) -> None:
+        """Apply updates to this model from now on, instead of the other; returns when it has the current weights.
+        Raises as :meth:`asyncsync.bus.receiving.Receiving.connected`."""
+        self.bind(model)
+        self._attach(link.gate)
+        await link.replace(self.topic, self.binding, timeout)
+        await link.receiving.connected(self.topic, timeout)
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
         """Take part in the updates of a link, and pass updates on to this context."""
-        if self._is_hooked:
-            link.gate.attach(self._model)
-        if self._gated:
-            link.gate.attach_methods(self._model, self._gated)
+        self._attach(link.gate)
         link.register(self.topic, self.binding, transport, manual=self._is_manual, context=context)
 
     def apply(self, weights: Any, *, inplace: bool) -> None:

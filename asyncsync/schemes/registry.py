@@ -31,8 +31,8 @@ def scheme_class(backend: str, *, is_blocking: bool) -> Any:
     """The class behind a backend's name or alias."""
     pair = _backends.get(_aliases.get(backend, backend)) if isinstance(backend, str) else None
     if pair is None:
-        choices = ", ".join(map(repr, (*_backends, *_aliases)))
-        raise ValueError(f"there is no backend {backend!r}; choose one of {choices}")
+        choices = sorted({*_backends, *_aliases})
+        raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {choices}.")
     return pair[is_blocking]
 
 

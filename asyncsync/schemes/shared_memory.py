@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from asyncsync.arguments import check_bytes
-from asyncsync.bus.core import BusCore
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
@@ -49,7 +49,11 @@ class SlotCore(SchemeCore):
         strict: bool = False,
         slots: int = SLOTS,
         map_above: int = COPY_BYTES,
+        sync: bool = True,
+        per_worker_weights: bool = False,
     ) -> None:
+        if not sync and not self._is_blocking:
+            raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
             raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
         check_bytes("map_above", map_above)
@@ -67,10 +71,30 @@ class SlotCore(SchemeCore):
         )
         self._slots = slots
         self._map_above = map_above
+        self._sync = sync
 
     def create_transport(self, **kwargs: Any) -> SlotTransport:
         """The transport of this scheme's API."""
         return self._transport_class(self._slots, self._map_above)
+
+
+class BlockingSlots(SlotCore, blocking.WeightSyncScheme):
+    """What TorchRL's two schemes for one host have in common."""
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: blocking.Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        if self._sync:
+            super().send(weights, worker_ids, timeout, metadata=metadata)
+        else:
+            self.publish(weights, worker_ids, metadata=metadata)
+
+    send.__doc__ = blocking.WeightSyncScheme.send.__doc__
 
 
 class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
@@ -103,8 +127,14 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = SharedMemTransport
 
 
-class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
+class BlockingSharedMem(BlockingSlots):
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
+
+    Args:
+        sync: False: ``send`` is ``publish``, and waits for no worker.
+        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
+        options: all others are those of :class:`asyncsync.SharedMemWeightSyncScheme`.
+    """
 
     _adopts = True
     _transport_class = BlockingSharedMemTransport
@@ -130,9 +160,15 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = MPTransport
 
 
-class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
+class BlockingMultiProcess(BlockingSlots):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
-    :class:`asyncsync.MultiProcessWeightSyncScheme`."""
+    :class:`asyncsync.MultiProcessWeightSyncScheme`.
+
+    Args:
+        sync: False: ``send`` is ``publish``, and waits for no worker.
+        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
+        options: all others are those of :class:`asyncsync.MultiProcessWeightSyncScheme`.
+    """
 
     _transport_class = BlockingMPTransport
 

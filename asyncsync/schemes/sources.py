@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.weights.packing import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 
@@ -61,7 +62,9 @@ class Sources:
 
     def exist(self) -> bool:
         """Whether there is anything to be sent without an argument."""
-        if self.registered is not None or hasattr(self.context, "get_model"):
+        if self.registered is not None:
+            return True
+        if hasattr(self.context, "get_model") and not isinstance(self.context, TorchRLContext):
             return True
         return find_model(self.context, self._model_id) is not None
 
@@ -142,9 +145,17 @@ class Sources:
 
 
 def count_workers(
-    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None
+    num_workers: int | None,
+    devices: Sequence[Any] | None,
+    params_map: Mapping[int, Any] | None,
+    device_map_fn: Callable[[int, Any], Any] | None,
+    context: Any,
+    known: int | None,
 ) -> int | None:
-    """The number of workers by the arguments of ``init_on_sender``, which must agree; None: they leave it open."""
+    """The number of workers by the arguments of ``init_on_sender``, which must agree, else by the context; None: they
+    leave it open. ``known``: what it is already."""
+    if device_map_fn is not None and devices is not None:
+        raise ValueError("devices and device_map_fn exclude each other")
     for name, entries in (("devices", devices), ("params_map", params_map)):
         if entries is not None:
             if num_workers not in (None, len(entries)):
@@ -152,6 +163,10 @@ def count_workers(
             num_workers = len(entries)
     if params_map is not None and set(params_map) != set(range(len(params_map))):
         raise ValueError(f"params_map must have the keys 0 to {len(params_map) - 1}, not {sorted(params_map)}")
+    if num_workers is None:
+        num_workers = getattr(context, "num_workers", None)
+    if device_map_fn is not None and num_workers is None and known is None:
+        raise ValueError("device_map_fn needs num_workers")
     return num_workers
 
 
@@ -182,7 +197,7 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
     model, reason = _look(context, model_id)
     if model is not None:
         return model
-    kind = type(context).__name__
+    kind = type(context.target if isinstance(context, TorchRLContext) else context).__name__
     kind = "the context" if kind.startswith("_") else kind
     if not model_id:
         raise ValueError(
@@ -204,6 +219,8 @@ def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
         try:
             model = get_model(model_id)
         except LookupError as error:
+            if isinstance(context, TorchRLContext):
+                return None, error
             logger.debug("%s.get_model(%r) raised %r", type(context).__name__, model_id, error)
         else:
             if model is not None:

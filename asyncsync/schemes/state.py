@@ -29,6 +29,7 @@ from asyncsync.protocol.messages import MAX_NAME
 from asyncsync.protocol.metadata import Shown
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
+from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.weights.copying import copy_flat
@@ -146,7 +147,8 @@ class SchemeState:
     @property
     def context(self) -> Any:
         """The context object; None when unset."""
-        return self._context
+        context = self._context
+        return context.target if isinstance(context, TorchRLContext) else context
 
     @property
     def worker_idx(self) -> int | None:

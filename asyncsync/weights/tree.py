@@ -26,17 +26,18 @@ __all__ = [
     "EXTRA_STATE",
     "FlatWeights",
     "Path",
+    "canonical",
     "collision",
     "dotted",
     "flatten",
     "have_specs",
     "nest",
-    "uncompiled",
 ]
 
 Path = tuple[str, ...]
 
-EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"  # torch's name, in a state dict
+IN_TENSORDICT = "__extra_state__"  # TorchRL's name, in a TensorDict
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
@@ -45,8 +46,10 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
-def uncompiled(path: Path) -> Path:
-    """The path without what torch.compile has put into it."""
+def canonical(path: Path) -> Path:
+    """The path as it is compared: without what torch.compile has put into it, and with torch's name of extra state."""
+    if path[-1] == IN_TENSORDICT:
+        path = (*path[:-1], EXTRA_STATE)
     return path if COMPILED not in path[:-1] else (*(p for p in path[:-1] if p != COMPILED), path[-1])
 
 
@@ -98,14 +101,16 @@ def _put(flat: FlatWeights, path: Path, value: Any) -> None:
 def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
     is_dict = not isinstance(weights, TensorDictBase)
     for key, value in weights.items():
-        path = (*prefix, *_split(key)) if is_dict else (*prefix, str(key))
-        may_nest = is_dict and path[-1] != EXTRA_STATE
-        if (may_nest and isinstance(value, Mapping)) or isinstance(value, TensorDictBase):
+        path = canonical((*prefix, *_split(key)) if is_dict else (*prefix, str(key)))
+        is_tensordict = isinstance(value, TensorDictBase)
+        if path[-1] == EXTRA_STATE:
+            _put(flat, path, value.to_dict() if is_tensordict else value)
+        elif is_tensordict or (is_dict and isinstance(value, Mapping)):
             _flatten(value, path, flat)
-        elif may_nest and not isinstance(value, torch.Tensor | np.ndarray) and (arrays := source_arrays(value)):
+        elif is_dict and not isinstance(value, torch.Tensor | np.ndarray) and (arrays := source_arrays(value)):
             _flatten(arrays, path, flat)
         else:
-            _put(flat, uncompiled(path), value)
+            _put(flat, path, value)
 
 
 # Python's own loops take twice as long, which shows where there are a thousand tensors.
@@ -121,7 +126,7 @@ def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], d
 @lru_cache(16)
 def _paths(names: tuple[str, ...]) -> list[Path]:
     """The paths of a state dict's names: the same in every publication."""
-    paths = [uncompiled(_split(name)) for name in names]
+    paths = [canonical(_split(name)) for name in names]
     if len(set(paths)) != len(paths):
         raise ValueError(collision(next(n for n, p in zip(names, paths, strict=True) if paths.count(p) > 1)))
     return paths
@@ -134,11 +139,12 @@ def _split(name: str) -> Path:
 
 
 def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
-    """A nested TensorDict of batch size ``[]`` over the given tensors; values become non-tensor data."""
+    """A nested TensorDict of batch size ``[]`` over the given tensors; values become non-tensor data. Extra state has
+    the key ``__extra_state__``."""
     tree: dict[str, Any] = {}
     for path, leaf in (*tensors.items(), *((p, NonTensorData(v)) for p, v in (values or {}).items())):
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = leaf
+        node[IN_TENSORDICT if path[-1] == EXTRA_STATE else path[-1]] = leaf
     return TensorDict(tree, batch_size=[])

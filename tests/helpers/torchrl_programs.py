@@ -1,0 +1,363 @@
+"""Programs that hand this library's blocking schemes to TorchRL's collectors; run by ``collecting_torchrl.in_program``.
+
+Their policy writes the sum of its weights into every frame, so a batch shows with which weights it was collected.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib import import_module
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from asyncsync import sync
+from helpers.collecting_torchrl import make_env
+
+__all__ = ["Showing", "collector_of", "policy_of", "shown"]
+
+
+class Showing(nn.Module):
+    """Goes where the pole leans to, and shows its weights."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.lean = nn.Parameter(torch.tensor([0.0, 0.1, 1.0, 0.5]))
+        self.weight = nn.Parameter(torch.full((4,), value))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        action = ((observation * self.lean).sum(-1) > 0).long()
+        return action, self.total().expand(observation.shape[:-1])
+
+    def total(self) -> torch.Tensor:
+        return self.weight.detach().sum()
+
+    def read(self) -> float:
+        return float(self.total())
+
+    @torch.no_grad()
+    def fill(self, value: float) -> None:
+        self.weight.fill_(value)
+
+
+def policy_of(value: float = 0.0) -> TensorDictModule:
+    return TensorDictModule(Showing(value), in_keys=["observation"], out_keys=["action", "shown"])
+
+
+def weights_of(value: float) -> TensorDict:
+    return TensorDict.from_module(policy_of(value)).data
+
+
+def shown(batch: Any) -> list[float]:
+    """The sums of weights with which a batch was collected."""
+    return sorted(set(batch["shown"].flatten().tolist()))
+
+
+def collector_of(kind: str, **options: Any) -> Any:
+    """One of TorchRL's collectors of two workers in CartPole, with 40 frames a batch."""
+    import torchrl.collectors
+
+    options = {"create_env_fn": [make_env] * 2, "frames_per_batch": 40, "total_frames": 240, **options}
+    return getattr(torchrl.collectors, kind)(**options)
+
+
+def applied(scheme: Any) -> set[int]:
+    """The versions that the workers have."""
+    return {status.version for status in scheme.status().values()}
+
+
+# -- programs: each returns what the test looks at
+
+
+def trained(name: str, kind: str) -> list[dict[str, Any]]:
+    """Train for 240 frames. Of each batch: what its frames show, and what the workers have after the update that
+    follows it, the n-th of which sets all four weights to n."""
+    policy = policy_of()
+    scheme = getattr(sync, name)()
+    collector = collector_of(kind, policy=policy, weight_sync_schemes={"policy": scheme})
+    found = []
+    for i, batch in enumerate(collector):
+        policy.module.fill(i + 1.0)
+        collector.update_policy_weights_()
+        found.append({"shown": shown(batch), "lag": scheme.version - min(applied(scheme))})
+        if kind == "MultiSyncCollector":  # a worker of the other one loses its batch over a question
+            found[-1]["workers"] = collector.map_fn("policy.module.read")
+    collector.shutdown()
+    return found
+
+
+def page(library: str, name: str, is_sync: bool, frames: int) -> tuple[int, list[tuple[int, ...]], bool]:
+    """The collector example of TorchRL's page with TorchRL's GymEnv, and the MultiCollector of ``torchrl`` or of
+    ``asyncsync``: frames, shapes of batches, and whether each update was everywhere."""
+    from torchrl.envs import GymEnv
+
+    MultiCollector = import_module(f"{library}.collectors").MultiCollector
+    env = GymEnv("CartPole-v1")
+    policy = TensorDictModule(
+        nn.Linear(env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]),
+        in_keys=["observation"],
+        out_keys=["action"],
+    )
+    scheme = getattr(sync, name)(strategy="tensordict")
+    collector = MultiCollector(
+        sync=is_sync,
+        create_env_fn=[lambda: GymEnv("CartPole-v1")] * 3,
+        policy=policy,
+        frames_per_batch=192,
+        total_frames=frames,
+        weight_sync_schemes={"policy": scheme},
+    )
+    found, shapes, everywhere = 0, set(), True
+    for i, data in enumerate(collector):
+        found += data.numel()
+        shapes.add(tuple(data.shape))
+        if i % 10 == 0:
+            collector.update_policy_weights_()
+            collector.update_policy_weights_(policy)
+            collector.update_policy_weights_(TensorDict.from_module(policy).data)
+            collector.update_policy_weights_(policy=policy)
+            collector.update_policy_weights_(weights=TensorDict.from_module(policy).data, model_id="policy")
+            everywhere &= applied(scheme) == {scheme.version}
+    collector.shutdown()
+    return found, sorted(shapes), everywhere
+
+
+def distinct(name: str) -> list[tuple[Any, ...]]:
+    """Each worker has a policy factory of its own, and weights of its own in each update."""
+    factories = [lambda: policy_of(1.0), lambda: policy_of(2.0)]
+    collector = collector_of(
+        "MultiSyncCollector", policy_factory=factories, weight_sync_schemes={"policy": getattr(sync, name)()}
+    )
+    found: list[tuple[Any, ...]] = []
+    updates: list[dict[str, Any]] = [
+        {"policy_or_weights": {0: weights_of(10.0), 1: weights_of(20.0)}},
+        {"policy_or_weights": {1: weights_of(30.0)}, "worker_ids": [1]},
+        {"policy_or_weights": weights_of(40.0), "worker_ids": 0},
+        {"policy_or_weights": policy_of(50.0)},
+    ]
+    for batch, update in zip(collector, [*updates, {}], strict=False):
+        before = shown(batch)
+        if update:
+            collector.update_policy_weights_(**update)
+            found.append((before, collector.map_fn("policy.module.read")))
+        else:
+            try:
+                collector.update_policy_weights_()
+            except ValueError as error:
+                found.append((before, str(error)))
+    collector.shutdown()
+    return found
+
+
+def alike(name: str) -> tuple[list[float], list[float], list[float]]:
+    """One factory for all workers, of a class that cannot be pickled: what the workers begin with, by themselves and
+    in the first batch, and what they have after an update."""
+
+    class Local(Showing):
+        def __init__(self) -> None:
+            super().__init__(float(torch.rand(())))
+
+    def factory() -> TensorDictModule:
+        torch.manual_seed(os.getpid())  # or all of them make the same
+        return TensorDictModule(Local(), in_keys=["observation"], out_keys=["action", "shown"])
+
+    collector = collector_of(
+        "MultiSyncCollector", policy_factory=factory, weight_sync_schemes={"policy": getattr(sync, name)()}
+    )
+    begin = collector.map_fn("policy.module.read")
+    first = shown(next(iter(collector)))
+    collector.update_policy_weights_(policy_of(3.0))
+    after = collector.map_fn("policy.module.read")
+    collector.shutdown()
+    return begin, first, after
+
+
+def beside(name: str) -> tuple[list[float], list[float], list[float]]:
+    """A policy beside a policy factory is what is sent, and does not go to the workers itself."""
+    policy = policy_of(5.0)
+    collector = collector_of(
+        "MultiSyncCollector",
+        policy=policy,
+        policy_factory=policy_of,
+        weight_sync_schemes={"policy": getattr(sync, name)()},
+    )
+    begin = collector.map_fn("policy.module.read")
+    policy.module.fill(6.0)
+    unsent = collector.map_fn("policy.module.read")
+    collector.update_policy_weights_()
+    after = collector.map_fn("policy.module.read")
+    collector.shutdown()
+    return begin, unsent, after
+
+
+def initialised(name: str, each: bool) -> list[list[float]]:
+    """A sender that was initialised before the collector: with weights for all, or for each worker its own."""
+    scheme = getattr(sync, name)()
+    if each:
+        scheme.init_on_sender(model_id="policy", params_map={0: weights_of(1.0), 1: weights_of(2.0)})
+    else:
+        scheme.init_on_sender(model_id="policy", weights=weights_of(3.0), devices=[torch.device("cpu")] * 2)
+    collector = collector_of("MultiSyncCollector", policy_factory=policy_of, weight_sync_schemes={"policy": scheme})
+    found = [collector.map_fn("policy.module.read")]
+    collector.update_policy_weights_(policy_of(4.0))
+    found.append(collector.map_fn("policy.module.read"))
+    collector.shutdown()
+    return found
+
+
+def unmoved() -> tuple[list[list[float]], int]:
+    """A scheme that moves nothing: what the frames show, and its version."""
+    scheme = sync.NoWeightSyncScheme()
+    collector = collector_of(
+        "MultiSyncCollector", policy_factory=lambda: policy_of(1.0), weight_sync_schemes={"policy": scheme}
+    )
+    found = []
+    for batch in collector:
+        found.append(shown(batch))
+        collector.update_policy_weights_()
+    collector.shutdown()
+    return found, scheme.version
+
+
+def cast(name: str) -> list[tuple[list[float], list[float]]]:
+    """A policy that TorchRL copies to another device, in its workers: ``cpu:0``, which torch tells from ``cpu``."""
+    policy = policy_of(1.0)
+    collector = collector_of(
+        "MultiSyncCollector",
+        policy_factory=policy_of,
+        policy=policy,
+        policy_device="cpu:0",
+        weight_sync_schemes={"policy": getattr(sync, name)()},
+    )
+    found = []
+    for i, batch in zip(range(4), collector, strict=False):
+        policy.module.fill(i + 2.0)
+        collector.update_policy_weights_()
+        found.append((shown(batch), collector.map_fn("policy.module.read")))
+    collector.shutdown()
+    return found
+
+
+def versions(name: str, kind: str) -> dict[str, Any]:
+    """Policy versions in the frames, and restored from a state dict."""
+    policy = policy_of()
+    collector = collector_of(
+        kind,
+        policy=policy,
+        track_policy_version=True,
+        weight_sync_schemes={"policy": getattr(sync, name)()},
+    )
+    seen = []
+    for batch in collector:
+        seen.append(sorted(set(map(int, batch["next", "policy_version"].flatten().tolist()))))
+        collector.update_policy_weights_()
+        collector.increment_version()
+    found: dict[str, Any] = {"seen": seen, "trainer": int(collector.policy_version)}
+    if kind == "MultiSyncCollector":
+        state = collector.state_dict()
+        collector.increment_version()
+        collector.load_state_dict(state)
+        found["restored"] = int(collector.policy_version)
+        found["workers"] = [int(version) for version in collector.get_distant_attr("policy_version")]
+    collector.shutdown()
+    return found
+
+
+def started(name: str) -> dict[str, Any]:
+    """start(): updates before it, while workers roll out, and between two pauses."""
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+    policy = policy_of(1.0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20_000), batch_size=16, shared=True)
+    scheme = getattr(sync, name)()
+    collector = collector_of(
+        "MultiAsyncCollector",
+        policy=policy,
+        replay_buffer=buffer,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+    )
+    policy.module.fill(2.0)
+    collector.update_policy_weights_()
+    collector.start()
+    found: dict[str, Any] = {"first": _awaited(buffer, 8.0)}
+    for value in range(3, 8):
+        policy.module.fill(float(value))
+        collector.update_policy_weights_()
+        assert applied(scheme) == {scheme.version}
+    found["last"] = _awaited(buffer, 28.0)
+    found["all"] = shown(buffer[:])
+    collector.async_shutdown()
+    return found
+
+
+def _awaited(buffer: Any, value: float) -> float:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if len(buffer) and value in shown(buffer[:]):
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"no frame shows {value}")
+
+
+def two_models(name: str) -> list[tuple[list[float], list[float]]]:
+    """A model beside the policy, by its path, with a scheme of its own."""
+    kind = getattr(sync, name)
+    policy = policy_of(1.0)
+    policy.other = Showing(1.0)
+    collector = collector_of(
+        "MultiSyncCollector", policy=policy, weight_sync_schemes={"policy": kind(), "policy.other": kind()}
+    )
+    found = []
+    for i, _ in zip(range(3), collector, strict=False):
+        collector.update_policy_weights_(weights_dict={"policy.other": TensorDict.from_module(Showing(i + 2.0)).data})
+        found.append((collector.map_fn("policy.module.read"), collector.map_fn("policy.other.read")))
+    collector.shutdown()
+    return found
+
+
+def evaluated(name: str) -> list[list[float]]:
+    """TorchRL's Evaluator with a process of its own: what its frames show, with the weights that it was given."""
+    from torchrl.collectors import Evaluator
+
+    found = []
+    evaluator = Evaluator(
+        make_env,
+        policy_factory=policy_of,
+        num_trajectories=2,
+        max_steps=20,
+        backend="process",
+        weight_sync_schemes={"policy": getattr(sync, name)()},
+        metrics_fn=lambda batch: {"shown": float(batch["shown"].flatten()[0])},
+    )
+    for value in (1.0, 2.0, 3.0):
+        result = evaluator.evaluate(weights=policy_of(value))
+        found.append([v for k, v in result.items() if "shown" in str(k)])
+    evaluator.shutdown()
+    return found
+
+
+def served(name: str) -> list[tuple[float, int]]:
+    """TorchRL's inference server in a process of its own: its answers, and their versions."""
+    from torchrl.modules.inference_server import MPTransport, ProcessInferenceServer
+
+    source = policy_of(1.0)
+    found = []
+    with getattr(sync, name)() as scheme:
+        scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
+        transport = MPTransport()
+        client = transport.client()
+        server = ProcessInferenceServer(policy_factory=policy_of, transport=transport, weight_sync=scheme)
+        server.start()
+        scheme.connect()
+        for update in range(3):
+            answer = client(TensorDict({"observation": torch.ones(4)}))
+            found.append((float(answer["shown"]), int(answer["policy_version"])))
+            source.module.fill(update + 2.0)
+            scheme.send()
+        server.shutdown()
+    return found
