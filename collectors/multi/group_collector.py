@@ -17,10 +17,10 @@ from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, logged_unless
+from asyncsync.collectors.local_collector import _part
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
 from asyncsync.collectors.multi.driver import BatchArguments, Driver
-from asyncsync.collectors.single import _part
 from asyncsync.collectors.weights.in_process import fitted
 from asyncsync.collectors.weights.plan import Planned, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -307,18 +307,23 @@ class GroupCollector(BaseCollector):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End the workers: a rollout under way ends before its next step. Idempotent; leaves no process.
 
         Args:
             timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
             close_env: whether the workers close their environments.
+            raise_on_error: whether errors are raised, not only logged.
 
         Raises:
             BaseException: what ended collection in the background.
 
         In a process that was forked from the collector's own, this closes the copy there; the workers go on.
         """
+        with logged_unless(raise_on_error):
+            self._end(timeout, close_env)
+
+    def _end(self, timeout: float | None, close_env: bool) -> None:
         if self.closed:
             return
         self.closed = True
