@@ -13,63 +13,26 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from anyio import Semaphore
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import BaseCollector, is_caller
+from asyncsync.collectors.multi.batches import BatchArguments, Made
 from asyncsync.collectors.multi.calls import CALL_SECONDS
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
-from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
+from asyncsync.collectors.workers.shared_batches import SharedPlace
 from asyncsync.errors import ClosedError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import WorkThread, finish
 
-__all__ = ["BatchArguments", "Driver", "Made"]
+__all__ = ["Driver"]
 
 logger = logging.getLogger("asyncsync")
-
-
-@dataclass
-class BatchArguments:
-    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
-    worker's rollouts; ``total_frames`` is math.inf where there is no end."""
-
-    frames: list[int]
-    total_frames: float
-    init_random_frames: int
-    split_trajs: bool
-    track_traj_ids: bool
-    replay_buffer: Any
-    update_at_each_batch: bool
-    max_weight_update_interval: int
-    postproc: Callable[[Any], Any] | None = None
-
-
-@dataclass
-class Made:
-    """A batch whose rollouts are done, until its caller has it.
-
-    Attributes:
-        places, place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it is None where frames go to a replay buffer.
-        is_finished: whether the user's code has processed it.
-        is_lost: whether an interruption has struck the user's code.
-    """
-
-    places: SharedPlaces
-    place: SharedPlace | None
-    results: list[RolloutResult]
-    batch: TensorDictBase | None = None
-    is_assembled: bool = False
-    is_finished: bool = False
-    is_lost: bool = False
 
 
 class _Caller:
@@ -186,7 +149,8 @@ class Driver(ABC):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until there are no more."""
         while found := self._next():
-            yield found.pop()  # not kept here: its memory is free when the user lets go of it
+            if found[0] is not None or self._arguments.trajectories is None:
+                yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
     def _next(self) -> list[TensorDictBase | None]:
         if self._is_over():
@@ -211,6 +175,11 @@ class Driver(ABC):
 
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
+        while (batch := await self._next_async()) is None and self._arguments.trajectories is not None:
+            pass
+        return batch
+
+    async def _next_async(self) -> TensorDictBase | None:
         if self._is_over():
             raise StopAsyncIteration
         caller = _Caller()
@@ -245,7 +214,8 @@ class Driver(ABC):
     @property
     def _processes(self) -> bool:
         """Whether batches are processed after they are assembled."""
-        return self._arguments.postproc is not None or self._arguments.split_trajs
+        arguments = self._arguments
+        return arguments.postproc is not None or arguments.split_trajs or arguments.trajectories is not None
 
     def _takes_long(self, made: Made) -> bool:
         """Whether what is left to do with this batch takes time, or runs the user's code."""
@@ -278,6 +248,11 @@ class Driver(ABC):
                 with self._collector._weights.holds():  # its model may be updated here
                     arguments = self._arguments
                     made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
+                    if (whole := arguments.trajectories) is not None:
+                        whole.take(made.batch)
+                        made.batch = whole.pop()
+                        while (more := whole.pop()) is not None:
+                            self.left.append(Made(made.places, None, [], more, is_assembled=True, is_finished=True))
             except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
@@ -295,6 +270,8 @@ class Driver(ABC):
         made, caller.made = caller.made, None
         if made is not None and made.is_lost:
             made.places.release(made.place)
+            if (whole := self._arguments.trajectories) is not None and made.batch is not None:
+                whole.lose_rollout(made.batch["collector", "traj_ids"].flatten().tolist())
         elif made is not None and not caller.has_batch:
             self.left.append(made)
         if caller.has_turn:
@@ -374,6 +351,18 @@ class Driver(ABC):
                 self._pauses.remove(mine)
                 if not self._pauses:
                     group.resume()
+
+    @abstractmethod
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        """A batch with these parts, one of each worker."""
+
+    def break_trajectories_off(self) -> None:
+        """Environments were reset: leave out trajectories that were not handed out yet."""
+        if (whole := self._arguments.trajectories) is not None:
+            whole.clear()
+            for made in [self.left.popleft() for _ in range(len(self.left))]:
+                if not made.is_finished:
+                    self.left.append(made)
 
     def close(self) -> None:
         """After the workers' end: drop what was under way, and all places."""

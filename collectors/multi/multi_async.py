@@ -6,8 +6,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver, Made
+from asyncsync.collectors.multi.driver import Driver
 
 __all__ = ["MultiAsyncCollector"]
 
@@ -55,6 +56,9 @@ class AsyncDriver(Driver):
             return made.places.whole(made.place)
         [batch] = made.places.parts(made.place, made.results)
         return batch
+
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        return parts[0]
 
     def close(self) -> None:
         super().close()

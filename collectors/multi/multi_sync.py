@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.arguments import warn_rounding
+from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver, Made
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.workers.group import RolloutResult
 
 __all__ = ["MultiSyncCollector"]
@@ -73,6 +74,12 @@ class SyncDriver(Driver):
                         lacking.get(IDS).fill_(-1)
             batch = self._masked(batch, results)
         return batch
+
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        steps = [part.batch_size[-1] for part in parts]
+        return self._joined(
+            parts, [RolloutResult(w, 0, False, n, 0, None, None) for w, n in zip(self._workers, steps, strict=True)]
+        )
 
     def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
         if self._dim is not None:
