@@ -22,10 +22,10 @@ __all__ = [
     "Devices",
     "Interruptor",
     "RolloutArguments",
+    "check_accepted",
     "check_count",
     "check_devices",
     "check_factories",
-    "check_habits",
     "check_policy",
     "check_policy_factory",
     "check_schemes",
@@ -140,7 +140,7 @@ def _needs_arguments(module: nn.Module) -> bool:
     return False
 
 
-def check_habits(
+def check_accepted(
     *,
     reset_when_done: Any,
     cudagraph_policy: Any,

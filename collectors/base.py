@@ -109,9 +109,9 @@ def logged_unless(raise_on_error: bool) -> Iterator[None]:
 
 
 class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
-    """Steps environments with a policy and hands out batches of the steps. It is an iterable data set:
-    ``torch.utils.data.DataLoader(collector, batch_size=None)`` hands out the same batches. ``closed`` is True once
-    :meth:`shutdown` has begun."""
+    """Steps environments with a policy and hands out batches of the steps. ``closed`` is True once :meth:`shutdown` has
+    begun. It is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda
+    batch: batch)`` hands out the same batches."""
 
     replay_buffer: Any = None
 

@@ -20,8 +20,8 @@ from asyncsync.collectors.arguments import (
     Device,
     Interruptor,
     RolloutArguments,
+    check_accepted,
     check_devices,
-    check_habits,
     check_policy,
     check_policy_factory,
     check_schemes,
@@ -188,7 +188,7 @@ class Collector(LocalCollector, metaclass=Chooses):
             replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
             track_traj_ids=track_traj_ids, reset_at_each_iter=reset_at_each_iter,
         )  # fmt: skip
-        check_habits(
+        check_accepted(
             reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
             local_init_rb=local_init_rb, return_same_td=return_same_td, replay_buffer=replay_buffer,
         )  # fmt: skip

@@ -25,8 +25,8 @@ from tensordict.nn import InteractionType
 
 from asyncsync.collectors.arguments import (
     Devices,
+    check_accepted,
     check_factories,
-    check_habits,
     check_schemes,
     each,
     exact_device,
@@ -212,7 +212,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
             track_traj_ids=self.track_traj_ids, reset_at_each_iter=own["reset_at_each_iter"],
         )  # fmt: skip
-        check_habits(
+        check_accepted(
             reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
             local_init_rb=local_init_rb,
         )  # fmt: skip

@@ -159,11 +159,12 @@ class Rollouts:
             return []
         mask = environments.mask_of(self.batch_size, index)
         with self._weights.holds():
-            root = environments.reset_some(self.env, self.carrier.exclude("collector"), mask, kwargs)
+            root = environments.reset_some(self.env, self.carrier.exclude("collector", "next"), mask, kwargs)
         zero_state(root, self._own_keys, mask)
         broken_off: list[int] = []
         if self.arguments.track_traj_ids:
-            broken_off = self.metadata.get("traj_ids")[mask.to(self.metadata.device)].flatten().tolist()
+            ids = self.metadata.get("traj_ids")
+            broken_off = ids[mask.to(ids.device)].flatten().tolist()
             self._renew_ids(mask)
         self._carry(root)
         return broken_off

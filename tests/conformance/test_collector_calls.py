@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
@@ -59,7 +60,8 @@ FAKES: dict[str, dict[str, Any]] = {
 def test_r226_a_batch_of_zeros_is_torchrls(case: str, size: tuple[int, ...]) -> None:
     found = []
     for made in (Collector, torchrl().collectors.Collector):
-        collector = made(torchrl_walk(size), Actor(), frames_per_batch=10, **FAKES[case])
+        actor = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
+        collector = made(torchrl_walk(size), actor, frames_per_batch=10, **FAKES[case])
         found.append(collector.fake_tensordict())
         collector.shutdown()
     ours, theirs = found
@@ -267,7 +269,7 @@ def test_r226_a_collector_is_an_iterable_data_set() -> None:
         expected = list(c)
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
         assert isinstance(c, IterableDataset)
-        found = list(DataLoader(c, batch_size=None))
+        found = list(DataLoader(c, batch_size=None, collate_fn=lambda batch: batch))
     assert len(found) == 4
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
@@ -276,7 +278,8 @@ def test_r226_a_collector_is_an_iterable_data_set() -> None:
 def test_r226_so_is_one_with_workers(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(total_frames=24)) as collector:
         assert isinstance(collector, IterableDataset)
-        assert sum(batch.numel() for batch in DataLoader(collector, batch_size=None)) == 24
+        loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
+        assert sum(batch.numel() for batch in loader) == 24
 
 
 @pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])

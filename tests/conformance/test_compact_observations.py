@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
     collector = made(env, Actor(), **({"frames_per_batch": 10, "total_frames": 40, "compact_obs": True} | kwargs))
     try:
-        return [batch.clone() for batch in collector]
+        return [None if batch is None else batch.clone() for batch in collector]
     finally:
         collector.shutdown()
 
