@@ -105,9 +105,9 @@ class WholeTrajectories:
             begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
             self._state = self._state._replace(begun=begun, broken=broken)
 
-    def lose_rollout(self, numbers: Iterable[int] = ()) -> None:
+    def lose_rollout(self, ids: torch.Tensor | None = None) -> None:
         """A rollout was lost: leave out all that has not ended, and the trajectories with these identifiers."""
-        self.break_off([*self._state.begun, *numbers])
+        self.break_off([*self._state.begun, *([] if ids is None else ids.flatten().tolist())])
 
     def clear(self) -> None:
         """Environments were reset: leave out all that has come so far."""

@@ -271,9 +271,12 @@ class Driver(ABC):
         if made is not None and made.is_lost:
             made.places.release(made.place)
             if (whole := self._arguments.trajectories) is not None and made.batch is not None:
-                whole.lose_rollout(made.batch["collector", "traj_ids"].flatten().tolist())
+                whole.lose_rollout(made.batch.get(("collector", "traj_ids"), None))
         elif made is not None and not caller.has_batch:
-            self.left.append(made)
+            if caller.has_turn:  # before those that its rollout has made beside it
+                self.left.appendleft(made)
+            else:
+                self.left.append(made)
         if caller.has_turn:
             self._group.call_soon(self._give_turn, caller)
         if caller in self._callers:

@@ -123,7 +123,7 @@ class Iteration:
                     self._trajectories.take(batch)
         except BaseException:  # the environment has made steps that nobody gets
             if self._trajectories is not None:
-                self._trajectories.lose_rollout(rollouts.metadata.get("traj_ids").flatten().tolist())
+                self._trajectories.lose_rollout(rollouts.metadata.get("traj_ids"))
             raise
         return batch
 

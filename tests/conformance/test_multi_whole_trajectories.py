@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,41 @@ def test_r219_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
         assert_whole(trajectory)
     for numbers in seeds(found).values():
         assert numbers == list(range(1, len(numbers) + 1))
+
+
+@both
+def test_r219_a_postproc_that_takes_the_ids_away_is_refused(kind: Any) -> None:
+    given = options(trajs_per_batch=1, postproc=lambda batch: batch.exclude("collector"))
+    with kind([make()] * 2, policy(), **given) as collector:
+        with pytest.raises(KeyError, match="postproc has to leave it there"):
+            collector.next()
+        assert collector.closed
+
+
+@both
+async def test_r219_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> None:
+    given = options(frames_per_batch=16, total_frames=320, trajs_per_batch=1)
+    found = []
+    async with await kind.create([seeded(1), seeded(2, length=3)], policy(), **given) as collector:
+
+        async def following() -> Any:
+            return await anext(collector, None)
+
+        while (batch := await following()) is not None:
+            found.append(batch[0].clone())
+            for turns in (1, 3, 10):
+                waiting = asyncio.ensure_future(following())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                if not waiting.cancelled() and waiting.result() is not None:
+                    found.append(waiting.result()[0].clone())
+    for trajectory in found:
+        assert_whole(trajectory, 5 if trajectory["observation"][0, 0] == 1 else 3)
+    for numbers in seeds(found).values():
+        assert numbers == list(range(1, len(numbers) + 1))
+    assert len(found) > 40
 
 
 def test_r219_one_place_checks_the_arguments() -> None:
