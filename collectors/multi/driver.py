@@ -102,7 +102,8 @@ class Driver(ABC):
                 return
             caller.begins = True
             caller.made = self.left.popleft() if self.left else await self.produce()
-            caller.has_turn = self._takes_long(caller.made)
+            # Trajectories are taken in order, one caller after another.
+            caller.has_turn = self._arguments.trajectories is not None or self._takes_long(caller.made)
         finally:
             if not caller.has_turn:
                 self._turn.release()
@@ -187,7 +188,7 @@ class Driver(ABC):
             self._callers.append(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
             if (made := caller.made) is not None:
-                if caller.has_turn:  # if cancelled, the batch is finished for the next caller
+                if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
                     thread = WorkThread("asyncsync-collector-batch")
                     finished = thread.submit(partial(self._finish, made))
                     thread.abandon()  # after that
@@ -273,7 +274,7 @@ class Driver(ABC):
             if (whole := self._arguments.trajectories) is not None and made.batch is not None:
                 whole.lose_rollout(made.batch.get(("collector", "traj_ids"), None))
         elif made is not None and not caller.has_batch:
-            if caller.has_turn:  # before those that its rollout has made beside it
+            if self._arguments.trajectories is not None:  # before those that its rollout has made beside it
                 self.left.appendleft(made)
             else:
                 self.left.append(made)
