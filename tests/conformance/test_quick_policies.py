@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from helpers import collecting_torchrl
 from helpers.collecting_multi import acted, make, options, policy
 from helpers.collecting_single import Actor, WalkEnv, needs_torchrl, torchrl, torchrl_walk
 
@@ -73,12 +75,18 @@ def test_r221_a_compiled_policy_acts_with_the_newest_weights() -> None:
         assert torch.allclose(batch["action"], gain * batch["observation"].sum(-1, keepdim=True))
 
 
-@pytest.mark.thorough
-@needs_torchrl
-def test_r221_compiled_for_real_as_by_torchrl() -> None:
+def compiled_for_real() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     ours = collected(Collector, WalkEnv(), compile_policy=True)
     assert_close(ours, collected(Collector, WalkEnv()))
     assert_close(ours, collected(torchrl().collectors.Collector, torchrl_walk(), compile_policy=True))
+
+
+@pytest.mark.thorough
+@needs_torchrl
+def test_r221_compiled_for_real_as_by_torchrl() -> None:
+    # In a program of its own: the compiler keeps a thread for as long as that lasts.
+    collecting_torchrl.in_program(compiled_for_real)
 
 
 @pytest.mark.thorough
