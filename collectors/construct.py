@@ -12,17 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-__all__ = ["FAMILIES", "Chooses", "family", "several"]
+__all__ = ["FAMILIES", "Chooses", "several"]
 
-FAMILIES: dict[str, Callable[[], Any]] = {}
-"""By name: what imports the class of a family."""
-
-
-def family(name: str) -> Any:
-    """The class of this family: "sync" and "async" step environments in processes of this host. Raises LookupError."""
-    if name not in FAMILIES:
-        raise LookupError(f"there is no family {name!r} of collectors: choose one of {sorted(FAMILIES)}")
-    return FAMILIES[name]()
+FAMILIES: dict[str, Callable[..., Any]] = {}
+"""Classes by the names of their families: "sync" and "async" step environments in processes of this host."""
 
 
 class Chooses(ABCMeta):
@@ -39,7 +32,13 @@ class Chooses(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
-        return super().__call__(*args, **kwargs) if chosen is None else chosen()
+        if chosen is not None:
+            return chosen()
+        try:
+            cls.__signature__.bind(*args, **kwargs)
+        except TypeError as error:  # Python's own would name the class that defines the constructor
+            raise TypeError(f"{cls.__name__}(): {error}") from None
+        return super().__call__(*args, **kwargs)
 
 
 def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
@@ -65,4 +64,4 @@ def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclas
         factories = [factories] * count
     elif len(factories) != count:
         raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
-    return partial(family("sync" if sync else "async"), list(factories), *others, **kwargs)
+    return partial(FAMILIES["sync" if sync else "async"], list(factories), *others, **kwargs)

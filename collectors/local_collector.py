@@ -19,7 +19,6 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, logged_unless
-from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.rollout.iteration import PARTS, Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -46,6 +45,7 @@ class LocalCollector(BaseCollector):
     """A collector that steps its environment itself; a subclass makes its parts."""
 
     policy: nn.Module
+    _free: threading.Thread | None  # collects in the background
     _lock: RolloutLock
     _rollouts: Rollouts
     _iteration: Iteration
@@ -100,11 +100,11 @@ class LocalCollector(BaseCollector):
 
     def _set_free(self) -> None:
         if not self.is_running():
-            self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
+            self._free = threading.Thread(target=self._iteration.run_free, name="asyncsync-collector-free", daemon=True)
             self._free.start()
 
-    def _run_free(self) -> None:
-        self._free_error = self._iteration.run_free()
+    def is_running(self) -> bool:
+        return self._free is not None and self._free.is_alive()
 
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
@@ -134,12 +134,8 @@ class LocalCollector(BaseCollector):
     # -- as a worker --------------------------------------------------------------------------------------------------
 
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        def allocate(layout: BatchLayout) -> TensorDictBase:
-            batch = sink(layout)
-            return empty_batch(layout) if batch is None else batch
-
         self._rollouts.signals = signals
-        self._rollouts.buffer.allocate = allocate
+        self._rollouts.buffer.allocate = sink
         self._weights.counted_above = signals.counted
 
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
@@ -229,12 +225,8 @@ class LocalCollector(BaseCollector):
 
     def _registered(self, model_id: str) -> Any:
         # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
-        if model_id in self._weights.schemes or self.policy is self._original_policy:
-            return super()._registered(model_id)
-        try:
-            return find_model(self, model_id, self._original_policy)
-        except LookupError as error:
-            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+        acts = model_id in self._weights.schemes
+        return find_model(self, model_id, self.policy if acts else self._original_policy)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 __all__ = [
+    "FLAGS",
+    "Key",
     "_TrajectoryPool",
     "_aggregate_end_of_traj",
     "beside",
@@ -24,6 +26,8 @@ __all__ = [
 ]
 
 Key = str | tuple[str, ...]
+FLAGS = ("done", "terminated", "truncated")
+"""By which environments mark a trajectory's end."""
 
 
 class _TrajectoryPool:

@@ -20,13 +20,12 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import whole
-from asyncsync.collectors.trajectories import padded
+from asyncsync.collectors.trajectories import FLAGS, Key, padded
 
 __all__ = ["WholeTrajectories", "check_trajectories"]
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
-ENDS = ("done", "terminated", "truncated")
 
 
 class _State(NamedTuple):
@@ -175,14 +174,14 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
 def _ends(piece: TensorDictBase) -> bool:
     """Whether the trajectory ends with the last frame of this piece."""
     after = piece.get("next", None)
-    flags = [] if after is None else [key for key in after.keys(True, True) if _name(key) in ENDS]
+    flags = [] if after is None else [key for key in after.keys(True, True) if _name(key) in FLAGS]
     if not flags:
         raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc has to leave it there")
     own = [key for key in flags if isinstance(key, str)]  # else those of several agents
     return any(bool(after.get(key)[-1].any()) for key in own or flags)
 
 
-def _name(key: str | tuple[str, ...]) -> str:
+def _name(key: Key) -> str:
     return key if isinstance(key, str) else key[-1]
 
 

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
+from asyncsync.collectors.workers.shared_batches import SharedPlace
 
 __all__ = ["BatchArguments", "Made"]
 
@@ -31,21 +31,25 @@ class BatchArguments:
     postproc: Callable[[Any], Any] | None = None
     trajectories: WholeTrajectories | None = None
 
+    @property
+    def processes(self) -> bool:
+        """Whether batches are processed after they are assembled."""
+        return self.postproc is not None or self.split_trajs or self.trajectories is not None
 
-@dataclass
+
+@dataclass(eq=False)
 class Made:
     """A batch whose rollouts are done, until its caller has it.
 
     Attributes:
-        places, place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it is None where frames go to a replay buffer, or where too few
-            trajectories have ended.
+        place: where its parts lie.
+        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer, and is None where
+            too few trajectories have ended.
         is_finished: whether the user's code has processed it.
         is_lost: whether an interruption has struck the user's code.
     """
 
-    places: SharedPlaces
-    place: SharedPlace | None
+    place: SharedPlace
     results: list[RolloutResult]
     batch: TensorDictBase | None = None
     is_assembled: bool = False

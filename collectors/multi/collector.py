@@ -36,7 +36,7 @@ from asyncsync.collectors.arguments import (
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import Chooses, family
+from asyncsync.collectors.construct import FAMILIES, Chooses
 from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.multi.driver import Driver
@@ -132,7 +132,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return partial(family("sync" if sync else "async"), *args, **kwargs)
+        return partial(FAMILIES["sync" if sync else "async"], *args, **kwargs)
 
     def __init__(
         self,
@@ -240,12 +240,11 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         }  # fmt: skip
         placed = devices_of_workers(devices, collector_class, count)
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
-        chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
-        self.policy_device = chosen
         self._acting_devices: dict[int, set[torch.device]] = {}
-        self.storing_device = [
-            exact_device(d["device"] if d["storing_device"] is None else d["storing_device"]) for d in placed
-        ]
+        self.policy_device, self.storing_device = (
+            [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
+            for name in ("policy_device", "storing_device")
+        )
 
         self.policy = policy
         if policy is None and worker_idx is not None and policies[0] is not None:

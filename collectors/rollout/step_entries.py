@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.environment import Key
-from asyncsync.collectors.trajectories import _aggregate_end_of_traj, beside
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, beside
 
 __all__ = ["compact", "keep_written", "zero_state"]
 

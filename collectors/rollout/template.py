@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import set_interaction_type
 
-from asyncsync.collectors.batch_layout import BatchLayout, empty_batch, layout_of_steps, with_time
+from asyncsync.collectors.batch_layout import BatchLayout, empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.rollout.step_entries import compact, keep_written
@@ -46,7 +46,7 @@ def _from_specs(rollouts: Rollouts) -> TensorDictBase:
     if rollouts.arguments.track_policy_version:
         after.set("policy_version", step.get("policy_version"))
     compact(step, rollouts._repeated_keys)
-    layout = layout_of_steps(step, steps, rollouts.devices.storing)
+    layout = layout_of(step, steps, rollouts.devices.storing)
     if layout is not None:
         return _zeros(layout)
     stacked: TensorDictBase = with_time(torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim))
