@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
@@ -20,7 +20,9 @@ __all__ = [
     "MAX_WORKERS",
     "Device",
     "Devices",
+    "Interruptor",
     "RolloutArguments",
+    "check_accepted",
     "check_count",
     "check_devices",
     "check_factories",
@@ -131,6 +133,41 @@ def _fits(function: Any, *arguments: Any) -> bool:
     return True
 
 
+def check_accepted(
+    *,
+    reset_when_done: Any,
+    cudagraph_policy: Any,
+    use_buffers: Any,
+    local_init_rb: Any,
+    return_same_td: bool = False,
+    replay_buffer: Any = None,
+) -> None:
+    """Check arguments that TorchRL's collectors have for reasons of their own. Raises TypeError, ValueError: what they
+    ask for is not there."""
+    for name, value in {"use_buffers": use_buffers, "local_init_rb": local_init_rb}.items():
+        if value not in (None, True, False):
+            raise TypeError(f"{name} must be True, False or None, not {value!r}")
+    if not reset_when_done:
+        raise ValueError(
+            "reset_when_done=False: an environment that has finished is always reset, as a step after its end would "
+            "be none; leave reset_when_done out"
+        )
+    if return_same_td and replay_buffer is not None:
+        raise TypeError("return_same_td is for batches, which go to the replay buffer here: leave one of the two out")
+    if cudagraph_policy and not torch.cuda.is_available():
+        raise ValueError(
+            "cudagraph_policy records the policy as a CUDA graph, but torch finds no CUDA device here: leave "
+            "cudagraph_policy out, or pass compile_policy=True"
+        )
+
+
+class Interruptor(Protocol):
+    """What ends rollouts from the outside, such as TorchRL's ``_Interruptor``. Asked after each step."""
+
+    def collection_stopped(self) -> bool:
+        """Whether the rollout under way ends with this step."""
+
+
 @dataclass
 class RolloutArguments:
     """What a collector's rollouts are like: its arguments of these names, checked. :meth:`fit` sets ``steps``, of the
@@ -150,6 +187,9 @@ class RolloutArguments:
     replay_buffer: Any
     extend_buffer: bool
     max_lag: int | None
+    compact_obs: bool
+    track_policy_version: Any
+    interruptor: Interruptor | None
     steps: int = field(init=False)
     requested_frames_per_batch: int = field(init=False)
 
@@ -171,6 +211,15 @@ class RolloutArguments:
         self.split_trajs = bool(self.split_trajs)
         if self.exploration_type is None:
             self.exploration_type = InteractionType.RANDOM
+        tracker = self.track_policy_version
+        if not isinstance(tracker, bool) and not isinstance(getattr(tracker, "version", None), int):
+            raise TypeError(
+                f"track_policy_version must be True, False, or an object with a version that is an int, not {tracker!r}"
+            )
+        if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
+            raise TypeError(
+                f"interruptor must have a method collection_stopped(), which {type(self.interruptor).__name__} has not"
+            )
 
     @property
     def adds(self) -> bool:

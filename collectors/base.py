@@ -14,21 +14,27 @@ The weights' side is :class:`asyncsync.collectors.weights.api.WeightsAPI`. Names
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, Self
 
 import torch
 from tensordict import TensorDictBase
+from torch.utils.data import IterableDataset
 
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.sources import follow
 
-__all__ = ["SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller"]
+__all__ = [
+    "SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller", "logged_unless",
+]  # fmt: skip
+
+_log = logging.getLogger("asyncsync")
 
 SHUTDOWN_SECONDS = 5.0
 
@@ -91,9 +97,21 @@ class Signals(Protocol):
         """How many versions updaters above have counted."""
 
 
-class BaseCollector(WeightsAPI, ABC):
+@contextmanager
+def logged_unless(raise_on_error: bool) -> Iterator[None]:
+    """A block at a collector's end, whose errors are logged where nobody wants them raised."""
+    try:
+        yield
+    except Exception:
+        if raise_on_error:
+            raise
+        _log.exception("a collector has ended with an error, which shutdown(raise_on_error=False) does not raise")
+
+
+class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
     """Steps environments with a policy and hands out batches of the steps. ``closed`` is True once :meth:`shutdown` has
-    begun."""
+    begun. It is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda
+    batch: batch)`` hands out the same batches."""
 
     replay_buffer: Any = None
 
@@ -156,12 +174,13 @@ class BaseCollector(WeightsAPI, ABC):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End collection, schemes and workers. Idempotent.
 
         Args:
             timeout: seconds; None: 5. What has not ended by then is cut off.
             close_env: whether the environments are closed.
+            raise_on_error: whether errors are raised, not only logged.
         """
 
     def _check_open(self) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "_aggregate_end_of_traj",
     "beside",
     "on_device",
+    "padded",
     "processed",
     "split_trajectories",
 ]
@@ -122,18 +123,15 @@ def split_trajectories(
         ids = _ids_of(batch, "done" if done_key is None else done_key)
         batch.set(ids_key, ids)
     valid = batch.get(mask_key, None)
-    padded = valid is not None and not bool(valid.all())
-    found = ids[valid] if padded else ids.reshape(-1)
+    is_padded = valid is not None and not bool(valid.all())
+    found = ids[valid] if is_padded else ids.reshape(-1)
     lengths = found.unique_consecutive(return_counts=True)[1].tolist()
-    if not padded and set(lengths) == {ids.shape[-1]}:
+    if not is_padded and set(lengths) == {ids.shape[-1]}:
         batch.set(mask_key, torch.ones(batch.shape, device=batch.device, dtype=torch.bool))
         return batch.unsqueeze(0) if batch.ndim == 1 else batch
-    flat = batch[valid] if padded else batch.reshape(-1)
+    flat = batch[valid] if is_padded else batch.reshape(-1)
     flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
-    if _is_plain(flat):
-        return _padded(flat, lengths)
-    longest = max(lengths)
-    return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
+    return padded(flat, lengths)
 
 
 def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
@@ -154,8 +152,12 @@ def _is_plain(flat: TensorDictBase) -> bool:
     )
 
 
-def _padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
-    """One scatter per leaf, instead of one small TensorDict per trajectory."""
+def padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
+    """Trajectories of these lengths, one after another in ``flat``, as ``[trajectories, longest]``, with zeros."""
+    if not _is_plain(flat):
+        longest = max(lengths)
+        return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
+    # One scatter per leaf, instead of one small TensorDict per trajectory.
     counts = torch.tensor(lengths)
     n, longest = len(lengths), max(lengths)
     rows = torch.repeat_interleave(torch.arange(n), counts)
@@ -167,8 +169,8 @@ def _padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
         return out
 
     # The names too are those of a stack of padded rows.
-    padded: TensorDictBase = flat.apply(scatter, batch_size=[n, longest])
-    return padded
+    stacked: TensorDictBase = flat.apply(scatter, batch_size=[n, longest])
+    return stacked
 
 
 def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, split_trajs: bool) -> TensorDictBase:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.trajectories import FLAGS, Key
+from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 __all__ = [
     "action_keys",
@@ -30,13 +30,17 @@ __all__ = [
     "done_flags",
     "done_keys",
     "draw_action",
+    "fake_next",
     "is_torchrl",
     "make_environment",
+    "mask_of",
     "moved",
     "observation_keys",
     "own_keys",
     "path_of",
     "rand_action",
+    "repeated_keys",
+    "reset_some",
     "set_seed",
     "state_end_keys",
     "truncated_keys",
@@ -146,6 +150,14 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
     return [key for key in keys if not (counted and path_of(key)[-1] == "step_count")]
 
 
+def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
+    """What a step has under ``"next"`` and the next step at its root, unless a trajectory ends: observations, what
+    counts steps, and a TorchRL environment's own state."""
+    state = getattr(environment, "state_spec", None) if is_torchrl(environment) else None
+    keys = [*observation_keys(environment, root), *([] if state is None else state.keys(True, True))]
+    return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
+
+
 def path_of(key: Key) -> tuple[str, ...]:
     """A key as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
@@ -223,6 +235,48 @@ def draw_action(spec: Any, key: Key, root: TensorDictBase) -> TensorDictBase:
     """Write a random action of a spec into ``root``: a tensor under this key, or a TensorDict of several."""
     actions = spec.rand()
     return root.update(actions) if isinstance(actions, TensorDictBase) else root.set(key, actions)
+
+
+def fake_next(environment: Any, root: TensorDictBase) -> TensorDictBase:
+    """What a step has under ``"next"``: its entries, of any value. ``root`` is like what a reset returned. Raises
+    TypeError: the environment does not tell."""
+    if hasattr(environment, "fake_tensordict"):
+        after: TensorDictBase = environment.fake_tensordict().get("next")
+        return after if is_torchrl(environment) else root.copy().update(after)
+    reward: Any = getattr(environment, "reward_spec", None)
+    if not hasattr(reward, "zero"):
+        raise TypeError(
+            f"{type(environment).__name__} has neither fake_tensordict() nor a reward_spec with zero(), so what its "
+            "steps are like is known after the first rollout only: call fake_tensordict() then"
+        )
+    [key] = getattr(environment, "reward_keys", ["reward"])
+    return root.copy().set(key, reward.zero())
+
+
+def mask_of(batch_size: torch.Size, index: Any) -> torch.Tensor:
+    """The environments of an index, as bool of the batch's shape. Raises ValueError: the environment is no batch."""
+    if not batch_size:
+        raise ValueError("reset(index=) resets some environments of a batch, but this is a single one: leave index out")
+    mask = torch.zeros(batch_size, dtype=torch.bool)
+    mask[index] = True
+    return mask
+
+
+def reset_some(
+    environment: Any, root: TensorDictBase, mask: torch.Tensor, kwargs: Mapping[str, Any] | None = None
+) -> TensorDictBase:
+    """Reset the environments of a mask, bool of the batch's shape, by their ``"_reset"``; returns the root of the next
+    step, which for the others is as in ``root``."""
+    given, chosen = root.copy(), root.copy()
+    for key in getattr(environment, "reset_keys", ["_reset"]):
+        flag = root.get((*path_of(key)[:-1], "done"), None)
+        given.set(key, mask.unsqueeze(-1) if flag is None else beside(mask, flag).expand_as(flag).clone())
+    fresh = environment.reset(given, **(kwargs or {}))
+    for key in fresh.keys(True, True):
+        new, old = fresh.get(key), root.get(key, None)
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == old.shape:
+            chosen.set(key, torch.where(beside(mask, old), new, old))
+    return chosen
 
 
 def set_seed(environment: Any, seed: int, static_seed: bool) -> int:

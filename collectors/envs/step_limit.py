@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.trajectories import FLAGS, beside
+from asyncsync.collectors.trajectories import FLAGS
 
 __all__ = ["StepLimit", "limited"]
 
@@ -127,13 +127,7 @@ class StepLimit:
         return output, root
 
     def _reset_these(self, root: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
-        chosen: TensorDictBase = root.copy()
         if not self._batch_size.numel() > 1:
-            return chosen.update(self.environment.reset())
-        fresh = self.environment.reset(root.copy().set("_reset", mask))
-        rows = mask.reshape(self._batch_size)
-        for key in fresh.keys(True, True):
-            new, old = fresh.get(key), root.get(key, None)
-            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == old.shape:
-                chosen.set(key, torch.where(beside(rows, old), new, old))
-        return chosen
+            whole: TensorDictBase = root.copy()
+            return whole.update(self.environment.reset())
+        return environments.reset_some(self.environment, root, mask.reshape(self._batch_size))

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace
 
@@ -28,6 +29,12 @@ class BatchArguments:
     update_at_each_batch: bool
     max_weight_update_interval: int
     postproc: Callable[[Any], Any] | None = None
+    trajectories: WholeTrajectories | None = None
+
+    @property
+    def processes(self) -> bool:
+        """Whether batches are processed after they are assembled."""
+        return self.postproc is not None or self.split_trajs or self.trajectories is not None
 
 
 @dataclass(eq=False)
@@ -36,7 +43,8 @@ class Made:
 
     Attributes:
         place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer.
+        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer, and is None where
+            too few trajectories have ended.
         is_finished: whether the user's code has processed it.
         is_lost: whether an interruption has struck the user's code.
     """

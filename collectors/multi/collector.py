@@ -14,7 +14,6 @@ page and its ``MultiCollector``.
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +25,13 @@ from tensordict.nn import InteractionType
 
 from asyncsync.collectors.arguments import (
     Devices,
-    check_count,
-    check_devices,
+    check_accepted,
     check_factories,
-    check_policy,
-    check_policy_factory,
     check_schemes,
     each,
     exact_device,
-    flattened,
     frames_or_none,
-    is_list,
     own_arguments,
-    spread,
-    warn_rounding,
     whole,
     with_partial,
 )
@@ -57,9 +49,11 @@ from asyncsync.collectors.multi.starting import (
     wait_until_built,
     ways_of_weights,
 )
+from asyncsync.collectors.multi.worker_arguments import devices_of_workers, frames_of_workers, policies_of_workers
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.plan import _RegisteredModels
+from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.process import check_platform, check_start_method
 from asyncsync.collectors.workers.process_group import ProcessGroup
 
@@ -86,7 +80,11 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             multi-process ones, whose ``create_env_fn`` is then an item of the list here. What a partial says goes
             before what is not given here.
         max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids, trust_policy,
-            compile_policy, no_cuda_sync, max_lag: as of ``Collector``.
+            compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs, use_buffers, reset_when_done,
+            auto_register_policy_transforms, local_init_rb: as of ``Collector``.
+        track_policy_version: as of ``Collector``; whatever is true is True, as each worker counts for itself.
+        trajs_per_batch, trajs_per_write, traj_format: as of ``Collector``. Batches are put together here, of all
+            workers' trajectories; a replay buffer is written to by each worker.
         init_random_frames: counted over all workers, rounded up to whole rollouts.
         postproc, split_trajs: as of ``Collector``; done here, with the batch in one piece. With a replay buffer: in the
             workers.
@@ -168,6 +166,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         extend_buffer: bool = True,
         trust_policy: bool | None = None,
         compile_policy: bool | Mapping[str, Any] | None = None,
+        cudagraph_policy: bool | Mapping[str, Any] | None = None,
         no_cuda_sync: bool = False,
         weight_updater: Any = None,
         weight_sync_schemes: Mapping[str, Any] | None = None,
@@ -179,6 +178,15 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         max_weight_update_interval: int = -1,
         max_lag: int | None = None,
         traj_pool: _TrajectoryPool | None = None,
+        trajs_per_batch: int | None = None,
+        trajs_per_write: int | None = None,
+        traj_format: str | None = None,
+        compact_obs: bool = False,
+        use_buffers: bool | None = None,
+        reset_when_done: bool = True,
+        track_policy_version: Any = False,
+        auto_register_policy_transforms: bool | None = None,
+        local_init_rb: bool | None = None,
         start_method: str = "spawn",
         connect_timeout: float = 60.0,
     ) -> None:
@@ -198,24 +206,31 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             max_lag = whole("max_lag", max_lag, 0)
         check_schemes("weight_sync_schemes", weight_sync_schemes)
         check_schemes("weight_recv_schemes", weight_recv_schemes)
+        own = {"reset_at_each_iter": reset_at_each_iter} | dict(own_arguments(collector_class))
+        trajectories = check_trajectories(
+            trajs_per_batch, trajs_per_write, traj_format,
+            replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
+            track_traj_ids=self.track_traj_ids, reset_at_each_iter=own["reset_at_each_iter"],
+        )  # fmt: skip
+        check_accepted(
+            reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
+            local_init_rb=local_init_rb,
+        )  # fmt: skip
         check_shared(replay_buffer)
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
         self._arguments = BatchArguments(
-            *self._frames(frames_per_batch, total_frames, init_random_frames),
+            *frames_of_workers(
+                frames_per_batch, total_frames, init_random_frames, count, self._split, self._frames_of_batch
+            ),
             split_trajs=bool(split_trajs) and replay_buffer is None,
             track_traj_ids=self.track_traj_ids,
             replay_buffer=replay_buffer,
             update_at_each_batch=update_at_each_batch,
             max_weight_update_interval=max_weight_update_interval,
+            trajectories=None if replay_buffer is not None else trajectories,
         )
-        policies = each("policy_factory", policy_factory, count)
-        for index, factory in enumerate(policies):
-            check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
-        if policy_factory is None:  # else policy is the source of weights only
-            check_policy(policy)
-            if policy is not None and not callable(policy):
-                raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
+        policies = policies_of_workers(policy, policy_factory, count)
         needs_weights = update_at_each_batch or max_weight_update_interval > 0
         updater, weight_sync_schemes = ways_of_weights(
             policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights
@@ -223,9 +238,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
         }  # fmt: skip
-        own_devices = {name: value for name, value in own_arguments(collector_class).items() if name in devices}
-        check_devices(dict(flattened(devices | own_devices)))
-        placed = [dict(zip(devices, values, strict=True)) for values in spread(devices, count)]
+        placed = devices_of_workers(devices, collector_class, count)
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
         self._acting_devices: dict[int, set[torch.device]] = {}
         self.policy_device, self.storing_device = (
@@ -255,28 +268,30 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             "no_cuda_sync": no_cuda_sync,
             "pre_collect_hook": pre_collect_hook,
             "max_lag": max_lag,
+            "compact_obs": compact_obs,
+            "cudagraph_policy": cudagraph_policy,
+            "track_policy_version": bool(track_policy_version),
+            "auto_register_policy_transforms": auto_register_policy_transforms,
             "postproc": postproc if shared else None,
             "split_trajs": split_trajs if shared else False,
+            "trajs_per_batch": trajs_per_batch if shared else None,
+            "trajs_per_write": trajs_per_write if shared else None,
         }
-        defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
         each_own = [
-            with_partial(
-                collector_class,
-                arguments
-                | placed[index]
-                | {
-                    "frames_per_batch": self._arguments.frames[index],
-                    "create_env_kwargs": kwargs[index],
-                    "policy": policy if own_policy is None else None,
-                    "policy_factory": own_policy,
-                    "replay_buffer": replay_buffer,
-                    "traj_pool": traj_pool,
-                    "worker_idx": index,
-                },
-                defaults,
-            )
+            {
+                **placed[index],
+                "frames_per_batch": self._arguments.frames[index],
+                "create_env_kwargs": kwargs[index],
+                "policy": policy if own_policy is None else None,
+                "policy_factory": own_policy,
+                "replay_buffer": replay_buffer,
+                "traj_pool": traj_pool,
+                "worker_idx": index,
+            }
             for index, own_policy in enumerate(policies)
         ]
+        defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
+        each_own = [with_partial(collector_class, arguments | own, defaults) for own in each_own]
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
@@ -320,9 +335,16 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         """Frames of a batch."""
         return self._frames_of_batch(self._arguments.frames)
 
-    def frames_per_batch_worker(self, *, worker_idx: int) -> int:
-        """How many frames a rollout of this worker has."""
-        return self._arguments.frames[worker_idx]
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """How many frames a rollout of this worker has; None: of any worker.
+
+        Raises:
+            ValueError: None, but workers differ.
+        """
+        frames = self._arguments.frames
+        if worker_idx is None and len(set(frames)) > 1:
+            raise ValueError(f"rollouts of the workers have {frames} frames: say of which worker, by worker_idx=")
+        return frames[worker_idx or 0]
 
     def _announces(self) -> bool:
         """Have the newest version announced as soon as it is published; False if several buses count versions."""
@@ -353,25 +375,3 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""
-
-    def _frames(
-        self, frames_per_batch: int | Sequence[int], total_frames: int | None, init_random_frames: int | None
-    ) -> tuple[list[int], float, int]:
-        """Frames of each worker's rollouts, of all, and of those with random actions."""
-        total_frames = frames_or_none("total_frames", total_frames)
-        init_random_frames = frames_or_none("init_random_frames", init_random_frames)
-        if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
-            check_count("frames_per_batch", frames_per_batch, self.num_workers)
-            frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
-            asked = self._frames_of_batch(frames)
-        else:
-            asked = whole("frames_per_batch", frames_per_batch, 1)
-            frames = self._split(asked)
-        if total_frames is None or total_frames < 0:
-            return frames, math.inf, max(0, init_random_frames or 0)
-        if rest := total_frames % asked:
-            warn_rounding(
-                f"total_frames ({total_frames}) is not exactly divisible by frames_per_batch ({asked})",
-                total_frames + asked - rest,
-            )
-        return frames, total_frames, max(0, init_random_frames or 0)

@@ -105,7 +105,8 @@ class Driver(ABC):
                 return
             caller.begins = True
             caller.made = self.left.popleft() if self.left else await self.produce()
-            caller.has_turn = self._takes_long(caller.made)
+            # Trajectories are taken in order, one caller after another.
+            caller.has_turn = self._arguments.trajectories is not None or self._takes_long(caller.made)
         finally:
             if not caller.has_turn:
                 self._turn.release()
@@ -165,7 +166,8 @@ class Driver(ABC):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until there are no more."""
         while found := self._next():
-            yield found.pop()  # not kept here: its memory is free when the user lets go of it
+            if found[0] is not None or self._arguments.trajectories is None:
+                yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
     def _next(self) -> list[TensorDictBase | None]:
         if self._is_in_vain():
@@ -194,6 +196,11 @@ class Driver(ABC):
 
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
+        while (batch := await self._next_async()) is None and self._arguments.trajectories is not None:
+            pass
+        return batch
+
+    async def _next_async(self) -> TensorDictBase | None:
         if self._is_in_vain():
             raise StopAsyncIteration
         caller = _Caller()
@@ -201,7 +208,7 @@ class Driver(ABC):
             self._callers.add(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
             if (made := caller.made) is not None:
-                if caller.has_turn:  # if cancelled, the batch is finished for the next caller
+                if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
                     await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
                 return self._taken(caller, made)
         except Exception:
@@ -223,15 +230,10 @@ class Driver(ABC):
             raise RuntimeError(f"this {self._name} is paused by this thread: leave the pause() block before collecting")
         return (self._collector.closed or not self._group.is_ours) and self._is_over()
 
-    @property
-    def _processes(self) -> bool:
-        """Whether batches are processed after they are assembled."""
-        return self._arguments.postproc is not None or self._arguments.split_trajs
-
     def _takes_long(self, made: Made) -> bool:
         """Whether what is left to do with this batch takes time, or runs the user's code."""
         in_one_piece = made.is_assembled or len(made.results) == 1 or made.place.is_complete(made.results)
-        return not made.is_finished and (self._processes or not in_one_piece)
+        return not made.is_finished and (self._arguments.processes or not in_one_piece)
 
     @abstractmethod
     def assembled(self, made: Made) -> TensorDictBase:
@@ -262,12 +264,17 @@ class Driver(ABC):
             made.batch = self.assembled(made)
         made.is_assembled = True
         in_place = all(result.in_place for result in made.results)
-        if made.batch is not None and (self._processes or not in_place or made.place.has_private):
-            made.is_lost = self._processes
+        if made.batch is not None and (self._arguments.processes or not in_place or made.place.has_private):
+            made.is_lost = self._arguments.processes
             try:
                 with self._collector._weights.holds():  # its model may be updated here
                     arguments = self._arguments
                     made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
+                    if (whole := arguments.trajectories) is not None:
+                        whole.take(made.batch)
+                        made.batch = whole.pop()
+                        while (more := whole.pop()) is not None:
+                            self.left.append(Made(SharedPlace(None), [], more, is_assembled=True, is_finished=True))
             except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
@@ -285,8 +292,13 @@ class Driver(ABC):
         made, caller.made = caller.made, None
         if made is not None and made.is_lost:
             made.place.release()
+            if (whole := self._arguments.trajectories) is not None and made.batch is not None:
+                whole.lose_rollout(made.batch.get(("collector", "traj_ids"), None))
         elif made is not None:
-            self.left.append(made)
+            if self._arguments.trajectories is not None:  # before those that its rollout has made beside it
+                self.left.appendleft(made)
+            else:
+                self.left.append(made)
         if caller.has_turn:
             caller.has_turn = False
             self._turn.release()
@@ -359,6 +371,20 @@ class Driver(ABC):
                 self._pauses.remove(mine)
                 if not self._pauses:
                     group.resume()
+
+    @abstractmethod
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        """A batch with these parts, one of each worker."""
+
+    def break_trajectories_off(self) -> None:
+        """Environments were reset: leave out trajectories that were not handed out yet."""
+        if (whole := self._arguments.trajectories) is not None:
+            whole.clear()
+            for made in [self.left.popleft() for _ in range(len(self.left))]:
+                if made.is_finished:
+                    made.place.release()
+                else:
+                    self.left.append(made)
 
     def close(self) -> None:
         """After the workers' end: drop what was under way, and all places."""

@@ -17,11 +17,12 @@ from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, logged_unless
+from asyncsync.collectors.local_collector import _part
 from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
 from asyncsync.collectors.multi.driver import Driver
-from asyncsync.collectors.single import _part
+from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.acting import fitted
 from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -97,6 +98,7 @@ class GroupCollector(BaseCollector):
         """
         for worker in range(self.num_workers):
             [seed] = self._calls("seed", seed, static_seed, workers=[worker], timeout=timeout)
+        self._driver.break_trajectories_off()
         return seed
 
     def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = CALL_SECONDS) -> None:
@@ -114,6 +116,7 @@ class GroupCollector(BaseCollector):
             check_count("reset_idx", reset_idx, self.num_workers)
         chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
         self._calls("reset", workers=chosen, timeout=timeout)
+        self._driver.break_trajectories_off()
 
     def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
         """``worker0``, ``worker1``, …: each worker's collector's; ``frames``, ``iter`` and ``versions``.
@@ -129,7 +132,22 @@ class GroupCollector(BaseCollector):
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, timeout: float = CALL_SECONDS) -> None:
+    def fake_tensordict(self, *, timeout: float = CALL_SECONDS) -> TensorDictBase:
+        """A batch of zeros, like those that are handed out: as of ``Collector``, for each worker.
+
+        Args:
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            TypeError: before the first rollout, of environments that do not tell what their steps are like.
+            AckTimeout: not within the timeout.
+        """
+        batch = self._driver.together(self._calls("fake", timeout=timeout))
+        return processed(batch, self.postproc, split_trajs=self.split_trajs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = CALL_SECONDS
+    ) -> None:
         """Go on from what :meth:`state_dict` returned, with new trajectories.
 
         Where all workers had the same policy, the registered one is loaded, too, and sent; where each had its own, each
@@ -137,27 +155,30 @@ class GroupCollector(BaseCollector):
 
         Args:
             state_dict: of a collector with as many workers.
+            strict: whether all that a state has must be there; else what there is is taken.
             timeout: seconds; workers answer between two rollouts.
 
         Raises:
-            KeyError: a worker's state is missing. Nothing was changed.
+            KeyError: a worker's state is missing, and ``strict``. Nothing was changed.
             AckTimeout: not within the timeout; workers do it all the same.
         """
         names = [f"worker{w}" for w in range(self.num_workers)]
-        if missing := [name for name in (*names, "frames", "iter") if name not in state_dict]:
+        if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state_dict]):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
         # First, as each worker begins new trajectories when it loads.
         self._group.trajectory_pool()._advance(0, max(trajectories_of(state_dict), default=0))
-        for worker, name in enumerate(names):
-            self._calls("load", state_dict[name], workers=[worker], timeout=timeout)
-        self._driver.frames, self._driver.count = state_dict["frames"], state_dict["iter"]
-        self._group.frames = self._driver.frames
-        policies = [policy for name in names for policy in policies_of(state_dict[name])]
+        there = [name for name in names if name in state_dict]
+        for name in there:
+            self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
+        self._driver.break_trajectories_off()
+        self._driver.frames = self._group.frames = state_dict.get("frames", self._driver.frames)
+        self._driver.count = state_dict.get("iter", self._driver.count)
+        policies = [policy for name in there for policy in policies_of(state_dict[name])]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = (
             bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)
         )
-        is_sent = "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
+        is_sent = there == names and "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
         if "versions" in state_dict:
             self._carry_on(state_dict["versions"], is_sent=is_sent)
         if not is_sent:
@@ -300,18 +321,23 @@ class GroupCollector(BaseCollector):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End the workers: a rollout under way ends before its next step. Idempotent; leaves no process.
 
         Args:
             timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
             close_env: whether the workers close their environments.
+            raise_on_error: whether errors are raised, not only logged.
 
         Raises:
             BaseException: what ended collection in the background.
 
         In a process that was forked from the collector's own, this closes the copy there; the workers go on.
         """
+        with logged_unless(raise_on_error):
+            self._end(timeout, close_env)
+
+    def _end(self, timeout: float | None, close_env: bool) -> None:
         if self.closed:
             return
         self.closed = True

@@ -49,6 +49,9 @@ class AsyncDriver(Driver):
         [batch] = made.place.parts(made.results)
         return batch
 
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        return parts[0]
+
 
 class MultiAsyncCollector(MultiCollector):
     """Worker processes that step environments, at their own pace: a batch is one worker's rollout, first come, first

@@ -70,6 +70,12 @@ class SyncDriver(Driver):
             batch = self._masked(batch, results)
         return batch
 
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        steps = [part.batch_size[-1] for part in parts]
+        return self._joined(
+            parts, [RolloutResult(w, 0, False, n, 0, None, None) for w, n in zip(self._workers, steps, strict=True)]
+        )
+
     def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
         if self._dim is not None:
             batch: TensorDictBase = torch.cat(parts, self._dim)

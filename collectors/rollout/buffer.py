@@ -32,7 +32,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of, with_time
 
-__all__ = ["RolloutBuffer"]
+__all__ = ["RolloutBuffer", "SameBatch"]
 
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
@@ -66,6 +66,11 @@ class RolloutBuffer:
         self._writer: _Writer | None = None  # of the last rollout that had a layout
         self._batch: TensorDictBase | None = None
         self._loose: list[TensorDictBase] | None = None
+
+    @property
+    def layout(self) -> BatchLayout | None:
+        """Of a whole rollout, as the latest one was; None: there was none, or no layout describes it."""
+        return None if self._writer is None else self._writer.layout
 
     def begin(self) -> None:
         """Forget the steps of an earlier rollout, finished or not."""
@@ -139,6 +144,23 @@ class RolloutBuffer:
             self._loose = before
             self._batch = None
         self._loose.append(clone)
+
+
+class SameBatch:
+    """An ``allocate`` that gives the very same batch again and again, as long as its layout fits."""
+
+    def __init__(self) -> None:
+        self._layout: BatchLayout | None = None
+        self._batch = TensorDict()
+        self._tensors: list[torch.Tensor] = []
+
+    def __call__(self, layout: BatchLayout) -> TensorDictBase:
+        if layout != self._layout:
+            self._layout, self._batch = layout, empty_batch(layout)
+            self._tensors = [self._batch.get(leaf.path) for leaf in layout.leaves]
+        for leaf, tensor in zip(layout.leaves, self._tensors, strict=True):
+            self._batch.set(leaf.path, tensor)  # private entries were taken out, others may have been replaced
+        return self._batch
 
 
 class _Writer:

@@ -22,7 +22,9 @@ from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.rollout import Rollouts
+from asyncsync.collectors.rollout.template import fake_rollout
 from asyncsync.collectors.trajectories import processed
+from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, settle, until_done
 
@@ -38,12 +40,16 @@ PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
 
 class Iteration:
     """When a rollout happens, and what becomes of its batch. What ``collector``'s hooks raise shuts it down. ``count``:
-    batches before the newest one; -1: there was none."""
+    rollouts before the newest one; -1: there was none. ``trajectories`` puts trajectories together; None: what is
+    handed out are the rollouts."""
 
-    def __init__(self, collector: BaseCollector, rollouts: Rollouts, lock: RolloutLock) -> None:
+    def __init__(
+        self, collector: BaseCollector, rollouts: Rollouts, lock: RolloutLock, trajectories: WholeTrajectories | None
+    ) -> None:
         self.count = -1
         self._collector = collector
         self._rollouts = rollouts
+        self._trajectories = trajectories
         self._lock = lock
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
@@ -82,39 +88,74 @@ class Iteration:
                 raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
 
     def _whole_batch(self) -> TensorDictBase | None:
+        """Rollouts until there is a batch for the caller; None: its frames went to the replay buffer, or all frames
+        are collected and too few trajectories have ended."""
+        whole, buffer = self._trajectories, self._rollouts.arguments.replay_buffer
+        batch = whole.pop() if whole is not None and buffer is None else None
+        while batch is None:
+            batch = self._processed_rollout()
+            if whole is not None:
+                batch = whole.pop()
+            while buffer is not None and batch is not None:
+                buffer.extend(batch)
+                batch = None if whole is None else whole.pop()
+            if self._has_all_frames:
+                try:
+                    self.close_environment()
+                except Exception as error:  # the batch is whole: shutdown() raises it
+                    self._close_error = error
+            if buffer is not None or self._has_all_frames:
+                break
+        return batch
+
+    def _processed_rollout(self) -> TensorDictBase | None:
+        """A rollout and what the user's code makes of it; None: its frames were added to the replay buffer."""
         arguments, rollouts = self._rollouts.arguments, self._rollouts
         self.count += 1
-        batch = self._hooked_rollout()
-        if batch is not None:
-            rollouts.frames += batch.numel()
-            batch = processed(batch, arguments.postproc, split_trajs=bool(arguments.split_trajs))
-            if (hook := self._collector.post_collect_hook) is not None:
-                self._call_hook(hook, batch)
-            if arguments.replay_buffer is not None:
-                arguments.replay_buffer.extend(batch)
-                batch = None
-        if rollouts.frames >= arguments.total_frames:
-            try:
-                self.close_environment()
-            except Exception as error:  # the batch is whole: shutdown() raises it
-                self._close_error = error
+        try:
+            batch = self._hooked_rollout()
+            if batch is not None:
+                rollouts.frames += batch.numel()
+                batch = processed(batch, arguments.postproc, split_trajs=bool(arguments.split_trajs))
+                if (hook := self._collector.post_collect_hook) is not None:
+                    self._call_hook(hook, batch)
+                if self._trajectories is not None:
+                    self._trajectories.take(batch)
+        except BaseException:  # the environment has made steps that nobody gets
+            if self._trajectories is not None:
+                self._trajectories.lose_rollout(rollouts.metadata.get("traj_ids"))
+            raise
         return batch
 
     @property
+    def _has_all_frames(self) -> bool:
+        return bool(self._rollouts.frames >= self._rollouts.arguments.total_frames)
+
+    @property
     def _exhausted(self) -> bool:
-        return self._rollouts.frames >= self._rollouts.arguments.total_frames and self._pending is None
+        is_ready = self._trajectories is not None and self._trajectories.is_ready
+        return self._has_all_frames and self._pending is None and not is_ready
+
+    def _is_end(self, batch: TensorDictBase | None) -> bool:
+        """Whether there was no batch any more: only a replay buffer takes them all."""
+        return batch is None and self._rollouts.arguments.replay_buffer is None
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until ``total_frames`` are reached; None for each that went to the replay buffer."""
         while not self._exhausted:
-            pending = self._pending
-            if pending is None:
-                yield self.next_batch()
-            else:  # left by a cancelled `async for`
-                self._check_can_wait()
-                until_done(pending)
-                self._pending = None
-                yield pending.result()
+            found = [self._next_here()]  # not kept here: its memory is free when the user lets go of it
+            if self._is_end(found[0]):
+                return
+            yield found.pop()
+
+    def _next_here(self) -> TensorDictBase | None:
+        pending = self._pending
+        if pending is None:
+            return self.next_batch()
+        self._check_can_wait()  # left by a cancelled `async for`
+        until_done(pending)
+        self._pending = None
+        return pending.result()
 
     async def next_async(self) -> TensorDictBase | None:
         """The next of the same batches; raises StopAsyncIteration at the end."""
@@ -128,7 +169,9 @@ class Iteration:
             await _end_of(pending)
             if self._pending is pending:
                 self._pending = None
-                return pending.result()
+                if self._is_end(batch := pending.result()):
+                    break
+                return batch
         raise StopAsyncIteration
 
     def _check_can_wait(self) -> None:
@@ -196,6 +239,24 @@ class Iteration:
             if "traj_pool" in state:
                 rollouts.traj_pool.load_state_dict(state["traj_pool"])
             rollouts.begin_trajectories(rollouts.carrier)
+        if self._trajectories is not None:
+            self._trajectories.clear()
+
+    # -- resets, and a batch without steps; no step is under way -------------------------------------------------------
+
+    def reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
+        """See :meth:`asyncsync.collectors.Collector.reset`."""
+        broken_off = self._rollouts.reset(index, kwargs)
+        if self._trajectories is not None:
+            if index is None:
+                self._trajectories.clear()
+            else:
+                self._trajectories.break_off(broken_off)
+
+    def fake_batch(self) -> TensorDictBase:
+        """See :meth:`asyncsync.collectors.Collector.fake_tensordict`."""
+        arguments = self._rollouts.arguments
+        return processed(fake_rollout(self._rollouts), arguments.postproc, split_trajs=bool(arguments.split_trajs))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

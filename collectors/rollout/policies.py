@@ -8,17 +8,17 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from tensordict.nn import CudaGraphModule, TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from asyncsync.collectors.envs import environment as environments
 
-__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "with_spec", "wrapped"]
+__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "primed", "quickened", "with_spec", "wrapped"]
 
 Key = str | tuple[str, ...]
 
@@ -166,6 +166,46 @@ def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Seq
             "them, take as many, take one named 'tensordict', wrap it in a TensorDictModule, or pass trust_policy=True"
         )
     return TensorPolicy(policy, in_keys, action_keys)
+
+
+def quickened(
+    policy: Any,
+    compiled: bool | Mapping[str, Any] | None,
+    cudagraph: bool | Mapping[str, Any] | None,
+    device: torch.device | None,
+) -> Any:
+    """The wrapped policy, compiled and recorded as a CUDA graph of this device, each if it is wanted; a mapping has
+    keyword arguments of what does it."""
+    if compiled:
+        policy = torch.compile(policy, **(compiled if isinstance(compiled, Mapping) else {}))
+    if cudagraph:
+        kwargs = cudagraph if isinstance(cudagraph, Mapping) else {}
+        policy = CudaGraphModule(policy, in_keys=[], out_keys=[], device=device, **kwargs)
+    return policy
+
+
+def primed(env: Any, policy: Any) -> Any:
+    """One of TorchRL's environments, with the transforms that recurrent parts of the policy need and that it lacks:
+    what marks a trajectory's first step, and what gives the first state."""
+    if not environments.is_torchrl(env) or not isinstance(policy, nn.Module):
+        return env
+    from torchrl.envs import Compose, InitTracker, TensorDictPrimer
+    from torchrl.modules.utils import get_env_transforms_from_module
+
+    needed = get_env_transforms_from_module(policy)
+    if needed is None:
+        return env
+    there = set(env.observation_spec.keys(True, True)) | set(env.state_spec.keys(True, True))
+    for transform in list(needed) if isinstance(needed, Compose) else [needed]:
+        if isinstance(transform, InitTracker):
+            keys = {transform.init_key}
+        elif isinstance(transform, TensorDictPrimer):
+            keys = set(transform.primers.keys(True, True))
+        else:
+            keys = set()
+        if not keys or not keys <= there:
+            env = env.append_transform(transform.clone())
+    return env
 
 
 def _signature(function: Any) -> inspect.Signature | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import wrapped
-from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
+from asyncsync.collectors.rollout.policies import quickened, wrapped
+from asyncsync.collectors.rollout.step_entries import compact, keep_written, zero_state
+from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from asyncsync.collectors.weights.acting import ActingWeights
 
 __all__ = ["LAG_SECONDS", "Rollouts"]
@@ -78,19 +80,26 @@ class Rollouts:
         self._weights = weights
         self._lock = lock
 
-    def set_policy(self, policy: nn.Module, trust: bool, compiled: bool | Mapping[str, Any] | None) -> None:
-        """Act with this policy, which is on its device; ``trust`` and ``compiled`` as of the collector."""
+    def set_policy(
+        self,
+        policy: nn.Module,
+        trust: bool,
+        compiled: bool | Mapping[str, Any] | None,
+        cudagraph: bool | Mapping[str, Any] | None,
+    ) -> None:
+        """Act with this policy, which is on its device; ``trust``, ``compiled`` and ``cudagraph`` as of the
+        collector."""
         if environments.is_torchrl(self.env):
             from torchrl.modules import set_exploration_modules_spec_from_env
 
             set_exploration_modules_spec_from_env(policy, self.env)
         self.policy = policy
         if not trust:
-            root = self.carrier.exclude("collector")
+            labels = ["collector", "policy_version"] if self.arguments.track_policy_version else ["collector"]
+            root = self.carrier.exclude(*labels)
             observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
             self.policy = wrapped(policy, observed, environments.action_keys(self.env))
-        if compiled:
-            self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
+        self.policy = quickened(self.policy, compiled, cudagraph, self.devices.policy)
 
     # -- the carrier --------------------------------------------------------------------------------------------------
 
@@ -116,6 +125,7 @@ class Rollouts:
         self._done_keys = environments.done_keys(self.env, root)
         self._state_keys = environments.state_end_keys(self._done_keys)
         self._own_keys = environments.own_keys(self.env, root, self._done_keys)
+        self._repeated_keys = environments.repeated_keys(self.env, root) if self.arguments.compact_obs else []
         self._truncated_keys = environments.truncated_keys(self.env, root) if self.arguments.set_truncated else []
         if self.arguments.set_truncated and not self._truncated_keys:
             raise RuntimeError(
@@ -134,20 +144,37 @@ class Rollouts:
         self.roll = _recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def _reset(self) -> TensorDictBase:
+    def _reset(self, **kwargs: Any) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
         with self._weights.holds():
-            root: TensorDictBase = self.env.reset()
+            root: TensorDictBase = self.env.reset(**kwargs)
         return root
 
-    def reset_all(self) -> None:
-        self.begin_trajectories(self._reset())
+    @torch.no_grad()
+    def reset(self, index: Any = None, kwargs: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
+        """Reset all environments (None), or those of an index; they begin new trajectories. Returns the identifiers of
+        trajectories that an index has ended."""
+        if index is None:
+            self.begin_trajectories(self._reset(**kwargs))
+            return []
+        mask = environments.mask_of(self.batch_size, index)
+        with self._weights.holds():
+            root = environments.reset_some(self.env, self.carrier.exclude("collector", "next"), mask, kwargs)
+        zero_state(root, self._own_keys, mask)
+        broken_off: list[int] = []
+        if self.arguments.track_traj_ids:
+            ids = self.metadata.get("traj_ids")
+            broken_off = ids[mask.to(ids.device)].flatten().tolist()
+            self._renew_ids(mask)
+        self._carry(root)
+        return broken_off
 
     def begin_trajectories(self, root: TensorDictBase) -> None:
         """The carrier after a reset of all environments."""
         if self.arguments.track_traj_ids:
             fresh = self.traj_pool.get_traj_and_increment(self.n_env, device=self.devices.env)
             self.metadata.set("traj_ids", fresh.view(self.batch_size))
+        self._is_new_version()
         self._carry(root)
 
     def _carry(self, root: TensorDictBase) -> None:
@@ -155,6 +182,8 @@ class Rollouts:
         if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
         root.set("collector", self.metadata)
+        if self.arguments.track_policy_version:
+            root.set("policy_version", self.metadata.get("policy_version"))
         self.carrier = root
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
@@ -166,11 +195,26 @@ class Rollouts:
                 break
         else:
             return
-        ended = _aggregate_end_of_traj(after, self._done_keys)
+        self._renew_ids(_aggregate_end_of_traj(after, self._done_keys))
+
+    def _renew_ids(self, ended: torch.Tensor) -> None:
+        """Fresh ids for the environments of a mask."""
         ids = self.metadata.get("traj_ids")
         fresh = self.traj_pool.get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
         # a new tensor: the old one may be in a snapshot
         self.metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
+
+    def _is_new_version(self) -> bool:
+        """Whether weights act of which the metadata did not know; now it does."""
+        version = self._weights.version()
+        if version == self._acting_version:
+            return False
+        size, tracker = self.batch_size, self.arguments.track_policy_version
+        self.metadata.set("policy_version", torch.full(size, version, dtype=torch.int64, device=self.metadata.device))
+        self._acting_version = version
+        if not isinstance(tracker, bool):
+            tracker.version = version
+        return True
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +259,7 @@ class Rollouts:
                 after = after.copy().clear_device_()
             carrier.set("next", after)
         if written is not None:
-            _keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
+            keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
         return root
 
     def _advance(self, root: TensorDictBase) -> None:
@@ -228,12 +272,7 @@ class Rollouts:
         """One call of policy and environment; the carrier is then what is stored. Returns the root of the next step. If
         this raises, the carrier is as before."""
         carrier = self.carrier
-        version = self._weights.version()
-        if version != self._acting_version:
-            self.metadata.set(
-                "policy_version", torch.full(self.batch_size, version, dtype=torch.int64, device=self.metadata.device)
-            )
-            self._acting_version = version
+        if self._is_new_version():
             carrier.set("collector", self.metadata)
         if "next" in carrier.keys():  # noqa: SIM118 - of a step that Ctrl-C has ended: nothing that a policy wrote
             carrier.del_("next")
@@ -251,6 +290,10 @@ class Rollouts:
                 carrier.del_(key)
             carrier.update(known)
             raise
+        if self.arguments.track_policy_version:
+            carrier.get("next").set("policy_version", metadata.get("policy_version"))
+        if self._repeated_keys:
+            compact(carrier, self._repeated_keys)
         return root
 
     # -- one rollout --------------------------------------------------------------------------------------------------
@@ -260,16 +303,17 @@ class Rollouts:
         """One rollout, by the thread that holds the lock: ``[*env.batch_size, time]``; None: its frames were added to
         the replay buffer."""
         arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
+        interruptor, is_cut = arguments.interruptor, False
         weights.check()
         if arguments.reset_at_each_iter:
-            self.reset_all()
+            self.reset()
         random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
         adds, max_lag, left = arguments.adds, arguments.max_lag, arguments.steps
         device = self.devices.storing
         non_blocking = device is not None and self.devices.is_non_blocking(device, self.devices.sync_storage)
         buffer.begin()
         with set_interaction_type(arguments.exploration_type):
-            while left:
+            while left and not is_cut:
                 if lock.wanted:
                     lock.give_way()
                 if left < arguments.steps and signals is not None and signals.interrupts():
@@ -281,12 +325,13 @@ class Rollouts:
                     while True:
                         left -= 1
                         frame = self._frame(random, adds, non_blocking)
-                        if adds or not left or holds.awaited or lock.wanted or max_lag is not None:
+                        is_cut = interruptor is not None and interruptor.collection_stopped()
+                        if is_cut or adds or not left or holds.awaited or lock.wanted or max_lag is not None:
                             break
                         if signals is not None and signals.calls:
                             break
                 if frame is not None:  # outside: a replay buffer may wait, or change weights
-                    self._add(frame, last=not left)
+                    self._add(frame, last=is_cut or not left)
                     if self.frames >= arguments.total_frames:
                         break
         if adds:
@@ -336,25 +381,3 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return recorded
-
-
-def _keep_written(
-    written: TensorDictBase,
-    after: TensorDictBase,
-    root: TensorDictBase,
-    own: frozenset[tuple[str, ...]],
-    state_keys: list[Key],
-) -> None:
-    """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
-
-    State that a reset of the environment has, from a TensorDictPrimer, say, is left alone: the environment hands it on.
-    Any other environment would show the policy the old state again, or none.
-    """
-    keys = [key for key in written.keys(True, True) if environments.path_of(key) not in own]
-    if not keys:
-        return
-    ended = _aggregate_end_of_traj(after, state_keys)
-    for key in keys:
-        state = written.get(key)
-        after.set(key, state)
-        root.set(key, torch.where(beside(ended, state), torch.zeros_like(state), state))

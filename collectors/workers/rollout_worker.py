@@ -206,7 +206,8 @@ class RolloutWorker:
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Carry out ``seed``, ``reset``, ``state``, ``load``, ``pre_hook`` or ``post_hook``, and return its answer."""
+        """Carry out ``seed``, ``reset``, ``state``, ``load``, ``fake``, ``pre_hook`` or ``post_hook``, and return its
+        answer."""
         collector = self._collector
         match name, arguments:
             case "seed", (seed, static_seed):
@@ -218,8 +219,10 @@ class RolloutWorker:
                 collector.reset()
             case "state", ():
                 return collector.state_dict()
-            case "load", (state,):
-                collector.load_state_dict(state)
+            case "load", (state, strict):
+                collector.load_state_dict(state, strict)
+            case "fake", ():
+                return collector.fake_tensordict()
             case "pre_hook", (hook,):
                 collector.pre_collect_hook = hook
             case "post_hook", (hook,):

@@ -186,11 +186,11 @@ def test_r158_a_pause_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPat
     with collector(env, replay_buffer=Buffer()) as c:
         c.start()
         assert env.inside.wait(20)
-        monkeypatch.setattr("asyncsync.collectors.single.PAUSE_SECONDS", 0.05)
+        monkeypatch.setattr("asyncsync.collectors.local_collector.PAUSE_SECONDS", 0.05)
         with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s"):
             c.pause().__enter__()
         threading.Timer(0.05, env.go.set).start()
-        monkeypatch.setattr("asyncsync.collectors.single.PAUSE_SECONDS", 20)
+        monkeypatch.setattr("asyncsync.collectors.local_collector.PAUSE_SECONDS", 20)
         with c.pause():
             steps = env.steps
             assert steps == 4

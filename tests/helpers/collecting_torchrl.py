@@ -12,7 +12,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-__all__ = ["in_program", "in_their_buffer", "in_their_collector", "make_env", "make_policy"]
+__all__ = ["in_program", "in_their_buffer", "in_their_collector", "make_env", "make_policy", "with_their_interruptor"]
 
 
 def make_env() -> Any:
@@ -78,6 +78,21 @@ def in_their_collector(arguments: dict[str, Any]) -> list[Any]:
         batches.append((list(batch.batch_size), data))
     collector.shutdown()
     return batches
+
+
+def with_their_interruptor() -> list[int]:
+    """How many frames our rollouts have, of which TorchRL's interruptor ends the second and the third."""
+    from torchrl.collectors._constants import _Interruptor
+
+    from asyncsync.collectors import Collector
+
+    interruptor = _Interruptor()
+    with Collector(make_env, make_policy(), frames_per_batch=10, interruptor=interruptor) as collector:
+        sizes = [collector.next().numel()]
+        interruptor.stop_collection()
+        sizes += [collector.next().numel() for _ in range(2)]
+        interruptor.start_collection()
+        return [*sizes, collector.next().numel()]
 
 
 def in_their_buffer(arguments: dict[str, Any]) -> tuple[int, list[int]]:

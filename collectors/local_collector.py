@@ -1,0 +1,267 @@
+"""LocalCollector: a collector whose environment is stepped in this process, whatever it was made of.
+
+Here are its rollouts for a caller, for a thread of its own and for a trainer whose worker it is; seeds, resets and
+checkpoints; and its end. :class:`asyncsync.collectors.Collector` makes its parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, logged_unless
+from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.rollout.iteration import PARTS, Iteration
+from asyncsync.collectors.rollout.lock import RolloutLock
+from asyncsync.collectors.rollout.rollout import Rollouts
+from asyncsync.collectors.weights.plan import find_model
+from asyncsync.runtime.threads import join
+
+__all__ = ["LocalCollector"]
+
+_log = logging.getLogger("asyncsync")
+
+PAUSE_SECONDS = 60.0
+"""How long whoever wants a collector to stand still waits for the step under way."""
+
+
+def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
+    """An attribute of one of a collector's parts, as the collector's own."""
+    owner, _, name = path.rpartition(".")
+    owned_by = attrgetter(owner)
+    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
+
+
+class LocalCollector(BaseCollector):
+    """A collector that steps its environment itself; a subclass makes its parts."""
+
+    policy: nn.Module
+    _free: threading.Thread | None  # collects in the background
+    _lock: RolloutLock
+    _rollouts: Rollouts
+    _iteration: Iteration
+    _original_policy: nn.Module
+
+    env = _part("_rollouts.env", "The environment, where it was moved to, with its limit of steps.")
+    device = _part("_rollouts.devices.device")
+    storing_device = _part("_rollouts.devices.storing")
+    policy_device = _part("_rollouts.devices.policy")
+    env_device = _part("_rollouts.devices.env")
+    no_cuda_sync = _part("_rollouts.devices.no_cuda_sync")
+    frames_per_batch = _part("_rollouts.arguments.steps", "Steps of the environment in a rollout.")
+    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch", "Frames of a rollout.")
+    total_frames = _part("_rollouts.arguments.total_frames")
+    init_random_frames = _part("_rollouts.arguments.init_random_frames")
+    max_frames_per_traj = _part("_rollouts.arguments.max_frames_per_traj")
+    reset_at_each_iter = _part("_rollouts.arguments.reset_at_each_iter")
+    postproc = _part("_rollouts.arguments.postproc")
+    split_trajs = _part("_rollouts.arguments.split_trajs")
+    track_traj_ids = _part("_rollouts.arguments.track_traj_ids")
+    exploration_type = _part("_rollouts.arguments.exploration_type")
+    set_truncated = _part("_rollouts.arguments.set_truncated")
+    replay_buffer = _part("_rollouts.arguments.replay_buffer")
+    extend_buffer = _part("_rollouts.arguments.extend_buffer")
+    max_lag = _part("_rollouts.arguments.max_lag")
+    compact_obs = _part("_rollouts.arguments.compact_obs")
+    interruptor = _part("_rollouts.arguments.interruptor")
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def rollout(self) -> TensorDictBase | None:
+        """One rollout: ``[*env.batch_size, time]``, last dimension named "time". None if its frames were added to the
+        replay buffer.
+
+        Calls ``pre_collect_hook`` first; does neither ``split_trajs`` nor ``postproc``, and counts no frames but those
+        added.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+            RuntimeError: another thread is collecting.
+            Exception: what environment or policy raises, and the next rollout goes on from the step before; what a
+                hook raises, which ends collection.
+        """
+        return self._iteration.rollout()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until ``total_frames`` are reached; None for each that went to the replay buffer."""
+        return self._iteration.iterator()
+
+    async def _next_async(self) -> TensorDictBase | None:
+        return await self._iteration.next_async()
+
+    def _set_free(self) -> None:
+        if not self.is_running():
+            self._free = threading.Thread(target=self._iteration.run_free, name="asyncsync-collector-free", daemon=True)
+            self._free.start()
+
+    def is_running(self) -> bool:
+        return self._free is not None and self._free.is_alive()
+
+    def pause(self) -> Pause:
+        """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
+
+        The coroutine's event loop goes on while the step under way ends. Cancelled, it raises when that has ended.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+            AckTimeout: the step under way did not end within 60 s.
+            BaseException: what ended collection in the background.
+        """
+        return Pause(self._paused)
+
+    @contextmanager
+    def _paused(self, owner: object) -> Iterator[None]:
+        self._raise_free_error()
+        with self._standing(owner):
+            yield
+
+    @contextmanager
+    def _standing(self, owner: object = None) -> Iterator[None]:
+        self._check_open()
+        with self._lock.standing(PAUSE_SECONDS, owner):
+            self._check_open()  # meanwhile
+            yield
+
+    # -- as a worker --------------------------------------------------------------------------------------------------
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        self._rollouts.signals = signals
+        self._rollouts.buffer.allocate = sink
+        self._weights.counted_above = signals.counted
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        rollouts = self._rollouts
+        rollouts.random = random
+        before = rollouts.frames
+        if writes:
+            self._iteration.next_batch()
+            return None, rollouts.frames - before
+        batch = self.rollout()
+        assert batch is not None
+        rollouts.frames += batch.numel()
+        return batch, batch.numel()
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
+
+    def _policy_devices(self) -> set[torch.device]:
+        own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
+        return {own or self.policy_device or self.env_device or torch.device("cpu")}
+
+    def _batch_dims(self) -> int | None:
+        return len(self._rollouts.batch_size)
+
+    # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
+
+    # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
+        with self._standing():
+            with self._weights.holds(), torch.no_grad():
+                following = environments.set_seed(self.env, seed, static_seed)
+            self._iteration.reset(None, {})
+            return following
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Reset the environments; they begin new trajectories. With ``trajs_per_batch``, what the reset breaks off is
+        left out; a reset of all environments leaves out whole trajectories, too, that were not handed out yet.
+
+        Args:
+            index: of the environments of a batch that are reset: whatever indexes a tensor of its shape. None: all.
+            kwargs: for the environment's ``reset``.
+
+        Raises:
+            ValueError: an index, but the environment is no batch.
+        """
+        with self._standing():
+            self._iteration.reset(index, kwargs)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """A batch of zeros: what a rollout gives, after ``split_trajs`` and ``postproc``. The environment makes no step
+        for it; the policy is called once, on zeros, unless there was a rollout before.
+
+        Raises:
+            TypeError: before the first rollout, of an environment that tells neither its own ``fake_tensordict()`` nor
+                a ``reward_spec``.
+        """
+        with self._standing():
+            return self._iteration.fake_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
+        trajectories are tracked.
+
+        All of it is a copy, which later updates do not change. Trajectories that are under way are not part of it. It
+        may also be asked for after ``shutdown()``.
+        """
+        with self._lock.standing(PAUSE_SECONDS), self._weights.holds():
+            return self._iteration.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from what :meth:`state_dict` returned, with new trajectories. Versions go on, too: no frame that is
+        collected from now on has the label of one from before.
+
+        Raises:
+            KeyError: a part is missing, and ``strict``.
+        """
+        if strict and (missing := [part for part in PARTS if part not in state_dict]):
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
+            )
+        with self._standing():
+            self._iteration.load_state_dict(state_dict, strict)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _registered(self, model_id: str) -> Any:
+        # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
+        acts = model_id in self._weights.schemes
+        return find_model(self, model_id, self.policy if acts else self._original_policy)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End collection: a rollout under way ends before its next step. Then close the environment, and the schemes.
+
+        Idempotent. A step that takes longer than the timeout is not waited for: its thread closes the environment
+        afterwards.
+
+        Args:
+            timeout: seconds; None: 5.
+            close_env: whether the environment is closed.
+            raise_on_error: whether errors are raised, not only logged.
+
+        Raises:
+            BaseException: what ended collection in the background, or the environment's ``close``.
+        """
+        with logged_unless(raise_on_error):
+            self._end(timeout, close_env)
+
+    def _end(self, timeout: float | None, close_env: bool) -> None:
+        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
+        self.closed = True
+        try:
+            afterwards: Callable[[], None] = self._iteration.close_environment if close_env else lambda: None
+            if self._lock.close(max(0.0, deadline - time.monotonic()), afterwards):
+                if self._free is not None and self._free is not threading.current_thread():
+                    join(self._free, deadline - time.monotonic())
+                afterwards()
+            else:
+                _log.warning(
+                    "%s.shutdown(): the step under way has not ended in time; the environment is closed when it has",
+                    type(self).__name__,
+                )
+        finally:
+            self._iteration.abandon()
+            self._end_weights(max(0.0, deadline - time.monotonic()))
+        self._raise_free_error()
