@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from asyncsync.collectors.multi.collector import MultiCollector
     from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
     from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+    from asyncsync.collectors.profiling import ProfileConfig
     from asyncsync.collectors.rollout.policies import RandomPolicy
     from asyncsync.collectors.single import Collector
     from asyncsync.collectors.trajectories import split_trajectories
@@ -32,6 +33,7 @@ __all__ = [
     "MultiCollector",
     "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
+    "ProfileConfig",
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
@@ -47,6 +49,7 @@ _HOMES = {
     "MultiCollector": "asyncsync.collectors.multi.collector",
     "MultiProcessedWeightUpdater": "asyncsync.collectors.weights.legacy_updaters",
     "MultiSyncCollector": "asyncsync.collectors.multi.multi_sync",
+    "ProfileConfig": "asyncsync.collectors.profiling",
     "RandomPolicy": "asyncsync.collectors.rollout.policies",
     "VanillaWeightUpdater": "asyncsync.collectors.weights.legacy_updaters",
     "WeightUpdaterBase": "asyncsync.collectors.weights.legacy_updaters",
@@ -63,9 +66,8 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-FAMILIES.update(
-    {"sync": partial(__getattr__, "MultiSyncCollector"), "async": partial(__getattr__, "MultiAsyncCollector")}
-)
+_CLASSES = {"sync": "MultiSyncCollector", "async": "MultiAsyncCollector", "process": "MultiCollector"}
+FAMILIES.update({family: partial(__getattr__, name) for family, name in _CLASSES.items()})
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,10 +30,11 @@ from asyncsync.collectors.arguments import (
     check_policy_factory,
     check_schemes,
 )
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, _part
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
-from asyncsync.collectors.construct import Chooses, several
+from asyncsync.collectors.construct import Chooses, by_backend
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.iteration import PARTS, Iteration
@@ -54,13 +54,6 @@ CONNECT_SECONDS = 60.0
 
 PAUSE_SECONDS = 60.0
 """How long whoever wants a collector to stand still waits for the step under way."""
-
-
-def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
-    """An attribute of one of a collector's parts, as the collector's own."""
-    owner, _, name = path.rpartition(".")
-    owned_by = attrgetter(owner)
-    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
 
 
 class Collector(BaseCollector, metaclass=Chooses):
@@ -104,8 +97,11 @@ class Collector(BaseCollector, metaclass=Chooses):
         max_lag: versions by which the acting weights may be behind the newest published; more: the next step waits.
             None: any number.
         traj_pool: where trajectory ids come from.
-        num_collectors: makes a MultiAsyncCollector, or (``sync=True``) a MultiSyncCollector of so many workers.
-        sync: see num_collectors.
+        backend: "direct": this class. "process": what comes is a MultiAsyncCollector, or (``sync=True``) a
+            MultiSyncCollector, with one worker for each factory. None: "process" if num_collectors is given.
+        backend_options: further arguments of that class. Only with a backend that has workers.
+        num_collectors: how many workers, where create_env_fn is no list.
+        sync: see backend.
 
     Raises:
         TypeError, ValueError, RuntimeError: arguments that exclude each other, or that environment or policy cannot
@@ -114,8 +110,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """``num_collectors=n`` makes a multi-process collector; a subclass is what it is."""
-        return several(cls, args, kwargs, subclass=cls is not Collector)
+        """``backend=`` and ``num_collectors=`` make a collector with workers; a subclass is what it is."""
+        return by_backend(cls, args, kwargs, subclass=cls is not Collector)
 
     def __init__(
         self,
@@ -151,6 +147,8 @@ class Collector(BaseCollector, metaclass=Chooses):
         post_collect_hook: PostHook | None = None,
         max_lag: int | None = None,
         traj_pool: _TrajectoryPool | None = None,
+        backend: str | None = None,
+        backend_options: Mapping[str, Any] | None = None,
         num_collectors: int | None = None,
         sync: bool | None = None,
     ) -> None:
@@ -211,6 +209,8 @@ class Collector(BaseCollector, metaclass=Chooses):
     replay_buffer = _part("_rollouts.arguments.replay_buffer")
     extend_buffer = _part("_rollouts.arguments.extend_buffer")
     max_lag = _part("_rollouts.arguments.max_lag")
+    _collected = _part("_rollouts.frames")
+    _iter = _part("_iteration.count")
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -289,11 +289,16 @@ class Collector(BaseCollector, metaclass=Chooses):
             return None, rollouts.frames - before
         batch = self.rollout()
         assert batch is not None
+        self._iter += 1
         rollouts.frames += batch.numel()
         return batch, batch.numel()
 
     def _interrupt(self, timeout: float, close_env: bool) -> None:
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
+
+    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+        with self._standing():
+            self._iteration.profile(config, name or "0")
 
     def _policy_devices(self) -> set[torch.device]:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)

@@ -35,6 +35,7 @@ ORDER = [
 # The same within asyncsync.collectors.
 COLLECTORS = [
     [""],
+    ["evaluating"],
     ["multi"],
     ["single"],
     ["rollout"],
@@ -42,8 +43,10 @@ COLLECTORS = [
     ["workers"],
     ["batch_layout", "trajectories"],
     ["base"],
-    ["weights"],
-    ["arguments", "construct"],
+    ["inspection", "lifetime"],
+    ["profiling", "weights"],
+    ["construct"],
+    ["arguments"],
 ]
 LINES = 400
 FEWEST_LINES = 40

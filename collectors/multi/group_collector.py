@@ -17,10 +17,10 @@ from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, _part
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
 from asyncsync.collectors.multi.driver import BatchArguments, Driver
-from asyncsync.collectors.single import _part
+from asyncsync.collectors.multi.inspection import GroupInspection
 from asyncsync.collectors.weights.in_process import fitted
 from asyncsync.collectors.weights.plan import Planned, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -33,7 +33,7 @@ FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
 
-class GroupCollector(BaseCollector):
+class GroupCollector(GroupInspection, BaseCollector):
     """A collector with workers; a subclass makes its parts."""
 
     acts_elsewhere = True
@@ -52,6 +52,11 @@ class GroupCollector(BaseCollector):
     replay_buffer = _part("_arguments.replay_buffer")
     update_at_each_batch = _part("_arguments.update_at_each_batch")
     max_weight_update_interval = _part("_arguments.max_weight_update_interval")
+    _iter = _part("_driver.count")
+
+    @property
+    def _collected(self) -> int:
+        return self._driver.frames if self._driver.free is None else self._group.frames
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
