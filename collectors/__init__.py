@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tensordict.nn import InteractionType as ExplorationType
 
     from asyncsync.collectors.envs.gym import GymEnv
+    from asyncsync.collectors.evaluating.evaluator import Evaluator
     from asyncsync.collectors.multi.collector import MultiCollector
     from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
     from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collector",
+    "Evaluator",
     "ExplorationType",
     "GymEnv",
     "MultiAsyncCollector",
@@ -43,6 +45,7 @@ __all__ = [
 # Loaded at first use: a trainer that only updates weights imports no environments.
 _HOMES = {
     "Collector": "asyncsync.collectors.single",
+    "Evaluator": "asyncsync.collectors.evaluating.evaluator",
     "ExplorationType": "tensordict.nn",
     "GymEnv": "asyncsync.collectors.envs.gym",
     "MultiAsyncCollector": "asyncsync.collectors.multi.multi_async",
