@@ -58,7 +58,7 @@ class GroupInspection(InspectionAPI):
 
     def get_distant_attr(self, attr: str, *, timeout: float = CALL_SECONDS) -> list[Any]:
         """What an attribute path leads to from each worker's collector: ``env.transform[0].scale``, say. In the
-        workers' order.
+        workers' order; of a worker that has workers, a list of theirs.
 
         Raises:
             AttributeError: no such path.

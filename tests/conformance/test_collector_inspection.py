@@ -141,8 +141,8 @@ def test_r224_workers_of_workers_are_asked_in_their_turn() -> None:
     with MultiSyncCollector(
         [FACTORIES], policy(2.0), collector_class=inner, **options(frames_per_batch=4)
     ) as collector:
-        assert collector.get_distant_attr("num_workers") == [2]
-        assert collector.map_fn("get_distant_attr", [("env.names['own'][0]",)]) == [["first", "second"]]
+        assert collector.get_distant_attr("env.names['own'][0]") == [["first", "second"]]
+        assert collector.map_fn("map_fn", [("env.say", [("a",), ("b",)])]) == [["first a", "second b"]]
         assert collector.getattr_env("length") == 5
         assert collector.getattr_policy("module").weight.tolist() == [2.0, 2.0]
         collector.next()

@@ -161,7 +161,8 @@ def test_r228_the_newest_weights_are_evaluated_next(tmp_path: Path) -> None:
         assert all(evaluator.trigger_eval(policy(float(value)), step=value) for value in range(5))
         (tmp_path / "go").touch()
         found = [result["eval/reward"] for result in iter(evaluator.wait, None)]
-        assert found in ([40.0], [0.0, 40.0]), "the first one may have begun"
+        assert found[-1] == 40.0
+        assert len(found) <= 2, "one may have begun before the others came"
 
 
 def test_r228_all_weights_are_evaluated_in_their_order(tmp_path: Path) -> None:
