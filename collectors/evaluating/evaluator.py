@@ -188,7 +188,7 @@ class Evaluator(Lifetime):
             Exception: what the environment, the policy, ``metrics_fn`` or ``on_result`` raises. The next evaluation
                 begins anew.
         """
-        request = self._begun(weights, weights_dict, step)
+        request = self._begun(weights, weights_dict, step, timeout)
         try:
             loop_thread.run(partial(self._evaluations.until_done, request, timeout))
         finally:
@@ -205,15 +205,18 @@ class Evaluator(Lifetime):
     ) -> dict[str, Any]:
         """:meth:`evaluate` for a coroutine of any event loop. Cancelled, it takes the request back, or drops its
         result."""
-        request = self._begun(weights, weights_dict, step)
+        request = self._begun(weights, weights_dict, step, timeout)
         try:
             await loop_thread.awaitable(partial(self._evaluations.until_done, request, timeout))
         finally:
             self._evaluations.withdraw(request)
         return request.outcome()
 
-    def _begun(self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None) -> Request:
+    def _begun(
+        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, timeout: float | None
+    ) -> Request:
         self._evaluations.check()
+        self._evaluations.check_wait(timeout)
         request = Request(self._copied(weights, weights_dict), self._step(step), has_caller=True)
         self._evaluations.add(request, newest=False)
         return request
@@ -261,6 +264,7 @@ class Evaluator(Lifetime):
             Exception: what that evaluation has raised.
         """
         if not self._evaluations.left():
+            self._evaluations.check_wait(timeout)
             with self._in_time():
                 loop_thread.run(partial(self._evaluations.until_ready, timeout, idle=True))
         return self._taken()
@@ -268,6 +272,7 @@ class Evaluator(Lifetime):
     async def wait_async(self, timeout: float | None = None) -> dict[str, Any] | None:
         """:meth:`wait` for a coroutine of any event loop. Cancelling loses no result."""
         if not self._evaluations.left():
+            self._evaluations.check_wait(timeout)
             with self._in_time():
                 await loop_thread.awaitable(partial(self._evaluations.until_ready, timeout, idle=True))
         return self._taken()

@@ -77,6 +77,7 @@ class Evaluations:
         self._done: deque[Request] = deque(maxlen=KEPT)
         self._ended = threading.Event()
         self._task: asyncio.Task[None] | None = None
+        self._reporter: int | None = None  # the thread in which on_result runs
 
     def begin(self) -> None:
         """Carry out what is asked for, until the group's end."""
@@ -87,8 +88,9 @@ class Evaluations:
         self._task.add_done_callback(lambda _: self._ended.set())
 
     def wait_for_end(self, timeout: float) -> None:
-        """After the group's end: wait until the user's code has returned, at most so many seconds."""
-        if self._task is not None:
+        """After the group's end: wait until the user's code has returned, unless that calls this; at most so many
+        seconds."""
+        if self._task is not None and not self._is_reporter:
             interruptibly(self._ended.wait, timeout)
 
     # -- asking -------------------------------------------------------------------------------------------------------
@@ -104,6 +106,17 @@ class Evaluations:
         self._group.check()
         if self._group.failure is not None:
             raise self._group.failure
+
+    @property
+    def _is_reporter(self) -> bool:
+        return self._reporter == threading.get_ident()
+
+    def check_wait(self, timeout: float | None) -> None:
+        """Raises RuntimeError: ``on_result`` would wait for its own end."""
+        if timeout is None and self._is_reporter:
+            raise RuntimeError(
+                "on_result cannot wait for an evaluation: the next one begins when it has returned. Use trigger_eval()"
+            )
 
     def add(self, request: Request, *, newest: bool) -> None:
         """Have this done after those that wait; ``newest``: instead of those that wait without a caller."""
@@ -176,8 +189,15 @@ class Evaluations:
         found = await self._calls.answer(0, "execute", "evaluate", (request.step,), {})
         result = {f"{self._prefix}/{name}": value for name, value in {**found, "step": request.step}.items()}
         if self._on_result is not None:
-            await elsewhere("asyncsync-evaluator-result", partial(self._on_result, TensorDict(result)))
+            await elsewhere("asyncsync-evaluator-result", partial(self._report, self._on_result, TensorDict(result)))
         return result
+
+    def _report(self, on_result: Callable[[TensorDictBase], object], result: TensorDictBase) -> None:
+        self._reporter = threading.get_ident()
+        try:
+            on_result(result)
+        finally:
+            self._reporter = None
 
     def _conclude(self, request: Request) -> None:
         with self._lock:

@@ -299,6 +299,23 @@ def test_r228_what_an_evaluation_raises_is_raised_where_its_result_is_taken(capl
     assert "an evaluation has failed" in caplog.text
 
 
+def test_r228_a_callback_may_ask_for_more_but_not_wait_for_it() -> None:
+    found: list[Any] = []
+
+    def more(result: TensorDictBase) -> None:
+        for wait in (evaluator.evaluate, evaluator.wait):
+            with pytest.raises(RuntimeError, match="on_result cannot wait for an evaluation"):
+                wait()
+        found.append(result["eval/step"].item())
+        if len(found) < 3:
+            assert evaluator.trigger_eval()
+
+    given = GIVEN | {"on_result": more, "busy_policy": "queue"}
+    with Evaluator(make(length=LENGTH), policy(), **given) as evaluator:
+        evaluator.trigger_eval()
+        assert [result["eval/step"] for result in iter(evaluator.wait, None)] == found == [0, 1, 2]
+
+
 def test_r228_a_killed_worker_is_told_to_everybody() -> None:
     with Evaluator(make(length=10**9), policy(), **GIVEN) as evaluator:
         evaluator.trigger_eval()
