@@ -98,7 +98,7 @@ def check_policy(policy: Any) -> None:
             f"policy is the class {policy.__qualname__}: pass an instance of it; did you mean "
             f"policy_factory={policy.__qualname__}?"
         )
-    if callable(policy) and not isinstance(policy, nn.Module) and _parameters(policy) == 0:
+    if callable(policy) and not isinstance(policy, nn.Module) and _fits(policy) and not _fits(policy, None):
         name = getattr(policy, "__qualname__", type(policy).__name__)
         raise TypeError(
             f"policy is {name}(), which takes no observations: a policy takes them, or a TensorDict. Did you mean "
@@ -112,30 +112,23 @@ def check_policy_factory(name: str, factory: Any) -> None:
         return
     if not callable(factory):
         raise TypeError(f"{name} must be a callable that returns a policy, not {type(factory).__name__}")
-    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and _needs_arguments(factory)):
+    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not _fits(factory.forward)):
         raise TypeError(
             f"{name} is a policy itself, a {type(factory).__name__}: pass it as policy=, or a callable that makes it"
         )
 
 
-def _parameters(function: Any) -> int | None:
-    """How many parameters a callable has; None: unknown."""
+def _fits(function: Any, *arguments: Any) -> bool:
+    """Whether a callable can be called with these arguments, or may be: some show no signature."""
     try:
-        return len(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return None
-
-
-def _needs_arguments(module: nn.Module) -> bool:
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return False  # unknown
-    try:
-        signature.bind()
-    except TypeError:
         return True
-    return False
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass

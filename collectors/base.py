@@ -119,7 +119,6 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime):
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
-        self._free: threading.Thread | None = None
         self._free_error: BaseException | None = None
 
     # -- iteration ----------------------------------------------------------------------------------------------------
@@ -185,12 +184,12 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime):
         self._set_free()
 
     def _set_free(self) -> None:
-        """Collect in the background, unless that runs: in a thread, :attr:`_free`, or, with workers, in a task."""
+        """Collect in the background, unless that runs."""
         raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
 
     def is_running(self) -> bool:
         """Whether it collects in the background."""
-        return self._free is not None and self._free.is_alive()
+        return False
 
     def _raise_free_error(self) -> None:
         """Raise what ended collection in the background, once."""

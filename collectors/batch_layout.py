@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-__all__ = ["BatchLayout", "Leaf", "Node", "empty_batch", "layout_of", "layout_of_steps", "with_time"]
+__all__ = ["BatchLayout", "Leaf", "Node", "empty_batch", "layout_of", "with_time"]
 
 Path = tuple[str, ...]
 
@@ -74,24 +74,17 @@ def empty_batch(layout: BatchLayout) -> TensorDict:
     )
 
 
-def layout_of(batch: TensorDictBase) -> BatchLayout | None:
-    """The layout of a batch (time last); None where none describes it: lazy stacks, entries that are no tensors."""
+def layout_of(td: TensorDictBase, steps: int | None = None, device: torch.device | None = None) -> BatchLayout | None:
+    """The layout of a batch (time last), or of one of so many ``steps`` like this one, on a device (None: each leaf
+    where it is). None where none describes it: lazy stacks, entries that are no tensors."""
     leaves: list[Leaf] = []
     nodes: list[Node] = []
-    if not _scan(batch, (), batch.batch_size, None, leaves, nodes, is_batch=True):
+    if not _scan(td, (), td.batch_size, device, leaves, nodes, is_batch=steps is None):
         return None
-    *batch_size, steps = batch.batch_size
-    return BatchLayout(torch.Size(batch_size), steps, batch.device, tuple(nodes), tuple(leaves))
-
-
-def layout_of_steps(step: TensorDictBase, steps: int, device: torch.device | None) -> BatchLayout | None:
-    """The layout of a batch of so many steps like this one, on a device (None: each leaf where it is); None where none
-    describes it."""
-    leaves: list[Leaf] = []
-    nodes: list[Node] = []
-    if not _scan(step, (), step.batch_size, device, leaves, nodes, is_batch=False):
-        return None
-    return BatchLayout(step.batch_size, steps, device, tuple(nodes), tuple(leaves))
+    batch_size = td.batch_size
+    if steps is None:
+        batch_size, steps, device = batch_size[:-1], batch_size[-1], td.device
+    return BatchLayout(batch_size, steps, device, tuple(nodes), tuple(leaves))
 
 
 # Not a function within the others: that would be a cycle of references, which keeps the batch alive for a while.

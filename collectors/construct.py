@@ -14,24 +14,17 @@ from typing import Any
 
 from asyncsync.collectors.arguments import is_list, whole
 
-__all__ = ["FAMILIES", "Chooses", "by_backend", "family"]
+__all__ = ["FAMILIES", "Chooses", "by_backend"]
 
-FAMILIES: dict[str, Callable[[], Any]] = {}
-"""By name: what imports the class of a family."""
+FAMILIES: dict[str, Callable[..., Any]] = {}
+"""Classes by the names of their families: "sync" and "async" step environments in processes of this host, and "process"
+is one of the two, by its own argument ``sync``."""
 
 BACKENDS = ("direct", "process", "ray", "rpc", "distributed", "submitit")
 """Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
 
 SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
 """The arguments of ``Collector`` that choose another class."""
-
-
-def family(name: str) -> Any:
-    """The class of this family: "sync" and "async" step environments in processes of this host, and "process" is one of
-    the two, by its own argument ``sync``. Raises LookupError."""
-    if name not in FAMILIES:
-        raise LookupError(f"there is no family {name!r} of collectors: choose one of {sorted(FAMILIES)}")
-    return FAMILIES[name]()
 
 
 class Chooses(ABCMeta):
@@ -48,7 +41,13 @@ class Chooses(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
-        return super().__call__(*args, **kwargs) if chosen is None else chosen()
+        if chosen is not None:
+            return chosen()
+        try:
+            cls.__signature__.bind(*args, **kwargs)
+        except TypeError as error:  # Python's own would name the class that defines the constructor
+            raise TypeError(f"{cls.__name__}(): {error}") from None
+        return super().__call__(*args, **kwargs)
 
 
 def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
@@ -90,7 +89,7 @@ def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subc
         factories = [factories] * (count or 1)
     elif count not in (None, len(factories)):
         raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
-    return partial(family(backend), list(factories), *others, sync=bool(sync), **options, **kwargs)
+    return partial(FAMILIES[backend], list(factories), *others, sync=bool(sync), **options, **kwargs)
 
 
 def _options(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

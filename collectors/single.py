@@ -31,7 +31,6 @@ from asyncsync.collectors.arguments import (
     check_schemes,
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, _part
-from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.construct import Chooses, by_backend
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.profiling import ProfileConfig
@@ -167,6 +166,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         check_schemes("weight_recv_schemes", weight_recv_schemes)
         devices = {"device": device, "storing_device": storing_device}
         check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
+        self._free: threading.Thread | None = None  # collects in the background
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, create_env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, traj_pool)
@@ -238,11 +238,11 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _set_free(self) -> None:
         if not self.is_running():
-            self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
+            self._free = threading.Thread(target=self._iteration.run_free, name="asyncsync-collector-free", daemon=True)
             self._free.start()
 
-    def _run_free(self) -> None:
-        self._free_error = self._iteration.run_free()
+    def is_running(self) -> bool:
+        return self._free is not None and self._free.is_alive()
 
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
@@ -272,12 +272,8 @@ class Collector(BaseCollector, metaclass=Chooses):
     # -- as a worker --------------------------------------------------------------------------------------------------
 
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        def allocate(layout: BatchLayout) -> TensorDictBase:
-            batch = sink(layout)
-            return empty_batch(layout) if batch is None else batch
-
         self._rollouts.signals = signals
-        self._rollouts.buffer.allocate = allocate
+        self._rollouts.buffer.allocate = sink
         self._weights.counted_above = signals.counted
 
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
@@ -352,12 +348,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _registered(self, model_id: str) -> Any:
         # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
-        if model_id in self._weights.schemes or self.policy is self._original_policy:
-            return super()._registered(model_id)
-        try:
-            return find_model(self, model_id, self._original_policy)
-        except LookupError as error:
-            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+        acts = model_id in self._weights.schemes
+        return find_model(self, model_id, self.policy if acts else self._original_policy)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

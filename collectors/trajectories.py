@@ -13,9 +13,20 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-__all__ = ["_TrajectoryPool", "_aggregate_end_of_traj", "beside", "on_device", "processed", "split_trajectories"]
+__all__ = [
+    "FLAGS",
+    "Key",
+    "_TrajectoryPool",
+    "_aggregate_end_of_traj",
+    "beside",
+    "on_device",
+    "processed",
+    "split_trajectories",
+]
 
 Key = str | tuple[str, ...]
+FLAGS = ("done", "terminated", "truncated")
+"""By which environments mark a trajectory's end."""
 
 
 class _TrajectoryPool:

@@ -19,8 +19,7 @@ from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab, is_foreign
+from asyncsync.weights.slab import Slab, SlabPool, is_foreign
 
 
 class Pair:

@@ -20,8 +20,7 @@ from asyncsync.transports import attachments
 from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import Place, Slot, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import FOREIGN
+from asyncsync.weights.slab import FOREIGN, SlabPool
 from helpers.memory import files, mappings
 
 PAGE = mmap.PAGESIZE

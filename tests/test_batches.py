@@ -37,7 +37,13 @@ def _first(shared: Any, layout: Any) -> Any:
 def make(parts: list[TensorDict], dim: int | None) -> Slots:
     arrangement = Arrangement.of([layout_of(part) for part in parts], dim)
     assert arrangement is not None
-    return Slots(1, arrangement, 2)
+    return Slots(arrangement)
+
+
+def handed_out(slots: Slots, slot: Any) -> Any:
+    batch = slots.batch(slot)
+    slots.release(slot)
+    return batch
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
@@ -48,7 +54,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
     slot, lease = slots.lease()
     writers = [BatchWriter() for _ in parts]
     for i, writer in enumerate(writers):
-        writer.learn(1, slots.arrangement, i)
+        writer.learn(slots.arrangement, i)
         writer.open(lease)
         batched = rollout(10.0 * i, batch, writer=writer)
         written, layout = writer.close(batched)
@@ -65,7 +71,7 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     slots = make([rollout()], -1)
     slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     assert writer.close(rollout(7.0))[0]
     assert slots.batch(slot)["a"][0, 0] == 7.0
@@ -73,7 +79,7 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
 
 def opened(slots: Slots, writer: BatchWriter) -> Any:
     slot, lease = slots.lease()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     return slot
 
@@ -128,8 +134,8 @@ def test_what_a_worker_keeps_is_its_own() -> None:
 def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None:
     slots = make([rollout()], -1)
     slot, _ = slots.lease()
-    first: Any = slots.batch(slot)
-    second: Any = slots.batch(slot)
+    first = handed_out(slots, slot)
+    second = handed_out(slots, slot)
     del first
     assert slots.lease()[0] is not slot
     del second
@@ -140,7 +146,7 @@ def test_what_does_not_fit_comes_by_value() -> None:
     slots = make([rollout()], -1)
     _slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
@@ -153,7 +159,7 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     slots = make([rollout()], -1)
     slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     written, layout = writer.close(rollout(4.0, writer=writer)[:2])
     assert written
@@ -165,7 +171,7 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
 def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
     slots = make([rollout()], -1)
     first, _ = slots.lease()
-    batch: Any = slots.batch(first)
+    batch = handed_out(slots, first)
     last = batch["nested", "b"]
     second, _ = slots.lease()
     assert second is not first
@@ -193,7 +199,7 @@ def test_batches_outlive_the_slots_and_can_be_written() -> None:
 def test_who_keeps_many_batches_gets_copies() -> None:
     slots = make([rollout()], -1)
     before = len(os.listdir("/proc/self/fd"))
-    kept = [slots.batch(slots.lease()[0]) for _ in range(3 * MAX_HELD)]
+    kept = [handed_out(slots, slots.lease()[0]) for _ in range(3 * MAX_HELD)]
     assert len({batch["a"].data_ptr() for batch in kept}) == len(kept)
     assert len(os.listdir("/proc/self/fd")) <= before + MAX_HELD + 2
     del kept
@@ -204,7 +210,7 @@ def test_no_descriptor_is_left() -> None:
     slots = make([rollout()], -1)
     slot, lease = slots.lease()
     writer = BatchWriter()
-    writer.learn(1, slots.arrangement, 0)
+    writer.learn(slots.arrangement, 0)
     writer.open(lease)
     writer.close(rollout(writer=writer))
     batch = slots.batch(slot)
@@ -217,7 +223,7 @@ def test_no_descriptor_is_left() -> None:
 def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
     slots = make([rollout()], -1)
     slot, _ = slots.lease()
-    batch: Any = slots.batch(slot)
+    batch = handed_out(slots, slot)
     pid = os.fork()
     if not pid:
         os._exit(0)

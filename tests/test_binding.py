@@ -20,8 +20,7 @@ from asyncsync.model.update import Prepared
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import flatten
 
 

@@ -59,13 +59,14 @@ def test_many_tensors_are_known_when_they_come_once_more() -> None:
     known = AddressCache()
     tensors = [torch.full((3,), float(i)) for i in range(FEW + 1)]
     assert known.of(tensors) is None
-    assert not known.is_known
+    assert known.views is None
     views = known.of(list(tensors))
     assert views is not None
-    assert known.again(tensors) is views
+    assert known.again(tensors)
+    assert known.views is views
     assert [bytes(view) for view in views] == [tensor.numpy().tobytes() for tensor in tensors]
     assert known.of([tensor.clone() for tensor in tensors]) is None
-    assert known.again(tensors) is None
+    assert not known.again(tensors)
 
 
 def test_a_tensor_that_is_there_twice_is_left_to_torch() -> None:
@@ -73,7 +74,7 @@ def test_a_tensor_that_is_there_twice_is_left_to_torch() -> None:
     known, one = AddressCache(), torch.zeros(1)
     for _ in range(3):
         assert known.of([one, torch.zeros(1), one]) is None
-    assert not known.is_known
+    assert known.views is None
 
 
 def test_memory_is_known_until_it_is_elsewhere() -> None:
@@ -95,19 +96,20 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
 def test_tensors_are_the_same_again_or_nothing_is_known_of_them() -> None:
     known = AddressCache()
     tensors: list[torch.Tensor] = [torch.ones(2, 2), torch.ones(3)]
-    assert known.again(tensors) is None
+    assert not known.again(tensors)
     first = known.of(tensors)
-    assert known.again(list(tensors)) is first
-    assert known.again(tensors[:1]) is None
-    assert known.again([tensors[0], torch.ones(3)]) is None
+    assert known.again(list(tensors))
+    assert not known.again(tensors[:1])
+    assert not known.again([tensors[0], torch.ones(3)])
     own = tensors[0].data
     for other in (own.clone(), own.t().contiguous(), torch._neg_view(own)):
         tensors[0].data = other
-        assert known.again(tensors) is None
+        assert not known.again(tensors)
         tensors[0].data = own
-        assert known.again(tensors) is first
+        assert known.again(tensors)
+        assert known.views is first
     tensors[0].t_()
-    assert known.again(tensors) is None
+    assert not known.again(tensors)
 
 
 @pytest.mark.parametrize("numel", [10, 100_000])

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from asyncsync.weights import copying
-from asyncsync.weights.copying import clone, copy_tensors
-from asyncsync.weights.layout import LARGE_NUMEL, Layout
+from asyncsync.weights.copying import LARGE_NUMEL, clone, copy_tensors
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.tree import flatten
 
 COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol import fields, messages
-from asyncsync.protocol.leases import Key, WorkerLeases
+from asyncsync.protocol import messages
+from asyncsync.protocol.leases import Key, Leases
+from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -30,54 +31,72 @@ def lent(nbytes: int = 64) -> Slab:
 # -- one worker's leases -----------------------------------------------------------------------------------------------
 
 
+class One(Leases):
+    """The leases of one worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peer = Peer(0, nonce(0), b"0", messages.Hello(0, nonce(0), 1, 7, "here", 1, None, {}), True, 0.0)
+
+    def lend(self, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
+        self.lease(self.peer, serial, parts)
+
+    def hear(self, last: int, in_use: Iterable[Key]) -> None:
+        self.report(self.peer.nonce, last, list(in_use))
+
+    @property
+    def keys(self) -> set[Key]:
+        return {key for leases in self.of.values() for key in leases.slabs}
+
+
 def test_a_loan_holds_its_slab_until_a_report_of_its_update_does_not_name_it() -> None:
-    leases, slab = WorkerLeases(0, 7), lent()
-    leases.lease(5, {"policy": (3, slab)})
-    assert (slab.references, len(leases)) == (2, 1)
-    leases.report(4, ())  # this worker has not seen it yet
-    leases.report(5, (("policy", 3),))  # reads it
-    leases.report(9, (("policy", 3),))
-    assert list(leases) == [(("policy", 3), slab)]
-    leases.report(9, (("policy", 4), ("critic", 3)))
-    assert (slab.references, len(leases)) == (1, 0)
+    leases, slab = One(), lent()
+    leases.lend(5, {"policy": (3, slab)})
+    assert (slab.references, len(leases.keys)) == (2, 1)
+    leases.hear(4, ())  # this worker has not seen it yet
+    leases.hear(5, (("policy", 3),))  # reads it
+    leases.hear(9, (("policy", 3),))
+    assert (slab.references, leases.keys) == (2, {("policy", 3)})
+    leases.hear(9, (("policy", 4), ("critic", 3)))
+    assert (slab.references, len(leases.of)) == (1, 0)
 
 
 def test_a_report_from_before_a_slab_was_lent_again_does_not_give_it_back() -> None:
-    leases, slab = WorkerLeases(0, 7), lent()
-    leases.lease(5, {"policy": (3, slab)})
-    leases.lease(6, {"policy": (3, slab)})
+    leases, slab = One(), lent()
+    leases.lend(5, {"policy": (3, slab)})
+    leases.lend(6, {"policy": (3, slab)})
     assert slab.references == 2  # one loan
-    leases.report(5, ())
+    leases.hear(5, ())
     assert slab.references == 2
-    leases.report(6, ())
+    leases.hear(6, ())
     assert slab.references == 1
 
 
 def test_reports_that_come_twice_or_late_give_nothing_back_twice() -> None:
-    leases, old, new = WorkerLeases(0, 7), lent(), lent()
-    leases.lease(1, {"policy": (1, old)})
-    leases.lease(2, {"policy": (2, new)})
-    leases.report(2, (("policy", 2),))
-    leases.report(2, (("policy", 2),))
-    leases.report(1, (("policy", 1),))
+    leases, old, new = One(), lent(), lent()
+    leases.lend(1, {"policy": (1, old)})
+    leases.lend(2, {"policy": (2, new)})
+    leases.hear(2, (("policy", 2),))
+    leases.hear(2, (("policy", 2),))
+    leases.hear(1, (("policy", 1),))
     assert (old.references, new.references) == (1, 2)
 
 
 def test_only_what_workers_read_in_place_is_a_loan() -> None:
-    leases, mine, plain = WorkerLeases(0, 7), lent(), lent()
+    leases, mine, plain = One(), lent(), lent()
     plain.leased = False
-    leases.lease(1, {"policy": (1, mine), "critic": (1, plain)})
-    assert [key for key, _ in leases] == [("policy", 1)]
+    leases.lend(1, {"policy": (1, mine), "critic": (1, plain)})
+    assert leases.keys == {("policy", 1)}
     assert plain.references == 1
 
 
 def test_the_end_of_a_process_gives_everything_back() -> None:
-    leases, slabs = WorkerLeases(0, 7), [lent() for _ in range(3)]
+    leases, slabs = One(), [lent() for _ in range(3)]
     for serial, slab in enumerate(slabs, 1):
-        leases.lease(serial, {"policy": (serial, slab)})
-    leases.release()
-    leases.release()
-    assert ([slab.references for slab in slabs], len(leases)) == ([1, 1, 1], 0)
+        leases.lend(serial, {"policy": (serial, slab)})
+    leases.release(leases.peer.nonce)
+    leases.release(leases.peer.nonce)
+    assert ([slab.references for slab in slabs], len(leases.of)) == ([1, 1, 1], 0)
 
 
 class Reader:
@@ -101,7 +120,7 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
     steps: list[tuple[str, int]],
 ) -> None:
     """UPDATEs and reports may arrive in any order, repeatedly, or never."""
-    leases, reader = WorkerLeases(0, 7), Reader()
+    leases, reader = One(), Reader()
     slabs: dict[Key, Slab] = {}
     updates: list[tuple[int, list[Key]]] = []
     reports: list[tuple[int, list[Key]]] = []
@@ -111,7 +130,7 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
             keys = [(model, version) for model, version in parts.items()]
             out = {model: (version, slabs.setdefault((model, version), lent())) for model, version in parts.items()}
             updates.append((len(updates) + 1, keys))
-            leases.lease(len(updates), out)
+            leases.lend(len(updates), out)
         elif name == "see" and updates:
             reader.see(*updates[number % len(updates)])
         elif name == "forget" and reader.uses:
@@ -119,12 +138,12 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
         elif name == "report":
             reports.append((reader.serial, sorted(reader.uses)))
         elif name == "hear" and reports:
-            leases.report(*reports[number % len(reports)])
+            leases.hear(*reports[number % len(reports)])
         for key in reader.uses:
             assert slabs[key].references == 2, f"{key} is read, and may be written"
     reader.see(len(updates) + 1, [])
-    leases.report(reader.serial, sorted(reader.uses))
-    assert {key for key, _ in leases} == reader.uses
+    leases.hear(reader.serial, sorted(reader.uses))
+    assert leases.keys == reader.uses
 
 
 # -- the publisher's ---------------------------------------------------------------------------------------------------
@@ -146,8 +165,8 @@ def update_for(desk: Desk, worker: int) -> messages.Update:
 
 def out(desk: Desk, worker: int) -> set[int]:
     """The versions that the newest incarnation of this worker, with its default nonce, may be reading."""
-    leases = desk.publisher.leases.of.get(nonce(worker), WorkerLeases(worker, 0))
-    return {version for (_, version), _ in leases}
+    leases = desk.publisher.leases.of.get(nonce(worker))
+    return set() if leases is None else {version for _, version in leases.slabs}
 
 
 def slabs_out(desk: Desk) -> int:
@@ -279,7 +298,7 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     desk.receive(
         b"next", messages.Ready(EPOCH, {"policy": desk.publisher.targets.target(0, "policy").slab.layout.digest})
     )  # type: ignore[union-attr]
-    assert {n: {v for (_, v), _ in leases} for n, leases in desk.publisher.leases.of.items()} == {
+    assert {n: {v for _, v in leases.slabs} for n, leases in desk.publisher.leases.of.items()} == {
         nonce(0): {1},
         nonce(1): {1},
         nonce(50): {1},
@@ -296,12 +315,12 @@ def test_who_was_superseded_keeps_its_leases_until_it_says_released(desk: Desk) 
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
     desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
-    desk.receive(b"next", messages.Released(EPOCH, nonce(50), fields.MAX_SERIAL, ()))
+    desk.receive(b"next", messages.Released(EPOCH, nonce(50), messages.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.applied(0, update.serial, (), policy=1)
     assert out(desk, 0) == {1}
-    desk.receive(0, messages.Released(EPOCH, nonce(0), fields.MAX_SERIAL, ()))
+    desk.receive(0, messages.Released(EPOCH, nonce(0), messages.MAX_SERIAL, ()))
     assert desk.publisher.leases.of == {}
 
 
@@ -309,7 +328,7 @@ def test_released_of_another_epoch_is_refused(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     for route in (0, b"nobody"):
         with pytest.raises(ProtocolError, match="another epoch"):
-            desk.receive(route, messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ()))
+            desk.receive(route, messages.Released((1, 1), nonce(0), messages.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
 
 
@@ -356,7 +375,7 @@ def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
     desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
-    assert {v for (_, v), _ in desk.publisher.leases.of[nonce(50)]} == {1}
+    assert {v for _, v in desk.publisher.leases.of[nonce(50)].slabs} == {1}
 
 
 def test_models_of_one_update_come_back_one_by_one() -> None:
@@ -365,7 +384,7 @@ def test_models_of_one_update_come_back_one_by_one() -> None:
     desk.publish(1, models=("policy", "critic"), lent=True)
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial, (("critic", 1),))
-    assert {key for key, _ in desk.publisher.leases.of[nonce(0)]} == {("critic", 1)}
+    assert desk.publisher.leases.of[nonce(0)].slabs.keys() == {("critic", 1)}
 
 
 def test_closing_gives_everything_back(desk: Desk) -> None:

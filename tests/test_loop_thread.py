@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.runtime import loop_calls, loop_thread
+from asyncsync.runtime import loop_thread
 from helpers.blocking_interrupts import Strike, sigint_raises, strike_everywhere
 
 NAME = "asyncsync-loop"
@@ -267,7 +267,7 @@ def test_r192_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: s
         raise Strike
 
     places = 0
-    for places, _, raised in strike_everywhere([loop_thread, loop_calls], calls[kind], strike):
+    for places, _, raised in strike_everywhere([loop_thread], calls[kind], strike):
         assert raised is None or isinstance(raised, Strike | LookupError), repr(raised)
         assert loop_thread.run(answer) == 42
         bus.close()
@@ -286,7 +286,7 @@ def test_r201_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy:
         keeper.open()
     answers = []
     for k, result, raised in strike_everywhere(
-        [loop_thread, loop_calls],
+        [loop_thread],
         lambda: loop_thread.run(answer),
         lambda: answers.append(loop_thread.run(lambda: answer("handler's"))),
     ):
@@ -295,6 +295,36 @@ def test_r201_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy:
     assert set(answers) == {"handler's"}
     if busy:
         keeper.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it ends with the thread
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "with an open bus"])
+def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    patient, keeper = Patient(), Bus()
+    patient.clean.set()
+    if busy:
+        keeper.open()
+    cancelled: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            loop_thread.run(patient)
+        except asyncio.CancelledError as error:
+            cancelled.append(error)
+
+    other = threading.Thread(target=call)
+    other.start()
+    assert patient.begun.wait(5)
+    with pytest.raises(SystemExit):
+        loop_thread.run(leave)
+    other.join(5)
+    assert len(cancelled) == 1
+    assert loop_thread.run(answer) == 42
+    keeper.close()
+    assert soon(0)
 
 
 @pytest.mark.usefixtures("_sigint")

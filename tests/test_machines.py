@@ -20,13 +20,12 @@ from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
-from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.holdings import Holdings, Reports
 from asyncsync.protocol.incoming import Incoming, IncomingUpdate
-from asyncsync.protocol.leases import WorkerLeases
+from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.reports import Reports
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.staging import StagedUpdates
 from asyncsync.protocol.subscriber import Subscriber
@@ -146,7 +145,7 @@ MUTATIONS = {
         (Incoming, "tick", "update.stalled(now, self._settings.retry_interval)", "False")
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
-    "an old report gives back what was lent after it": [(WorkerLeases, "report", "serial <= last and", "")],
+    "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
     "a report says nothing of what is in use": [(Holdings, "report", "slab.is_used", "False")],
     "a report says nothing of what a forked child uses": [(Holdings, "report", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
@@ -171,7 +170,7 @@ MUTATIONS = {
     ],
     "a report says nothing of what is asked for": [(Incoming, "awaited", "not self.update.awaited", "True")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
-    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "current.slab.release()", "pass")],
+    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
         (SteadySender, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],

@@ -16,7 +16,7 @@ from asyncsync.protocol import codec, messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import Announcement
-from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import SlabPool
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -15,8 +16,19 @@ from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.endpoint import EndpointLock
-from asyncsync.net.packets import BY_SIDE_CHANNEL, MAX_FRAMES, MAX_PACKET, join, read, split
-from asyncsync.net.side_channel import INTRODUCTION, MAX_STRANGERS, SideChannel, SideChannels, connect
+from asyncsync.net.side_channel import (
+    BY_SIDE_CHANNEL,
+    INTRODUCTION,
+    MAX_FRAMES,
+    MAX_PACKET,
+    MAX_STRANGERS,
+    SideChannel,
+    SideChannels,
+    connect,
+    join,
+    read,
+    split,
+)
 from asyncsync.protocol import codec, messages
 from helpers.pairs import until
 
@@ -65,7 +77,7 @@ def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refuse
         split(memoryview(bytes(MAX_PACKET + 1)))
     for instruction in (messages.Ping(EPOCH, 1), messages.Bye(EPOCH, NONCE, "closed", ""), messages.Ready(EPOCH, {})):
         assert type(instruction) not in BY_SIDE_CHANNEL
-        with pytest.raises(ProtocolError, match="by lane"):
+        with pytest.raises(ProtocolError, match="by the side channel"):
             read(packet([codec.encode(instruction)]))
     staged = messages.Staged(EPOCH, 7)
     assert read(packet([codec.encode(staged)])) == (staged, [])
@@ -188,7 +200,7 @@ class Listener:
 
 @pytest.fixture
 async def listener(tmp_path: Path) -> AsyncIterator[Listener]:
-    listener = Listener(tmp_path / "bus.lane")
+    listener = Listener(tmp_path / "bus.side")
     yield listener
     listener.channels.close()
 
@@ -254,19 +266,30 @@ async def test_another_users_process_is_turned_away(listener: Listener, monkeypa
 
 
 async def test_without_a_side_channel_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (tmp_path / "nobody", tmp_path / "missing" / "bus.lane", tmp_path / ("x" * 200)):
+    for path in (tmp_path / "nobody", tmp_path / "missing" / "bus.side", tmp_path / ("x" * 200)):
         assert connect(path, NONCE, lambda packet: None, crash) is None
     monkeypatch.delattr(socket, "SO_PEERCRED")  # another system
-    assert connect(tmp_path / "bus.lane", NONCE, lambda packet: None, crash) is None
-    for path in (tmp_path / "bus.lane", None):
+    assert connect(tmp_path / "bus.side", NONCE, lambda packet: None, crash) is None
+    for path in (tmp_path / "bus.side", None):
         channels = SideChannels(path, lambda nonce: None, crash)
         assert channels.path is None
         channels.close()
     assert os.listdir(tmp_path) == []
 
 
+async def test_the_log_says_why_there_is_no_side_channel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "bus.side"
+    path.mkdir()
+    with caplog.at_level(logging.DEBUG, "asyncsync"):
+        SideChannels(path, lambda nonce: None, crash).close()
+        assert connect(path, NONCE, lambda packet: None, crash) is None
+    here, there = [record.getMessage() for record in caplog.records]
+    assert here.startswith(f"no side channel for small instructions at {path}, they go through ZeroMQ: ")
+    assert there.startswith("no side channel: ")
+
+
 async def test_only_a_dead_predecessors_socket_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "bus.lane"
+    path = tmp_path / "bus.side"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(path))
     lock = EndpointLock(f"ipc://{tmp_path}/bus")

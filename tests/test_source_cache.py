@@ -10,8 +10,7 @@ import torch
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import CACHED_BYTES, FEW, SourceCache
 from asyncsync.weights.tree import FlatWeights, flatten
 

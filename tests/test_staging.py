@@ -15,8 +15,7 @@ from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.messages import Part, Update
 from asyncsync.protocol.staging import StagedPart, Staging
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)

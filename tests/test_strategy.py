@@ -15,8 +15,7 @@ from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import flatten
 
 

@@ -11,13 +11,13 @@ import torch
 
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.protocol import fields, messages
+from asyncsync.protocol import messages
 from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
 from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.weights.pool import SlabPool
-from helpers.machines import EPOCH, SMALL, TICK, Fickle, Station, layout, nonce, slab_of
+from asyncsync.weights.slab import SlabPool
+from helpers.machines import EPOCH, SMALL, TICK, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
 NEWER = (EPOCH[0] + 1, 2)
@@ -454,7 +454,7 @@ def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) ->
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
 
 
-def reported(instruction: messages.Instruction) -> tuple[int, fields.InUse]:
+def reported(instruction: messages.Instruction) -> tuple[int, messages.InUse]:
     return instruction.last, instruction.in_use  # type: ignore[attr-defined]
 
 
@@ -481,103 +481,6 @@ def test_a_lent_slab_that_is_copied_out_is_not_kept(station: Station) -> None:
     station.overwrite(5)
     station.apply()
     assert station.content() == {50}
-
-
-def test_a_borrowed_slab_is_applied_where_it_is_and_given_back_when_that_was_told(station: Station) -> None:
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    assert station.take() == [messages.Staged(EPOCH, 1, 1, (("policy", 5),))]
-    assert not station.subscriber.holdings.copy_out()  # it waits for the gate
-    station.apply()
-    station.flush()
-    assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1, (("policy", 5),))]
-    assert station.subscriber.holdings.copy_out()
-    station.overwrite(5)
-    station.flush()
-    assert station.take() == [messages.Released(EPOCH, nonce(7), 1, ())]
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
-    assert {x for view in held[2].views for x in view.reshape(-1).tolist()} == station.content() == {50}
-    assert not station.subscriber.holdings.copy_out()
-    station.flush()
-    assert not station.take()
-
-
-def test_a_borrowed_slab_is_copied_out_at_once_if_its_update_has_to_wait(station: Station) -> None:
-    asked: list[list[str]] = []
-    station.subscriber.waits = lambda models: asked.append(list(models)) or True  # type: ignore[func-returns-value]
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    station.overwrite(5)
-    assert station.take() == [messages.Staged(EPOCH, 1, 1)]
-    assert asked == [["policy"]]
-    station.apply()
-    assert station.content() == {50}
-    assert not station.subscriber.holdings.copy_out()
-
-
-def test_a_borrowed_slab_is_copied_out_at_once_if_the_rest_of_its_update_is_still_to_come(pair: Station) -> None:
-    whole, streamed = slab_of(SlabPool(), 50), slab_of(SlabPool(), 60)
-    pair.offered[b"here"], pair.borrows = (whole, True), True
-    parts = (
-        messages.Part("policy", 5, whole.layout.digest, whole.nbytes, None, b"here"),
-        messages.Part("critic", 5, streamed.layout.digest, streamed.nbytes, None, None),
-    )
-    pair.receive(messages.Update(EPOCH, 1, False, parts), [b"", b""])
-    whole.memory[:] = bytes(whole.nbytes)
-    pair.receive(messages.Ping(EPOCH, 1))
-    (pong,) = pair.take(messages.Pong)
-    assert reported(pong) == (1, ())
-    pair.chunk(1, 0, streamed.nbytes, 60, part=1)
-    pair.apply()
-    assert (pair.content(), pair.content("critic")) == ({50}, {60})
-
-
-def test_a_borrowed_slab_that_somebody_copies_is_given_back_after_that(station: Station) -> None:
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    station.apply()
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
-    reader = held[2].retain()
-    station.take()
-    assert station.subscriber.holdings.copy_out()
-    station.flush()
-    assert not station.take()
-    reader.release()
-    station.flush()
-    assert station.take() == [messages.Released(EPOCH, nonce(7), 1, ())]
-
-
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_without_memory_a_borrowed_slab_is_kept_until_a_newer_one_is_applied(
-    station: Station, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
-    def acquire(*args: object, **options: object) -> None:
-        raise error
-
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    station.apply()
-    station.take()
-    monkeypatch.setattr(station.subscriber.pool, "acquire", acquire)
-    station.subscriber.holdings.copy_out()
-    station.flush()
-    assert not station.take()
-    station.lend(2, {"policy": (6, 60)}, borrowed=True)
-    station.apply()
-    *_, applied = station.take()
-    assert reported(applied) == (2, (("policy", 6),))
-    monkeypatch.undo()
-    assert station.subscriber.holdings.copy_out()
-    station.flush()
-    assert station.take() == [messages.Released(EPOCH, nonce(7), 2, ())]
-
-
-def test_a_borrowed_slab_whose_update_cannot_be_applied_is_given_back(station: Station) -> None:
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    staging = station.subscriber.staged[-1]
-    station.take()
-    station.subscriber.failed(staging, RuntimeError("no"))
-    (failed,) = station.take()
-    assert reported(failed) == (1, ())
-    assert not station.subscriber.holdings.copy_out()
 
 
 def test_a_lent_slab_that_is_replaced_before_the_gate_is_not_kept(station: Station) -> None:
@@ -838,7 +741,7 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
 
 
 @pytest.mark.parametrize("epoch", [OLDER, NEWER])
-def test_messages_of_another_epoch_are_refused(station: Station, epoch: fields.Epoch) -> None:
+def test_messages_of_another_epoch_are_refused(station: Station, epoch: messages.Epoch) -> None:
     for instruction in (messages.Ping(epoch, 1), messages.Pong(epoch, 0, {"policy": 9}, {}, 0)):
         with pytest.raises(ProtocolError, match="another epoch"):
             station.receive(instruction)
@@ -1258,24 +1161,6 @@ def test_whoever_leaves_looks_at_no_again(station: Station) -> None:
     assert station.take() == []
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_an_again_that_borrows_is_copied_out_at_once_if_it_has_to_wait(station: Station, waits: bool) -> None:
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    station.apply()
-    station.take()
-    station.subscriber.holdings.copy_out()
-    station.flush()
-    station.take()
-    station.subscriber.waits = lambda models: waits
-    station.offered[b"slot"] = slab_of(SlabPool(), 60), True
-    station.receive(messages.Again(EPOCH, 2, 1, 6, b"slot"))
-    station.flush()
-    assert station.take() == [messages.Staged(EPOCH, 2, 2, () if waits else (("policy", 6),))]
-    station.apply()
-    assert station.content() == {60}
-    assert station.subscriber.holdings.copy_out() is not waits
-
-
 class Keeping(WeightStrategy):
     def __init__(self) -> None:
         super().__init__()
@@ -1284,48 +1169,6 @@ class Keeping(WeightStrategy):
     def convert(self, weights: Any, model: Any) -> Any:
         self.kept.append(weights)
         return super().convert(weights, model)
-
-
-def test_what_a_users_convert_sees_is_copied_out_first() -> None:
-    """It may keep the tensors, or move their memory to another process."""
-    strategy, station = Keeping(), Station()
-    station.bindings["policy"] = Fickle(station.models["policy"], strategy)
-    station.subscriber.register("policy", station.bindings["policy"], station.now)
-    station.join()
-    strategy.kept.clear()
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    assert station.take() == [messages.Staged(EPOCH, 1, 1)]
-    station.apply()
-    station.overwrite(5)
-    (seen,) = strategy.kept
-    assert all((tensor == 50).all() for tensor in seen.values(True, True))
-    station.offered[b"slot"] = slab_of(SlabPool(), 60), True
-    station.take()
-    station.receive(messages.Again(EPOCH, 2, 1, 6, b"slot"))
-    station.apply()
-    assert station.take() == [messages.Done(EPOCH, 2)]
-    assert station.content() == {60}
-    assert not station.subscriber.holdings.copy_out()
-
-
-def test_an_interrupt_while_a_borrowed_slab_is_given_back_loses_no_copy(
-    station: Station, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    station.lend(1, {"policy": (5, 50)}, borrowed=True)
-    station.apply()
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
-
-    def strike() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(held[2], "release", strike)
-    with pytest.raises(KeyboardInterrupt):
-        station.subscriber.holdings.copy_out()
-    after = station.subscriber.holdings.held.get("policy")
-    assert after is not None
-    assert not after[2].short_lease
-    assert held[2].references == 1
 
 
 def test_an_interrupt_while_an_again_is_prepared_leaves_no_slab(station: Station) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.protocol import codec
 from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.fields import (
+from asyncsync.protocol.messages import (
+    INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
     MAX_FRAMES,
@@ -22,9 +23,6 @@ from asyncsync.protocol.fields import (
     MAX_IN_USE,
     MAX_MODELS,
     MAX_TEXT,
-)
-from asyncsync.protocol.messages import (
-    INSTRUCTIONS,
     Again,
     Applied,
     Bye,

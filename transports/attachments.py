@@ -3,7 +3,7 @@
 A mapping is private (:mod:`asyncsync.transports.private_memory`): reading it costs no copy, and what a worker writes
 there stays its own.
 
-A slot with a *short lease* is copied out once its update is applied; no Parameter lies there.
+A smaller slot is copied as soon as its update is announced; no Parameter lies there.
 
 Only tensors of Parameters that :mod:`asyncsync.model.update` has pointed here may lie here, and only until this worker
 releases the slot. :meth:`Attachments.detach` makes them the process's own, for models that outlive their scheme; a
@@ -27,8 +27,7 @@ from asyncsync.transports.private_memory import PrivateMapping, PrivateSlab
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Attachment", "Attachments"]
 
@@ -38,8 +37,6 @@ REMEDY = (
     "container): use ZMQWeightSyncScheme otherwise"
 )
 SMALL_BYTES = 256 << 10
-# Copying so much takes longer than acknowledging it: the sender is not to wait for the copy.
-BORROWED_BYTES = 1 << 20
 MADV_POPULATE_WRITE = 23  # Python has no name for it
 
 
@@ -48,11 +45,9 @@ class Mapped(PrivateSlab):
 
     leased = True
 
-    def __init__(self, layout: Layout, attachment: Attachment, *, short_lease: bool) -> None:
+    def __init__(self, layout: Layout, attachment: Attachment) -> None:
         super().__init__(layout, attachment.mapping)
         self._attachment = attachment
-        self.short_lease = short_lease
-        self.may_hold_parameters = not short_lease
 
     @property
     def sent(self) -> torch.Tensor:
@@ -75,9 +70,7 @@ class Attachment:
     """
 
     def __init__(self, place: Place) -> None:
-        self.key = (place.device, place.inode)
-        self.is_copied = not place.mapped and place.size < BORROWED_BYTES
-        self._short_lease = not place.mapped
+        self.is_copied = not place.mapped
         file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
         number = open_place(file, "the sender's", REMEDY)
         try:
@@ -136,7 +129,7 @@ class Attachment:
             return slab.retain()  # the same update again; the slot cannot have been written meanwhile
         self.clean()
         if slab is None or slab.nbytes != layout.nbytes:
-            slab = self._slab = Mapped(layout, self, short_lease=self._short_lease)
+            slab = self._slab = Mapped(layout, self)
         else:
             slab.reuse(layout)
         return slab

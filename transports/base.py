@@ -11,24 +11,29 @@ Usage of the documented methods, on a connected scheme's transport::
 
 A transport is stateless: weights, model and strategy are arguments, and it has only a weak reference to its scheme. A
 transport of a user's own subclasses a TransportBackend; its scheme returns it from ``create_transport``.
+
+What is received may go to a buffer or a model of the caller's, too: a :class:`Destination`. Everything is checked
+before anything is changed: arguments when it is made, the fit when weights have come.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
-from tensordict import TensorDict
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.errors import NotConnected
-from asyncsync.model.strategy import WeightStrategy
-from asyncsync.transports.destination import Destination
-from asyncsync.weights.tree import flatten
+from asyncsync.errors import NotConnected, SchemaMismatch
+from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import WeightStrategy, resolve_strategy
+from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tree import Path, dotted, flatten
 
-__all__ = ["TransportBackend", "TransportCore"]
+__all__ = ["Destination", "OwnTransport", "TransportBackend", "TransportCore", "check_fit"]
 
 
 class TransportCore(Carrier):
@@ -58,6 +63,18 @@ class TransportCore(Carrier):
         if role is not None and scheme._role != role:
             raise RuntimeError(f"this is the {scheme._role}'s transport; the {role}'s is meant")
         return scheme
+
+
+class OwnTransport(TransportCore):
+    """One of the library's own: its slabs come as chunks, or are attached."""
+
+    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
+        """Never asked.
+
+        Raises:
+            ValueError: always; the descriptor is another transport's.
+        """
+        await TransportCore.fetch(self, descriptor, into, deadline)
 
 
 class TransportBackend(TransportCore, ABC):
@@ -160,3 +177,82 @@ class TransportBackend(TransportCore, ABC):
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
         nbytes = sum(tensor.nbytes for tensor in flatten(received).tensors.values())
         return await link.run(lambda: destination.take(received), nbytes)
+
+
+class Destination:
+    """A buffer, a model and a strategy, as the documented methods of a transport take them. To be made before the
+    scheme receives. Raises TypeError, ValueError: another kind of argument."""
+
+    def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
+        if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
+            raise TypeError(
+                f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
+            )
+        self._receiving = scheme._receiving
+        self._before = scheme._receiving.returned
+        self.weights = weights
+        self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
+        # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
+        # roll it back.
+        self.model = None if model is scheme.model else model
+
+    def take(self, received: TensorDictBase | None) -> Any:
+        """Apply and fill in what the scheme has just returned; returns what the documented method returns. If this
+        raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
+        if received is None:
+            return None
+        mark = self._receiving.returned
+        try:
+            return self._take(received)
+        except BaseException:
+            self._receiving.take_back(mark, self._before)
+            raise
+
+    def _take(self, received: TensorDictBase) -> Any:
+        flat = flatten(received)
+        sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
+        buffer = None
+        if self.weights is not None:
+            buffer = {dotted(path): tensor for path, tensor in flatten(self.weights).tensors.items()}
+            check_fit(buffer, sent, "the buffer that was passed as weights=")
+        if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
+            self.strategy.apply_weights(self.model, received)
+        elif self.model is not None:
+            Binding(self.model, self.strategy).prepare_flat(flat).apply_now()
+        if buffer is None:
+            return received
+        with torch.no_grad():
+            copy_tensors([buffer[name] for name in sent], list(sent.values()))
+        for path, value in flat.values.items():
+            _set_value(self.weights, path, value)
+        return self.weights
+
+
+def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:
+    """Compare tensors with those of an update, both by their dotted names. Raises SchemaMismatch, with the keys, shapes
+    or dtypes that differ."""
+    problems = [f"{name!r} is missing" for name in sent.keys() - own.keys()]
+    problems += [f"{name!r} is not in the update" for name in own.keys() - sent.keys()]
+    for name, tensor in sent.items():
+        mine = own.get(name)
+        if mine is not None and (mine.shape != tensor.shape or mine.dtype != tensor.dtype):
+            problems.append(
+                f"{name!r} is {mine.dtype} {tuple(mine.shape)}, the update's {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise SchemaMismatch(f"{what} does not fit: {'; '.join(sorted(problems)[:5])}{more}")
+
+
+def _set_value(weights: Any, path: Path, value: Any) -> None:
+    """Extra state, which is no tensor, takes its place in the caller's buffer."""
+    if isinstance(weights, TensorDictBase):
+        weights.set(path, NonTensorData(value))
+        return
+    node = weights
+    for name in path[:-1]:
+        if not isinstance(node.get(name), MutableMapping):
+            weights[dotted(path)] = value  # a state dict has dotted names
+            return
+        node = node[name]
+    node[path[-1]] = value

@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.transports.base import TransportCore
-from asyncsync.transports.destination import Destination
+from asyncsync.transports.base import Destination, TransportCore
 
 __all__ = ["TransportBackend", "in_sync_as"]
 

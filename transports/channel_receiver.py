@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +15,16 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.threads import as_exception, settle
+from asyncsync.runtime.threads import WorkThread, as_exception, settle
+from asyncsync.transports.base import check_fit
 from asyncsync.transports.channels import (
     RECEIVER_SETUP,
     TAG,
     TAG_BYTES,
     close_channels,
     is_channel,
-    retrieved,
     setup_of,
 )
-from asyncsync.transports.destination import check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -38,14 +39,14 @@ Message = dict[str, torch.Tensor]
 MARGIN = 0.5
 
 
+@dataclass(eq=False)
 class _Request:
     """A slab that a fetch waits for."""
 
-    def __init__(self, descriptor: bytes, slab: Slab, until: float, loop: asyncio.AbstractEventLoop) -> None:
-        self.descriptor = descriptor
-        self.slab = slab
-        self.until = until
-        self.done: asyncio.Future[None] = loop.create_future()
+    descriptor: bytes
+    slab: Slab
+    until: float
+    done: asyncio.Future[None]
 
 
 class ChannelReceiver(Carrier):
@@ -55,8 +56,8 @@ class ChannelReceiver(Carrier):
         self.channel = channel
         self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
         self._worker: int | None = None
-        self._changed = threading.Condition()
-        # Under the condition:
+        self._lock = threading.Lock()
+        # Under the lock:
         self._wanted: _Request | None = None
         self._ahead: Message | None = None
         self._closed = False
@@ -64,22 +65,16 @@ class ChannelReceiver(Carrier):
         self._buffer: tuple[bytes, TensorDict] | None = None  # with its layout's digest
         self._setup_error: Exception | None = None
 
-        self._thread: threading.Thread | None = None
-        self._setup: asyncio.Future[None] | None = None
+        self._thread = WorkThread("asyncsync-receive")
+        self._setup: asyncio.Future[Exception | None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
     def _start(self, worker: int | None) -> None:
-        if self._thread is None:
-            self._worker = worker
-            loop = self._loop = asyncio.get_running_loop()
-            self._setup = loop.create_future()
-            self._setup.add_done_callback(retrieved)
-            self._thread = threading.Thread(
-                target=self._run, args=(self._setup,), name="asyncsync-receive", daemon=True
-            )
-            self._thread.start()
+        if self._setup is None:
+            self._worker, self._loop = worker, asyncio.get_running_loop()
+            self._setup = self._thread.submit(self._set_up)
 
     async def _ready(self, timeout: float) -> None:
         assert self._setup is not None
@@ -89,7 +84,8 @@ class ChannelReceiver(Carrier):
                 f"{type(self.channel).__name__}.{RECEIVER_SETUP} has not returned within {timeout:g} s: is the "
                 "sender connecting? connect() may be called again"
             )
-        self._setup.result()
+        if (error := self._setup.result()) is not None:
+            raise error
 
     async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
@@ -97,18 +93,19 @@ class ChannelReceiver(Carrier):
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
         patience -= min(MARGIN, patience / 10)
-        request = _Request(descriptor, slab, time.monotonic() + patience, loop)
-        with self._changed:
+        request = _Request(descriptor, slab, time.monotonic() + patience, loop.create_future())
+        with self._lock:
             replaced, self._wanted = self._wanted, request
             ahead = self._ahead
             if ahead is not None and _tag(ahead) == descriptor:
                 self._wanted = self._ahead = None
             else:
                 ahead = None
-                self._changed.notify_all()
         if ahead is not None:
             # The message came before its instruction. The receiving thread may be waiting for another one.
             threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
+        elif not self._closed:
+            self._thread.submit(partial(self._receive, request))
         if replaced is not None:
             settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
         cancelled: asyncio.CancelledError | None = None
@@ -116,7 +113,7 @@ class ChannelReceiver(Carrier):
             await asyncio.wait([request.done], timeout=patience)
         except asyncio.CancelledError as error:
             cancelled = error
-        with self._changed:
+        with self._lock:
             taken = self._wanted is not request
             if not taken:
                 self._wanted = None
@@ -140,9 +137,8 @@ class ChannelReceiver(Carrier):
         )
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._thread.abandon()
 
     async def _end(self, timeout: float) -> None:
         if self._closed:
@@ -152,34 +148,32 @@ class ChannelReceiver(Carrier):
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self, setup: asyncio.Future[None]) -> None:
+    def _set_up(self) -> Exception | None:
         try:
             method = setup_of(self.channel, RECEIVER_SETUP)
             if method is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
             self._setup_error = as_exception(error)
-        settle(setup, error=self._setup_error)
-        while (request := self._next()) is not None:
-            try:
-                self._receive(request)
-            except BaseException as error:
-                # A failure of the channel is one of the fetch that waits.
-                self._settle(as_exception(error))
-            del request
-
-    def _next(self) -> _Request | None:
-        with self._changed:
-            while self._wanted is None and not self._closed:
-                self._changed.wait()
-            return None if self._closed else self._wanted
+        return self._setup_error
 
     def _receive(self, request: _Request) -> None:
-        if self._setup_error is not None:
-            raise self._setup_error
-        remaining = request.until - time.monotonic()
-        if remaining <= 0:
-            return  # the fetch has expired
+        """Until the request is answered, has expired, or another has taken its place."""
+        try:
+            if self._setup_error is not None:
+                raise self._setup_error
+            while self._wanted is request and not self._closed:
+                if (remaining := request.until - time.monotonic()) <= 0:
+                    return
+                self._receive_one(request, remaining)
+        except BaseException as error:
+            # A failure of the channel is one of the fetch that waits.
+            with self._lock:
+                waiting, self._wanted = self._wanted, None
+            if waiting is not None:
+                settle(waiting.done, error=as_exception(error))
+
+    def _receive_one(self, request: _Request, remaining: float) -> None:
         layout = request.slab.layout
         if self._buffer is None or self._buffer[0] != layout.digest:
             self._buffer = layout.digest, _empty(layout)
@@ -192,9 +186,7 @@ class ChannelReceiver(Carrier):
         if received is not None:
             self._take(self._checked(received))
             return
-        with self._changed:
-            current = self._wanted is request
-        if current:
+        if self._wanted is request:
             raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
 
     def _checked(self, received: Any) -> Message:
@@ -208,7 +200,7 @@ class ChannelReceiver(Carrier):
         return message
 
     def _take(self, message: Message) -> None:
-        with self._changed:
+        with self._lock:
             request = self._wanted
             if request is not None and request.descriptor == _tag(message):
                 self._wanted = None
@@ -233,12 +225,6 @@ class ChannelReceiver(Carrier):
         except BaseException as error:
             failure = as_exception(error)
         settle(request.done, error=failure)
-
-    def _settle(self, error: Exception) -> None:
-        with self._changed:
-            request, self._wanted = self._wanted, None
-        if request is not None:
-            settle(request.done, error=error)
 
 
 def _tag(message: Message) -> bytes:

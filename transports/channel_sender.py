@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from asyncsync.transports.channels import (
     TAG_BYTES,
     close_channels,
     is_channel,
-    retrieved,
     setup_of,
     tagged,
 )
@@ -27,14 +27,14 @@ from asyncsync.weights.slab import Slab
 __all__ = ["ChannelSender", "make_sender"]
 
 
+@dataclass(eq=False)
 class _Dispatch:
-    """One slab on its way to one worker."""
+    """One slab, with a reference, on its way to one worker."""
 
-    def __init__(self, slab: Slab, descriptor: bytes, incarnation: bytes, failed: Failed) -> None:
-        self.slab: Slab | None = slab.retain()
-        self.descriptor = descriptor
-        self.incarnation = incarnation
-        self.failed = failed
+    slab: Slab | None
+    descriptor: bytes
+    incarnation: bytes
+    failed: Failed
 
     def release(self) -> None:
         """On the loop; idempotent."""
@@ -65,7 +65,7 @@ class _WorkerChannel:
         failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
         if self.connecting is None or failed:
             self.connecting = self.thread.submit(self._connect)
-            self.connecting.add_done_callback(retrieved)
+            self.connecting.add_done_callback(_retrieved)
         return self.connecting
 
     def put(self, dispatch: _Dispatch) -> None:
@@ -161,7 +161,7 @@ class ChannelSender(Carrier):
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
         slab = self._offered.get(descriptor)
         if slab is not None and not self._ended:
-            self._channel(worker).put(_Dispatch(slab, descriptor, incarnation, failed))
+            self._channel(worker).put(_Dispatch(slab.retain(), descriptor, incarnation, failed))
 
     def _channel(self, worker: int) -> _WorkerChannel:
         channel = self._by_worker.get(worker)
@@ -204,6 +204,12 @@ class ChannelSender(Carrier):
             return
         self.close()
         await close_channels(list(self.channels.values()), self._loop, timeout)
+
+
+def _retrieved(future: asyncio.Future[None]) -> None:
+    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
+    if not future.cancelled():
+        future.exception()
 
 
 def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:

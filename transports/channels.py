@@ -20,6 +20,7 @@ import asyncio
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import WorkThread
+from asyncsync.runtime.threads import elsewhere
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.weights.slab import Slab
@@ -41,7 +42,6 @@ __all__ = [
     "TAG_BYTES",
     "close_channels",
     "is_channel",
-    "retrieved",
     "setup_of",
     "tagged",
 ]
@@ -94,12 +94,6 @@ def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) else None
 
 
-def retrieved(future: asyncio.Future[None]) -> None:
-    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
-    if not future.cancelled():
-        future.exception()
-
-
 def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
     """Views into a slab, and the tag. Extra state, which is no tensor, travels in the instruction."""
     weights = nest(slab.tensors())
@@ -109,24 +103,24 @@ def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
 
 async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventLoop | None, timeout: float) -> None:
     """Call every transport's ``close``; if they were used on a loop, each in a thread of its own, and wait a moment for
-    these."""
+    all of these."""
     closes = [close for t in transports if callable(close := getattr(t, "close", None))]
     if loop is None or not closes:
         for close in closes:
             _call(close)
-        return
-    patience = min(timeout, CLOSE_SECONDS)
-    if running_loop() is loop:
-        workers = [WorkThread("asyncsync-close") for _ in closes]
-        ended = [worker.submit(partial(_call, close)) for worker, close in zip(workers, closes, strict=True)]
-        for worker in workers:
-            worker.abandon()
-        await asyncio.wait(ended, timeout=patience)
-    else:  # the loop is closed: nothing here waits for the transports
-        for close in closes:
-            thread = threading.Thread(target=_call, args=(close,), name="asyncsync-close", daemon=True)
-            thread.start()
-            thread.join(patience)
+    elif running_loop() is loop:
+        await elsewhere("asyncsync-close", partial(_close_all, closes, min(timeout, CLOSE_SECONDS)))
+    else:  # that loop is closed, and no other has to go on meanwhile
+        _close_all(closes, min(timeout, CLOSE_SECONDS))
+
+
+def _close_all(closes: list[Callable[[], None]], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    threads = [threading.Thread(target=_call, args=(close,), name="asyncsync-close", daemon=True) for close in closes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _call(close: Callable[[], None]) -> None:

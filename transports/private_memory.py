@@ -2,6 +2,13 @@
 
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
 nothing newer any more, so such pages are thrown away before the file is used for another version.
+
+Over shared memory the file is the sender's (:mod:`asyncsync.transports.attachments`). Over a socket it is the worker's
+own, a received slab: a module's Parameters lie in that of the version that they show, so nothing is copied when an
+update is applied, and the worker has two, the one that is shown and the one that is being filled. Bytes are written
+through a second mapping, which takes a third of pwrite's time. So the kernel counts this memory twice in the process's
+resident set; in its proportional set (Pss), and in its container's memory, it is counted once. Pages are reserved
+before they are written: memory that runs out raises an error, not a signal.
 """
 
 from __future__ import annotations
@@ -13,12 +20,15 @@ import weakref
 import numpy as np
 import torch
 
-from asyncsync.net.memory_file import map_private
+from asyncsync.errors import WeightSyncError
+from asyncsync.net import memory_file
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Entry, Layout
-from asyncsync.weights.slab import FOREIGN, Slab
+from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
-__all__ = ["PrivateMapping", "PrivateSlab"]
+__all__ = ["PrivateMapping", "PrivateSlab", "ReceivedPool"]
+
+_forks = 0  # counted before each fork of this process, and after it
 
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -29,13 +39,14 @@ class PrivateMapping:
     ValueError: it cannot be mapped."""
 
     def __init__(self, number: int, size: int) -> None:
-        self.memory = map_private(number, size)
+        self.memory = memory_file.map_private(number, size)
         with normal_tensors():
             self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self.buffer.data_ptr()
         self._size = size
-        token = FOREIGN.add(self.address, self.address + size)
-        weakref.finalize(self.memory, FOREIGN.discard, token)  # tensors may outlive this object
+        token = object()
+        FOREIGN[token] = self.address, self.address + size
+        weakref.finalize(self.memory, FOREIGN.pop, token, None)  # tensors may outlive this object
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """One of the tensors that lie here."""
@@ -71,16 +82,16 @@ class PrivateMapping:
 class PrivateSlab(Slab):
     """A slab that is read in a private mapping."""
 
+    may_hold_parameters = True
+
     def __init__(self, layout: Layout, mapping: PrivateMapping) -> None:
         super().__init__(layout, mapping.buffer[: layout.nbytes])
         self.mapping = mapping
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout. Where a Parameter may lie, each view is a storage of its own: pickled,
-        saved, or shared with another process, it takes along its bytes, not the whole slab's."""
-        if not self.may_hold_parameters:
-            return super().views
+        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
+        process, it takes along its bytes, not the whole slab's."""
         if self._views is None:
             with normal_tensors():
                 self._views = [self.mapping.tensor(entry) for entry in self.layout.entries]
@@ -96,3 +107,67 @@ class PrivateSlab(Slab):
         if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
             self._views = None
         self.holds_parameters = self.holds_all_parameters = self.exposed = False
+
+
+class ReceivedSlab(PrivateSlab):
+    """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
+    system has no memory files; MemoryError: it cannot be mapped."""
+
+    may_hold_parameters = True
+
+    def __init__(self, layout: Layout, pool: SlabPool) -> None:
+        size = -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._file = memory_file.create(size, reserved=False)
+        weakref.finalize(self, os.close, self._file).atexit = False
+        try:
+            mapping = PrivateMapping(self._file, size)
+            self._sent = memoryview(mmap.mmap(self._file, size))
+        except OSError as error:
+            raise memory_file.no_memory(size, error) from error
+        super().__init__(layout, mapping)
+        self.pool = pool
+        self.forks = _forks
+        self._reserved = 0
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        end = offset + len(data)
+        if end > self._reserved:
+            try:
+                os.posix_fallocate(self._file, self._reserved, end - self._reserved)
+            except OSError as error:
+                raise memory_file.no_memory(self.nbytes, error) from error
+            self._reserved = end
+        self._sent[offset:end] = data
+
+    def copy_to(self, other: Slab) -> None:
+        """What was sent, whatever this process has written into its Parameters since."""
+        other.memory[:] = self._sent[: self.nbytes]
+        other.values = self.values
+
+    def reuse(self, layout: Layout) -> None:
+        self.show_the_file()
+        self.forks = _forks
+        super().reuse(layout)
+
+
+class ReceivedPool(SlabPool):
+    """Received slabs that can be used again; plain ones where the system has no memory files. A slab that was in use at
+    a fork is written no more: a child's copy of a model reads it, in the mappings that it has from its parent."""
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        try:
+            return ReceivedSlab(layout, self)
+        except WeightSyncError:
+            return super()._make(layout, pinned=pinned)
+
+    def _keep(self, slab: Slab) -> None:
+        if not isinstance(slab, ReceivedSlab) or slab.forks == _forks:
+            super()._keep(slab)
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)

@@ -1,10 +1,9 @@
 """Shared memory: one copy per update into a slot, however many workers; they read it there.
 
 The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. The instruction names the
-slot; a worker maps it (:mod:`asyncsync.transports.attachments`). A small slab is copied out at once, and the slot is
-free. One of 1 MiB or more is copied out when it has been applied and acknowledged, unless it has to wait for a reader
-of the model. Of a large one, more than 16 MiB, a module's Parameters get their memory in the slot, whose lease lasts
-until a newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
+slot; a worker maps it (:mod:`asyncsync.transports.attachments`). A slab of up to 4 MiB is copied out at once,
+and the slot is free. Of a larger one, a module's Parameters get their memory in the slot, whose lease lasts until a
+newer version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.leases`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachment, Attachments
 from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = [
     "SLOTS",
@@ -32,7 +30,7 @@ __all__ = [
 SLOTS = 4
 
 
-class SlotTransport(base.TransportCore):
+class SlotTransport(base.OwnTransport):
     """Moves slabs through slots, whichever API is put over it.
 
     Args:
@@ -82,14 +80,6 @@ class SlotTransport(base.TransportCore):
         if place.size != layout.nbytes:
             raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
         return self._attachments.find(place)
-
-    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Never asked: :meth:`attach` has brought the slab.
-
-        Raises:
-            ValueError: always; the descriptor is another transport's.
-        """
-        await base.TransportCore.fetch(self, descriptor, into, deadline)
 
     @property
     def _is_adopted(self) -> bool:

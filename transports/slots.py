@@ -5,7 +5,7 @@ a mapping of it neither changes under a reader's hands nor faults.
 
 Usage::
 
-    pool = SlotPool(slots=4, map_above=16 << 20)
+    pool = SlotPool(slots=4, map_above=4 << 20)
     slab = pool.acquire(layout)          # packed like any slab
     descriptor = pool.describe(slab)     # for asyncsync.transports.attachments, in a worker
 """
@@ -25,15 +25,13 @@ import numpy as np
 import torch
 
 from asyncsync.net import memory_file
-from asyncsync.net.memory_file import MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["COPY_BYTES", "Place", "SlotPool"]
 
-COPY_BYTES = 16 << 20
+COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
 # Freeing so much memory takes longer than a loop should stand still.
 LARGE_BYTES = 8 << 20
 
@@ -46,7 +44,7 @@ class Place(NamedTuple):
     """Where a slot is; the content of a descriptor.
 
     Attributes:
-        mapped: workers read it there until they have something newer; else they copy it out soon.
+        mapped: workers read it there until they have something newer; else they copy it at once.
         pid, number: the owner's process, and the file's descriptor there.
         device, inode: of the file, by which a worker knows whether the descriptor is still that of this file.
         size: of the slab, in bytes.
@@ -90,8 +88,8 @@ class Slot(Slab):
         self._file = memory_file.create(size)
         self._close = weakref.finalize(self, os.close, self._file)
         self._close.atexit = False
-        found = MemoryPlace.of(self._file)
-        self.device, self.inode = found.device, found.inode
+        found = os.fstat(self._file)
+        self.device, self.inode = found.st_dev, found.st_ino
         try:
             self._map = mmap.mmap(self._file, size)
             memory_file.seal(self._file, against_writing=True)
@@ -165,35 +163,19 @@ class SlotPool(SlabPool):
         return slot
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
-        spare = self._spare
-        try:
-            slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        finally:
-            if spare is not None and not spare.references:  # it did not fit
-                self._dispose(spare)
+        slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
         assert isinstance(slab, Slot)
         slab.in_place = slab.nbytes > self.map_above
         self.used.add(slab)
         return slab
-
-    def close(self) -> None:
-        spare = self._spare
-        super().close()
-        self._dispose(spare)
 
     def released(self, slab: Slab) -> None:
         assert isinstance(slab, Slot)
         self.used.discard(slab)
         super().released(slab)
 
-    def _keep(self, slab: Slab) -> None:
-        surplus = slab if self._closed else self._spare
-        super()._keep(slab)
-        self._dispose(surplus)
-
-    def _dispose(self, slab: Slab | None) -> None:
-        if not isinstance(slab, Slot):
-            return
+    def _drop(self, slab: Slab) -> None:
+        assert isinstance(slab, Slot)
         self._inodes = None
         if slab.nbytes < LARGE_BYTES:
             slab.dispose()

@@ -3,7 +3,7 @@
 A ZMQTransport offers no descriptor, so the bus itself carries the bytes: up to 64 KiB in the instruction, more in
 chunks on the same socket, which the publisher sends on the worker's credit. The subscriber writes them where they
 belong: in a slab, from which they are copied into the model, or, where there are more of them, in memory that a
-module's Parameters are given (:mod:`asyncsync.transports.received`).
+module's Parameters are given (:mod:`asyncsync.transports.private_memory`).
 
 Usage, in a scheme of one's own::
 
@@ -15,17 +15,16 @@ Usage, in a scheme of one's own::
 from __future__ import annotations
 
 from asyncsync.transports import blocking
-from asyncsync.transports.base import TransportBackend, TransportCore
-from asyncsync.transports.received import ReceivedPool
+from asyncsync.transports.base import OwnTransport, TransportBackend
+from asyncsync.transports.private_memory import ReceivedPool
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["BlockingZMQTransport", "ChunkTransport", "ZMQTransport"]
 
 
-class ChunkTransport(TransportCore):
+class ChunkTransport(OwnTransport):
     """The bus's own transport, whichever API is put over it.
 
     Args:
@@ -39,14 +38,6 @@ class ChunkTransport(TransportCore):
     def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
         """Memory that Parameters may be given, where that pays."""
         return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
-
-    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Never asked: without a descriptor, the subscriber writes the chunks itself.
-
-        Raises:
-            ValueError: always; a descriptor belongs to another transport.
-        """
-        await TransportCore.fetch(self, descriptor, into, deadline)
 
     def close(self) -> None:
         """Release free memory; what a model shows stays with it."""

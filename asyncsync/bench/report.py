@@ -213,7 +213,8 @@ def _memory(figures: Figures) -> Table:
     ]
     note = (
         f"{payload.case} to {payload.workers} workers over ipc. Growth: of the peak of resident memory, from having "
-        "the parameters to the last of several sends; of the workers, the one that grows most."
+        "the parameters to the last of several sends; of the workers, the one that grows most. A worker's slabs are "
+        "mapped twice, and count twice."
     )
     return Table("Memory", ["", "MiB", "× payload"], rows, note)
 

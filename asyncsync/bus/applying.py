@@ -43,11 +43,11 @@ class Applying:
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
 
-    def goes_straight(self, model_id: str) -> bool:
-        """Whether updates of this model wait for readers only, and are passed on to nobody."""
-        if model_id in self.manual or self.cascade.task is not None:
+    def goes_straight(self, models: Iterable[str]) -> bool:
+        """Whether updates of these models wait for readers only, and are passed on to nobody."""
+        if self.cascade.task is not None or not self.manual.isdisjoint(models):
             return False
-        return not self.cascade.concerns((model_id,))
+        return not self.cascade.concerns(models)
 
     def close(self) -> None:
         """Nothing more is applied or passed on from here."""
@@ -64,9 +64,10 @@ class Applying:
         if not passing or passing == self._offered:
             return
         self._offered = passing
-        update = Writer(lambda: self._pass(passing), lambda error: self._done(passing))
+        later = partial(self._conclude_later, passing)
+        update = Writer(lambda: self._pass(passing), lambda error: self._link.call_from_thread(later))
         if self._gate.try_apply(update):
-            self._applied(passing)
+            self._conclude(passing)
         else:
             self._gate.offer(update.apply, update.done)
         if self._gate.pending and self._gate_timer is None:
@@ -98,65 +99,39 @@ class Applying:
                     self._show(staging.epoch, staging.acting)
                 staging.over = True
 
-    def waits(self, models: Iterable[str]) -> bool:
-        """Whether updates of these models will wait for a reader, for ``receive``, or for what they are passed on to. A
-        reader may still come before they are applied: then they wait in their slot."""
-        if self._gate.readers or self._gate.pending or self.cascade.task is not None:
-            return True
-        return not self.manual.isdisjoint(models) or self.cascade.concerns(models)
-
-    def _done(self, passed: list[Staging]) -> None:
-        """Called by the gate, in the thread that applied, if that was not done at once."""
-        try:
-            self._link.loop.call_soon_threadsafe(self._applied_later, passed)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits
-
-    def _applied_later(self, passed: list[Staging]) -> None:
-        with self._link.guard():
-            self._applied(passed)
-            if not self._link.closed:
-                self._link.settle()
-
-    def _applied(self, passed: list[Staging]) -> None:
-        if self._offered is passed:
-            self._offered = []
-        self._conclude(passed.copy())
-
     def _conclude(self, passed: list[Staging]) -> None:
         """The gate has done with these: see to each in turn, how it went."""
-        while passed:
-            staging = passed.pop(0)
+        if self._offered is passed:
+            self._offered = []
+        for staging in passed:
             if staging.heard or staging.abandoned:
                 continue
             staging.heard = True
             if staging.error is None and self.cascade.concerns(staging.parts):
                 # Nothing newer goes through the gate until those below have this one, and it counts as applied.
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-                self.cascade.begin(slabs, partial(self._passed_on, staging, passed))
+                self.cascade.begin(slabs, partial(self._conclude_later, passed, staging))
                 return
             self._finished(staging, staging.error)
 
-    def _passed_on(self, staging: Staging, others: list[Staging], failure: Exception | None) -> None:
+    def _conclude_later(
+        self, passed: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
+    ) -> None:
+        """The same as a callback of the loop, perhaps when one of them was passed on."""
         with self._link.guard():
-            self._finished(staging, failure)
-            self._conclude(others)
+            if passed_on is not None:
+                self._finished(passed_on, failure)
+            self._conclude(passed)
             if not self._link.closed:
                 self._link.settle()
 
-    def _finished(self, staging: Staging, error: BaseException | None) -> None:
-        if error is None:
-            self._subscriber.applied(staging)
-            for part in staging.parts.values():
-                if part.slab.leased:
-                    self._clean_soon()
-                    break
-        else:
+    def _finished(self, staging: Staging, error: Exception | None) -> None:
+        if error is not None:
             self._subscriber.failed(staging, error)
-
-    def _clean_soon(self) -> None:
-        # Not at once: it takes a core for some time, which the sender may need to read the acknowledgement.
-        if self._cleaning is None:
+            return
+        self._subscriber.applied(staging)
+        if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
+            # Not at once: it takes a core for some time, which the sender may need to read the acknowledgement.
             self._cleaning = self._link.loop.call_later(CLEAN_DELAY, self._clean)
 
     def _clean(self) -> None:

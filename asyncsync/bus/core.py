@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
-from asyncsync.bus.conditions import Order
-from asyncsync.bus.link import EXIT_SECONDS
+from asyncsync.bus.link import EXIT_SECONDS, Order
 from asyncsync.bus.member import Member
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink

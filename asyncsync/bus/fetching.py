@@ -41,9 +41,7 @@ class Fetches:
             task.add_done_callback(self.tasks.discard)
 
     def _transport(self, part: Part) -> Carrier:
-        # A sender without a model_id calls its only model "".
-        known = part.model_id in self.transports
-        return self.transports[part.model_id if known else next(iter(self.transports))]
+        return self.transports[self._subscriber.session.local(part.model_id)]
 
     def attach(self, part: Part, layout: Layout) -> Slab | None:
         """The part's slab, if its transport has it at hand. Raises what that raises."""

@@ -20,13 +20,12 @@ from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import Any
 
-from asyncsync.bus.conditions import Conditions
 from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
-from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.runtime.threads import WorkThread, call_soon, finish
 
-__all__ = ["INLINE_BYTES", "Link"]
+__all__ = ["INLINE_BYTES", "Link", "Order"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -40,7 +39,8 @@ TICK = 0.25  # whatever is due at a time is due within seconds: so much later do
 
 class Link(ABC):
     """Base of the sender's and the receiver's link. ``descriptors`` is how many file descriptors its peers will take:
-    raises NotConnected if there are not so many. ``dropped`` counts messages, by reason."""
+    raises NotConnected if there are not so many. ``dropped`` counts messages, by reason; ``waiters`` has the predicates
+    of those who wait."""
 
     _at_exit: Finalize | None = None  # while it is open
 
@@ -49,7 +49,7 @@ class Link(ABC):
             raise NotConnected(f"cannot connect: {why}")
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()
-        self.conditions = Conditions(self.loop)
+        self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self.context = Context()
         self.thread = WorkThread(name)
         self.dropped: Counter[str] = Counter()
@@ -115,8 +115,7 @@ class Link(ABC):
         """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
         now = self.loop.time()
         self._flush(now)
-        if self.conditions.waiters:
-            self.conditions.notify()
+        self.notify()
         if self._timer is None:
             self._set_timer(now)
 
@@ -152,7 +151,7 @@ class Link(ABC):
         if self.failure is None:
             self.failure = error
             logger.error("the bus has failed", exc_info=error)
-        self.conditions.notify()
+        self.notify()
 
     def check(self) -> None:
         """Raise what keeps this link from working: ClosedError if it was shut down, RuntimeError if it is used from
@@ -174,19 +173,46 @@ class Link(ABC):
     async def wait(
         self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
     ) -> bool:
-        """:meth:`Conditions.until`, ended by shutdown or failure of the link with their exceptions."""
+        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first. Raises
+        as :meth:`check`, also if this link is shut down or fails meanwhile.
+
+        When this returns, the predicate holds: the state that woke the waiter may be over a moment later. ``begin`` is
+        called once all is ready to wait; not if the predicate holds already, or there is no time.
+        """
         self.check()
-        result = await self.conditions.until(
-            lambda: self.closed or self.failure is not None or predicate(), timeout, begin
-        )
-        if result and (self.closed or self.failure is not None) and not predicate():
-            self.check()
-        return result
+        deadline = None if timeout is None else self.loop.time() + timeout
+        while not predicate():
+            if self.closed or self.failure is not None:
+                self.check()
+            if deadline is not None and deadline <= self.loop.time():
+                return False
+            waiter: asyncio.Future[None] = self.loop.create_future()
+            timer = None if deadline is None else self.loop.call_at(deadline, _wake, waiter)
+            self.waiters[waiter] = predicate
+            try:
+                if begin is not None:
+                    begin()
+                    begin = None
+                await waiter
+            finally:
+                del self.waiters[waiter]
+                if timer is not None:
+                    timer.cancel()
+        return True
+
+    def notify(self) -> None:
+        """The state may have changed: evaluate every predicate, and wake those whose predicate holds."""
+        for waiter, predicate in list(self.waiters.items()):
+            if not waiter.done():
+                try:
+                    if self.closed or self.failure is not None or predicate():
+                        waiter.set_result(None)
+                except Exception as error:  # raised where the waiter waits, and nowhere else
+                    waiter.set_exception(error)
 
     def call_from_thread(self, function: Callable[[], object]) -> None:
         """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(function)
+        call_soon(self.loop, function)
 
     async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
@@ -224,12 +250,17 @@ class Link(ABC):
             await finish(self.thread.submit(self.context.term))
         finally:
             await self.thread.close()
-            self.conditions.notify()
+            self.notify()
             if self._lifeline is not None and not self._lifeline.ag_running:
                 await self._lifeline.aclose()
 
 
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGenerator[None, None]:
@@ -252,3 +283,22 @@ def _end_all() -> None:
                 link.cut(min(LINGER_MS, int(1000 * seconds)))
         except Exception:
             logger.exception("a bus could not be shut down at exit")
+
+
+class Order(asyncio.Lock):
+    """A lock that coroutines get in the order in which they request it, within a time limit. ``waiting`` counts those
+    that do not have it yet."""
+
+    waiting = 0
+
+    async def acquire_until(self, deadline: float) -> None:
+        """Acquire it, until a time of the loop's clock; TimeoutError if the others have had it for too long."""
+        if not self.waiting and not self.locked():
+            await self.acquire()  # at once
+            return
+        self.waiting += 1
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.acquire()
+        finally:
+            self.waiting -= 1

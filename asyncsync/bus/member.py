@@ -1,21 +1,18 @@
-"""Member: what a bus needs of a scheme, of which each brings one model."""
+"""Member: what a bus needs of a scheme, of which each brings one model; and how schemes that were constructed or
+pickled apart come onto one bus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Extract", "ExtractAll", "Member", "Source"]
+__all__ = ["Member", "Source", "join_buses"]
 
 Source = FlatWeights | Mapping[int, FlatWeights]
-"""A model's weights for everybody, or for each worker its own."""
-Extract = Callable[[], Source]
-"""Takes a source's values, ready to be packed."""
-ExtractAll = Callable[[], Mapping[str, Source]]
-"""The same of each model."""
+"""A model's weights for everybody, or for each worker its own, ready to be packed."""
 
 
 class Member(Protocol):
@@ -31,26 +28,73 @@ class Member(Protocol):
     def _register(self) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
 
-    async def _connect_sender(self, initial: Extract | None, timeout: float) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
         """Sender: wait for the workers, which are to begin with these weights."""
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: wait for the sender, and for its initial weights."""
 
-    async def _initial(self, weights: Any) -> Extract | None:
+    async def _initial(self, weights: Any) -> Source | None:
         """What a sender sends when it connects; None: nothing. In the caller's thread."""
 
-    async def _prepare(self, weights: Any) -> Any:
-        """Turn what the caller gave into what :meth:`_flatten` takes. In the caller's thread."""
-
-    def _flatten(self, source: Any, workers: list[int] | None) -> Source:
-        """Take a prepared source's values. In the caller's thread."""
+    async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
+        """The values of what the caller gave, for these workers. In the caller's thread."""
 
     def _at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`_prepare` and :meth:`_flatten` would come to, where that takes nothing but looking; else None."""
+        """What :meth:`_extract` would come to, where that takes nothing but looking; else None."""
 
     def _transport(self) -> Carrier:
         """What moves this model's bytes."""
 
     async def _end_transport(self, timeout: float) -> None:
         """Release it."""
+
+
+def join_buses(schemes: Iterable[Member]) -> Any:
+    """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
+    their models. All of them are blocking, or all asynchronous.
+
+    The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled
+    copies made from now on find each other in a worker; copies made earlier still have the address of old.
+
+    Returns the common bus; None: there is none, because they share several buses already, or there are no schemes.
+    Raises, with nothing changed, ValueError for several explicit endpoints, or settings that one bus cannot have;
+    RuntimeError if a scheme is initialised or connected already.
+    """
+    schemes = list(schemes)
+    for scheme in schemes:
+        if scheme._role is not None or scheme._registered or scheme._closed or scheme._bus._link is not None:
+            raise RuntimeError(
+                "schemes are moved onto one bus before init_on_sender(), init_on_receiver() and connect()"
+            )
+    own = [scheme for scheme in schemes if scheme._own_bus]
+    shared = list({id(s._bus): s._bus for s in schemes if not s._own_bus}.values())
+    if len(shared) > 1:
+        return None
+    buses = shared + [scheme._bus for scheme in own]
+    if len(buses) < 2:
+        return buses[0] if buses else None
+    explicit = shared + [scheme._bus for scheme in own if not scheme._bus.drawn]
+    endpoints = sorted({bus.endpoint for bus in explicit})
+    if len(endpoints) > 1:
+        raise ValueError(
+            f"these schemes have several endpoints ({', '.join(endpoints)}), so no update could carry all their "
+            "models: construct one bus = Bus(endpoint=…) and give it to each of them (bus=bus)"
+        )
+    common = (explicit or buses)[0]
+    settings = {}
+    for name in ("num_workers", "min_workers", "allow_plaintext", "checksum"):
+        default = {"min_workers": 1, "allow_plaintext": False}.get(name)
+        values = {getattr(bus, name) for bus in buses} - {default}
+        if len(values) > 1:
+            raise ValueError(
+                f"the schemes of one bus share its {name}, but these have {sorted(values)}: construct one "
+                f"bus = Bus({name}=…) and give it to each of them (bus=bus)"
+            )
+        if values:
+            settings[name] = values.pop()
+    for name, value in settings.items():
+        setattr(common, name, value)
+    for scheme in own:
+        scheme._bus, scheme._own_bus = common, False
+    return common

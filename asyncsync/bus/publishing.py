@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.conditions import Order
-from asyncsync.bus.link import INLINE_BYTES, Link
+from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.member import Source
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.fastpath.sender import FastSender
@@ -24,8 +23,7 @@ from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack, pack_slab_values
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
 
@@ -48,7 +46,7 @@ class _Job(NamedTuple):
         if self.memory is not None:
             copy_bytes(self.slab.pieces, self.memory)
             return
-        pack(self.slab, self.flat, self.flat.ready, progress, self.tensors)
+        pack(self.slab, self.flat, progress, self.tensors)
 
 
 class Publishing:
@@ -93,7 +91,7 @@ class Publishing:
 
     async def publish(
         self,
-        extract: Callable[[], Mapping[str, Source]],
+        sources: Mapping[str, Source],
         transports: Mapping[str, Carrier],
         workers: Iterable[int] | None,
         *,
@@ -101,10 +99,11 @@ class Publishing:
         deadline: float,
         at_once: bool = True,
     ) -> int:
-        """Snapshot what ``extract`` returns, make it the target, announce it; returns the version.
+        """Snapshot the sources, make that the target, announce it; returns the version.
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
-        Unless ``at_once``, the announcement has still to :meth:`depart`. Raises AckTimeout if all memory that a
+        ``serve`` names models that are announced with these weights: a worker must not take one for a model without
+        any. Unless ``at_once``, the announcement has still to :meth:`depart`. Raises AckTimeout if all memory that a
         transport has for slabs is in use until the deadline, a time of the loop's clock.
         """
         link, publisher = self._link, self._publisher
@@ -119,7 +118,6 @@ class Publishing:
             link.check()
             self._fast.end()
             publisher.check_open()
-            sources = extract()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
             origin = None if self.origin is None else self.origin()
@@ -138,8 +136,9 @@ class Publishing:
                         }
                 for job in jobs:
                     job.slab.origin = origin
-                if len(jobs) == 1 and self._can_overlap(jobs[0], transports):
-                    return await self._publish_packing(parts, workers, serve, jobs[0])
+                streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
+                if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
+                    return await self._publish_packing(parts, workers, jobs[0])
                 for job in jobs:
                     if job.slab.nbytes <= INLINE_BYTES:
                         job.pack()
@@ -153,41 +152,20 @@ class Publishing:
                     ):
                         await self._offer(transports[model_id], slab, whom)
                 link.check()
-                version = self._announce(parts, workers, serve)
+                version = publisher.publish(parts, workers, link.loop.time())
                 self._fast.worked(link.loop.time() - begun)
             finally:
                 for job in jobs:
                     job.slab.release()
-            link.conditions.notify()
+            link.notify()
             if at_once:
                 self._depart()
             return version
         finally:
             self.order.release()
 
-    def _announce(
-        self,
-        parts: Mapping[str, Slab | Mapping[int, Slab]],
-        workers: Iterable[int] | None,
-        serve: Iterable[str],
-    ) -> int:
-        for model_id in serve:
-            # Announced by publish, together with its weights: a worker must not take it for a model without any.
-            self._publisher.targets.add_model(model_id)
-        return self._publisher.publish(parts, workers, self._link.loop.time())
-
-    def _can_overlap(self, job: _Job, transports: Mapping[str, Carrier]) -> bool:
-        """Whether chunks may go out while the rest is still being packed."""
-        if job.slab.nbytes <= INLINE_BYTES or job.flat.ready is not None:
-            return False
-        return all(type(t).offer is Carrier.offer for t in transports.values())
-
     async def _publish_packing(
-        self,
-        parts: Mapping[str, Slab | Mapping[int, Slab]],
-        workers: Iterable[int] | None,
-        serve: Iterable[str],
-        job: _Job,
+        self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, job: _Job
     ) -> int:
         """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
 
@@ -200,7 +178,7 @@ class Publishing:
         replaced = targets.keep(parts)
         version = None
         try:
-            version = self._announce(parts, workers, serve)
+            version = self._publisher.publish(parts, workers, self._link.loop.time())
             self._link.settle()
 
             def pack_all() -> None:
@@ -291,7 +269,8 @@ class Publishing:
         targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in publisher.leases.of.items():
-            versions = sorted({version for (_, version), slab in leases if slab in pool and slab not in targets})
+            held = leases.slabs.items()
+            versions = sorted({v for (_, v), (_, slab) in held if slab in pool and slab not in targets})
             if versions:
                 peer = publisher.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"

@@ -10,7 +10,7 @@ from asyncsync.bus.applying import Applying
 from asyncsync.bus.link import Link
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.gate import Gate
-from asyncsync.protocol.fields import Epoch
+from asyncsync.protocol.messages import Epoch
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.slab import Slab
 
@@ -194,27 +194,29 @@ class Receiving:
             meant = [m for m in models if subscriber.targets.get(m, 0) >= version]
             return bool(meant) and all(subscriber.holdings.version(m) >= version for m in meant)
 
-        if not await self._link.wait(lambda: done() or subscriber.session.ended is not None, timeout):
+        if not await self._until(done, timeout):
             have = {m: subscriber.holdings.version(m) for m in models}
             raise AckTimeout(
                 f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
             )
-        if not done():
-            raise self._ending()
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
         """Wait until what these models show is at least this version of the root of the tree. Raises as
         :meth:`wait_version`."""
         models = list(models)
-        if not await self._link.wait(
-            lambda: self._origin(models) >= version or self._subscriber.session.ended is not None, timeout
-        ):
+        if not await self._until(lambda: self._origin(models) >= version, timeout):
             raise AckTimeout(
                 f"worker {self._subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
                 f"{self._origin(models)}"
             )
-        if self._origin(models) < version:
+
+    async def _until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """False when the timeout expires first. Raises ClosedError or Fenced if the sender's end has come first."""
+        session = self._subscriber.session
+        in_time = await self._link.wait(lambda: done() or session.ended is not None, timeout)
+        if in_time and not done():
             raise self._ending()
+        return in_time
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""

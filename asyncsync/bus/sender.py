@@ -17,18 +17,16 @@ from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
-from asyncsync.net.packets import BY_SIDE_CHANNEL, read
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
-from asyncsync.net.side_channel import Receive, SideChannels
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.fields import Buffer
-from asyncsync.protocol.messages import Again, Bye, Hello, Instruction, Ping, Ready, Released, Update
+from asyncsync.protocol.messages import Again, Buffer, Bye, Hello, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
-from asyncsync.weights.pool import SlabPool
+from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import SourceCache
 
 __all__ = ["SenderLink"]
@@ -56,14 +54,13 @@ class SenderLink(Link):
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.publisher.membership.is_watched = self._is_watched
         self.publisher.membership.shortage = lambda: shortage(self._per_worker)
-        self.pool = SlabPool(partial(self.call_from_thread, self.conditions.notify))
+        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
         self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
-        self._latest: tuple[bytes, Instruction] = b"", Ping((0, 0), 0)  # the last packet, and what it means
         self._watches: dict[bytes, ProcessWatch] = {}
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
@@ -103,7 +100,7 @@ class SenderLink(Link):
         publishing = self.publishing
         if self._timer is None or publishing.order.waiting or publishing.order.locked():
             return False
-        return not self.conditions.waiters and publishing.origin is None
+        return not self.waiters and publishing.origin is None
 
     @property
     def version(self) -> int:
@@ -162,10 +159,7 @@ class SenderLink(Link):
         if steady is not None and steady.answer(peer, packet, self.loop.time()):
             return
         try:
-            latest, instruction = self._latest
-            if packet != latest:  # mostly, all workers answer the same
-                instruction, _ = read(packet)
-                self._latest = bytes(packet), instruction
+            instruction, _ = read(packet)
             self.fast.end()
             self.publisher.receive(peer.route, instruction, (), self.loop.time())
         except ProtocolError as error:
@@ -227,7 +221,7 @@ class SenderLink(Link):
         self._watch()
 
     def settle(self) -> None:
-        self.conditions.notify()
+        self.notify()
         self.depart()
 
     def depart(self) -> None:
@@ -266,7 +260,7 @@ class SenderLink(Link):
             if by_zmq:
                 self._socket.flushed()
         if failed:
-            self.conditions.notify()
+            self.notify()
 
     def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
         # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
@@ -276,7 +270,8 @@ class SenderLink(Link):
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        self.fast.wake()
+        if self.fast.steady is not None:
+            self.fast.steady.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -286,14 +281,15 @@ class SenderLink(Link):
         self.closed = True
         self._say_goodbye()
         self._close_all(LINGER_MS)
-        self.conditions.notify()
+        self.notify()
         try:
             await self._terminate()
         finally:
             self._release()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        self.fast.forget_waiter()
+        if self.fast.steady is not None:
+            self.fast.steady.waiter = None  # the loop is over: nobody can be woken any more
         return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
 
     def _say_goodbye(self) -> None:

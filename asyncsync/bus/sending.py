@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import ExtractAll
+from asyncsync.bus.member import Source
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError
 
@@ -17,22 +17,21 @@ __all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wai
 Workers = int | Iterable[int] | None
 
 
-async def extract(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> ExtractAll:
-    """Check and prepare; what is returned takes the sources' values when it is called. Raises ValueError, before
-    anything is done, for unknown models or workers, or none at all."""
+async def extract(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> dict[str, Source]:
+    """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
+    models or workers, or none at all."""
     if not weights.keys() <= bus._schemes.keys():
         unknown = sorted(weights.keys() - bus._schemes.keys())
         raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(bus._schemes)}")
     if not weights:
         raise ValueError("nothing to publish: name at least one model_id")
     workers = _check_workers(bus._sender(), as_workers(worker_ids))
-    prepared = {topic: await bus._schemes[topic]._prepare(given) for topic, given in weights.items()}
-    return lambda: {topic: bus._schemes[topic]._flatten(source, workers) for topic, source in prepared.items()}
+    return {topic: await bus._schemes[topic]._extract(given, workers) for topic, given in weights.items()}
 
 
 async def _extract_in_order(
     bus: BusCore, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
-) -> ExtractAll:
+) -> dict[str, Source]:
     """:func:`extract`, when those who called before have been prepared: whoever takes longer over that must not publish
     what is older as the newer version. The next step keeps this order, if nothing is awaited in between. Raises
     AckTimeout if the others have not been prepared within the timeout."""
@@ -52,24 +51,23 @@ async def _extract_in_order(
 async def publish(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers) -> int:
     """Snapshot and announce; returns the version."""
     workers = as_workers(worker_ids)
-    values = await _extract_in_order(bus, weights, workers, DEFAULT_TIMEOUT)
-    return await publish_sources(bus, values, weights, workers)
+    sources = await _extract_in_order(bus, weights, workers, DEFAULT_TIMEOUT)
+    return await publish_sources(bus, sources, workers)
 
 
 async def publish_sources(
     bus: BusCore,
-    values: ExtractAll,
-    topics: Iterable[str],
+    sources: Mapping[str, Source],
     workers: list[int] | None,
     timeout: float = DEFAULT_TIMEOUT,
     *,
     at_once: bool = True,
 ) -> int:
-    """:func:`publish` of what has been prepared; unless ``at_once``, it has still to depart."""
-    transports = {topic: bus._schemes[topic]._transport() for topic in topics}
+    """:func:`publish` of what was extracted; unless ``at_once``, it has still to depart."""
+    transports = {topic: bus._schemes[topic]._transport() for topic in sources}
     link = bus._sender()
     deadline = link.loop.time() + timeout
-    version = await link.publishing.publish(values, transports, workers, deadline=deadline, at_once=at_once)
+    version = await link.publishing.publish(sources, transports, workers, deadline=deadline, at_once=at_once)
     if bus._on_published is not None:
         bus._on_published(version, workers)
     return version
@@ -92,30 +90,26 @@ async def send(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers, ti
     _check_quorum(bus._sender(), weights)
     workers = as_workers(worker_ids)
     try:
-        values = await _extract_in_order(bus, weights, workers, timeout)
+        sources = await _extract_in_order(bus, weights, workers, timeout)
     except AckTimeout as error:
         raise _unsent(bus, workers, error) from error
-    return await send_sources(bus, values, weights, workers, timeout)
+    return await send_sources(bus, sources, workers, timeout)
 
 
-async def send_sources(
-    bus: BusCore, values: ExtractAll, topics: Iterable[str], workers: list[int] | None, timeout: float
-) -> int:
-    """:func:`send` of what has been prepared."""
+async def send_sources(bus: BusCore, sources: Mapping[str, Source], workers: list[int] | None, timeout: float) -> int:
+    """:func:`send` of what was extracted."""
     link = bus._sender()
-    _check_quorum(link, topics)
+    _check_quorum(link, sources)
     begun = link.loop.time()
     if workers is None and link.fast.may_publish(timeout):
-        sources = values()
-        transports = {topic: bus._schemes[topic]._transport() for topic in topics}
+        transports = {topic: bus._schemes[topic]._transport() for topic in sources}
         if (version := link.fast.publish(sources, transports)) is not None:
-            return await _complete(bus, link, version, next(iter(topics)), timeout, begun)
-        values = lambda: sources  # noqa: E731 (they are published here and now)
+            return await _complete(bus, link, version, next(iter(sources)), timeout, begun)
     try:
-        version = await publish_sources(bus, values, topics, workers, timeout, at_once=False)
+        version = await publish_sources(bus, sources, workers, timeout, at_once=False)
     except AckTimeout as error:  # nothing was published
         raise _unsent(bus, workers, error) from error
-    await _wait(link, version, workers, topics, timeout, begun)
+    await _wait_applied(link, version, workers, list(sources), timeout, begun)
     return version
 
 
@@ -124,19 +118,8 @@ async def _complete(bus: BusCore, link: SenderLink, version: int, topic: str, ti
     if bus._on_published is not None:
         bus._on_published(version, None)
     if not await link.fast.complete(version):
-        await _wait(link, version, None, [topic], timeout, begun)
+        await _wait_applied(link, version, None, [topic], timeout, begun)
     return version
-
-
-async def _wait(
-    link: SenderLink, version: int, workers: list[int] | None, topics: Iterable[str], timeout: float, begun: float
-) -> None:
-    """Wait for a version that has still to depart. The timeout is from ``begun`` on, a time of the loop's clock."""
-    try:
-        await _wait_applied(link, version, workers, list(topics), timeout, spent=link.loop.time() - begun)
-    finally:
-        if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
-            link.settle()
 
 
 def _unsent(bus: BusCore, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
@@ -156,38 +139,35 @@ async def wait_version(
     link = bus._sender()
     if not 0 < version <= link.issued:
         raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
-    await _wait_applied(link, version, _check_workers(link, as_workers(worker_ids)), models, timeout)
+    workers = _check_workers(link, as_workers(worker_ids))
+    await _wait_applied(link, version, workers, models, timeout, link.loop.time())
 
 
 async def _wait_applied(
-    link: SenderLink,
-    version: int,
-    workers: list[int] | None,
-    models: list[str] | None,
-    timeout: float,
-    *,
-    spent: float = 0.0,
+    link: SenderLink, version: int, workers: list[int] | None, models: list[str] | None, timeout: float, begun: float
 ) -> None:
-    """Wait until these workers have applied at least this version; raises as :func:`send`. ``spent``: of the timeout,
-    already. If there is anything to wait for, and time, what is to be sent departs when all is ready to wait."""
-    publisher = link.caught_up()
-    chosen = publisher.progress.targeted(version, models) if workers is None else workers
-    if not chosen and (link.min_workers or publisher.num_workers is not None):
-        _check_quorum(link, publisher.targets.models if models is None else models)
-        raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
+    """Wait until these workers have applied at least this version; raises as :func:`send`. The timeout is from
+    ``begun`` on, a time of the loop's clock. What is to be sent departs when all is ready to wait."""
+    try:
+        publisher = link.caught_up()
+        progress = publisher.progress
+        chosen = progress.targeted(version, models) if workers is None else workers
+        if not chosen and (link.min_workers or publisher.num_workers is not None):
+            _check_quorum(link, publisher.targets.models if models is None else models)
+            raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
 
-    def done() -> bool:
-        publisher.check_open()
-        return not publisher.progress.outstanding(version, chosen, models)
+        def done() -> bool:
+            publisher.check_open()
+            return not progress.outstanding(version, chosen, models)
 
-    await link.wait(done, max(0.0, timeout - spent), link.depart)
-    if publisher.progress.applied(version, chosen, models):
-        return
-    progress = publisher.progress.of(version, chosen, models)
-    failed = dict(progress.failed)
-    failed.update({w: publisher.progress.timeout_of(w, version, timeout) for w in progress.waiting})
-    if failed:
-        raise PartialSendError(progress.acked, failed)
+        await link.wait(done, max(0.0, begun + timeout - link.loop.time()), link.depart)
+    finally:
+        if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
+            link.settle()
+    outcome = progress.of(version, chosen, models)
+    late = {worker: progress.timeout_of(worker, version, timeout) for worker in outcome.waiting}
+    if failed := outcome.failed | late:
+        raise PartialSendError(outcome.acked, failed)
 
 
 def _check_workers(link: SenderLink, workers: list[int] | None) -> list[int] | None:

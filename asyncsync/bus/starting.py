@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import BusCore
-from asyncsync.bus.member import Extract
+from asyncsync.bus.member import Source
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost
 
@@ -25,14 +25,14 @@ def check_connect(bus: BusCore, timeout: float, processes: Iterable[Any] = ()) -
     check_timeout(timeout)
 
 
-async def initial(bus: BusCore) -> dict[str, Extract | None]:
+async def initial(bus: BusCore) -> dict[str, Source | None]:
     """What each scheme of a sender sends when it connects."""
     if bus._role != "sender":
         return {}
     return {topic: await scheme._initial(None) for topic, scheme in bus._schemes.items()}
 
 
-async def connect(bus: BusCore, initial: Mapping[str, Extract | None], timeout: float) -> None:
+async def connect(bus: BusCore, initial: Mapping[str, Source | None], timeout: float) -> None:
     """Connect all schemes, one after the other, within the timeout."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout

@@ -22,23 +22,21 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from asyncsync.net.packets import ALONE
-from asyncsync.net.side_channel import SideChannel, SideChannels
+from asyncsync.net.side_channel import ALONE, SideChannel, SideChannels
 from asyncsync.protocol.codec import encode_again, encode_done
-from asyncsync.protocol.fields import Buffer
+from asyncsync.protocol.messages import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["FastSender", "SteadySender"]
 
-# A worker that has copied more than this releases it only some time after it has acknowledged it.
-LARGEST = (1 << 20) - 1
+# The interpreter waits while a worker copies them.
+LARGEST = 1 << 20
 # Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
 LEAST_TIMEOUT = 1.0
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
@@ -184,16 +182,6 @@ class FastSender:
         slab.descriptor = transport.describe(slab)
         self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
         return True
-
-    def wake(self) -> None:
-        """The link has failed: nobody may wait for answers any longer."""
-        if self.steady is not None:
-            self.steady.wake()
-
-    def forget_waiter(self) -> None:
-        """The loop is over: nobody can be woken any more."""
-        if self.steady is not None:
-            self.steady.waiter = None
 
 
 class SteadySender:

@@ -15,15 +15,14 @@ left to the general way, with nothing changed; and whatever else the subscriber 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.net.packets import ALONE
+from asyncsync.net.side_channel import ALONE
 from asyncsync.protocol.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
-from asyncsync.protocol.fields import Epoch
-from asyncsync.protocol.messages import Again, Part
+from asyncsync.protocol.messages import Again, Epoch, Part
 from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
@@ -36,7 +35,7 @@ logger = logging.getLogger("asyncsync")
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
 
-# A packet: no payload frames (see asyncsync.net.packets), then the instruction.
+# A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
 _AGAIN = Struct(f"<{len(ALONE) + HEAD.size}s{AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the sender's fast path has
 
@@ -45,14 +44,14 @@ def begin(
     subscriber: Subscriber,
     again: Again,
     gate: Gate,
-    goes_straight: Callable[[str], bool],
+    goes_straight: Callable[[Iterable[str]], bool],
     window: Callable[[Part, Layout, bytes], memoryview | None],
     show: Show,
 ) -> None:
     """Begin a steady state, if ``again``, the last instruction, was applied at once, by copying a few bytes.
 
     ``window`` returns, for a part and its layout, where the bytes are that another descriptor names. ``goes_straight``:
-    whether updates of a model wait for readers only. ``show`` is called when the model has a version.
+    whether updates of models wait for readers only. ``show`` is called when the model has a version.
     """
     if not subscriber.settings.fast or subscriber.fast_path is not None:
         return
@@ -65,7 +64,7 @@ def begin(
     prepared = binding.cached(newest)
     if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
         return
-    if not goes_straight(model_id):
+    if not goes_straight((model_id,)):
         return
     try:
         slab = subscriber.pool.acquire(newest.layout)
@@ -172,7 +171,7 @@ class SteadyWorker:
         holdings.held[model_id][2].references -= 1
         slab.references += 1
         self._reports.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
-        holdings.versions[model_id] = subscriber.targets[model_id] = version
+        subscriber.targets[model_id] = version
         subscriber.incoming.bytes_received += self._nbytes
         subscriber.last_seen = now
         self._newest, self._next = slab, newest

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.model.bound_model import BoundModel, LayoutPlan
-from asyncsync.model.mismatch import constant
+from asyncsync.model.bound_model import BoundModel, LayoutPlan, constant
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
-from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_tensors
+from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.source_cache import CACHED_BYTES, AddressCache
-from asyncsync.weights.tree import FlatWeights, dotted, nest, uncompiled
+from asyncsync.weights.source_cache import CACHED_BYTES
+from asyncsync.weights.tree import FlatWeights, Path, dotted, nest, uncompiled
 
 __all__ = ["Binding"]
 
@@ -59,25 +59,18 @@ class Binding:
     ) -> None:
         self.strategy = strategy
         self._model = model
-        self.inplace = inplace
         self._converts = type(strategy).convert is not WeightStrategy.convert
         if apply is None and type(strategy).apply_weights is not WeightStrategy.apply_weights and model is not None:
-            apply = self._strategy_apply
+            apply = partial(strategy.apply_weights, model, inplace=inplace)
         self._custom = apply
+        # Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory.
+        self.shows_slabs = self._converts and apply is None
         is_written_here = not self._converts and apply is None
         self.repoints = repoints and is_written_here and _can_be_repointed(model)
         self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
         self.bound: BoundModel | None = None
         if model is not None:
             self.bound = BoundModel(model, strategy.extract_as, cast=cast, inplace=inplace, converted=self._converts)
-
-    def _strategy_apply(self, weights: Any) -> None:
-        self.strategy.apply_weights(self._model, weights, inplace=self.inplace)
-
-    @property
-    def shows_slabs(self) -> bool:
-        """Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory."""
-        return self._converts and self._custom is None
 
     def check(self, layout: Layout) -> None:
         """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
@@ -90,7 +83,7 @@ class Binding:
         if self._converts:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
             sample = {p: constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
-            specs = {n: (t.dtype, tuple(t.shape)) for n, t in self._convert(nest(sample)).items()}
+            specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
         self.bound.check_fit(specs, {dotted(p) for p in layout.value_paths})
 
     def prepare(self, slab: Slab) -> Prepared | None:
@@ -106,17 +99,15 @@ class Binding:
         if self._converts:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
-        if (cached := self._cache.get(slab)) is not None and cached.is_current(slab.layout.digest):
-            return cached
         if (known := bound.plans.get(slab.layout.digest)) is None:
             known = _remember(bound, slab.layout)
-        plan, order, states, memory = known
+        elif (cached := self._cache.get(slab)) is not None and cached.repeats(known.plan):
+            return cached
+        plan, order, states = known
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
-        direct = None
-        if slab.nbytes <= CACHED_BYTES and home is None and not bound.cast:
-            pieces = slab.pieces
-            direct = memory, [pieces[i] for i in order]
+        is_small = slab.nbytes <= CACHED_BYTES and home is None and not bound.cast
+        pieces = [slab.pieces[i] for i in order] if is_small else None
         update = ModelUpdate(
             bound,
             plan,
@@ -124,7 +115,7 @@ class Binding:
             {n: views[i] for n, i in states} if states else {},
             {dotted(p): v for p, v in values.items()} if values else {},
             home,
-            direct,
+            pieces,
         )
         if update.is_simple:
             self._cache[slab] = update
@@ -139,20 +130,19 @@ class Binding:
     def prepare_flat(self, flat: FlatWeights) -> ModelUpdate:
         """The same for weights that are at hand already and may not fit at all. There must be a model."""
         assert self.bound is not None
-        values = {dotted(p): v for p, v in flat.values.items()}
         if self._converts:
-            return prepare_tensors(self.bound, self._convert(nest(flat.tensors, flat.values)), values)
-        return prepare_tensors(self.bound, {dotted(p): t for p, t in flat.tensors.items()}, values)
+            flat = FlatWeights(self._convert(nest(flat.tensors, flat.values)), flat.values)
+        return prepare_flat(self.bound, flat)
 
-    def _convert(self, weights: TensorDictBase) -> dict[str, torch.Tensor]:
+    def _convert(self, weights: TensorDictBase) -> dict[Path, torch.Tensor]:
         with normal_tensors():
             converted = self.strategy.convert(weights, self._model)
         paths = {tuple(key.split(".")) if isinstance(key, str) else key: value for key, value in converted.items()}
-        tensors = {dotted(uncompiled(path)): value for path, value in paths.items()}
-        for name, value in tensors.items():
+        tensors = {uncompiled(path): value for path, value in paths.items()}
+        for path, value in tensors.items():
             if not isinstance(value, torch.Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"{type(self.strategy).__name__}.convert returned a {kind} for {name!r}, not a tensor")
+                which = f"{type(self.strategy).__name__}.convert returned a {type(value).__name__} for {dotted(path)!r}"
+                raise TypeError(f"{which}, not a tensor")
         return tensors
 
 
@@ -164,7 +154,7 @@ def _remember(bound: BoundModel, layout: Layout) -> LayoutPlan:
     states = [(n, i) for n, i in index.items() if n in bound.tensors.extra_state]
     while len(bound.plans) >= MOST_PLANS:
         del bound.plans[next(iter(bound.plans))]
-    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states, AddressCache())
+    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states)
     return known
 
 

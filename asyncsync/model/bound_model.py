@@ -1,21 +1,21 @@
-"""BoundModel: a model that updates are written to, and what is known of it from one update to the next."""
+"""BoundModel: a model that updates are written to, what is known of it from one update to the next, and in which words
+weights are refused that do not fit it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
-from operator import call, is_
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.mismatch import all_problems, key_problem, tensor_problem
 from asyncsync.model.parameters import ModelTensors, Plan, Specs
 from asyncsync.weights.slab import is_foreign
-from asyncsync.weights.source_cache import AddressCache
 
-__all__ = ["BoundModel", "LayoutPlan", "Repointing"]
+__all__ = ["BoundModel", "LayoutPlan", "Repointing", "constant"]
+
+SHOWN = 12  # of the names or problems in a message
 
 
 class LayoutPlan(NamedTuple):
@@ -24,7 +24,20 @@ class LayoutPlan(NamedTuple):
     plan: Plan
     order: list[int]  # of each tensor of the plan: which view of the slab
     states: list[tuple[str, int]]  # names of extra state, with the view for each
-    memory: AddressCache  # where the tensors of the plan had their bytes the last time
+
+
+class Repointing(NamedTuple):
+    """How an update came into a model of which some tensors lie in a slab. The next one may come the same way if the
+    tensors lie where they were left: then nobody has given them other memory, or moved what they have, and whatever was
+    found out of them is true still.
+
+    ``moved`` and ``copied`` are positions in the plan: of those that got their memory in the slab, where new memory is
+    all that they need next time, and of those that were copied to where they were.
+    """
+
+    plan: Plan
+    moved: list[int]
+    copied: list[int]
 
 
 class BoundModel:
@@ -74,7 +87,7 @@ class BoundModel:
         sent = specs.keys() | set(values)
         missing, unexpected = required - sent, sent - own.known
         if missing or unexpected:
-            raise SchemaMismatch(key_problem(sent, own.known, missing, unexpected))
+            raise SchemaMismatch(_key_problem(sent, own.known, missing, unexpected))
         problems = [
             f"{name}: sent as a plain value, but the model holds a tensor"
             for name in sorted(values)
@@ -82,10 +95,11 @@ class BoundModel:
         ]
         for name, (dtype, shape) in specs.items():
             if name not in own.extra_state:
-                problem = tensor_problem(dtype, shape, own.get(name), cast=self.cast, inplace=self.inplace)
+                problem = _tensor_problem(dtype, shape, own.get(name), cast=self.cast, inplace=self.inplace)
                 problems += [f"{name}: {problem}"] if problem else []
         if problems:
-            raise SchemaMismatch(all_problems(problems))
+            more = f" … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise SchemaMismatch("the weights do not fit the model: " + "; ".join(problems[:SHOWN]) + more)
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
         """The plan for these tensors and values. Raises as :meth:`check_fit`."""
@@ -99,28 +113,79 @@ class BoundModel:
         return [tensor for tensor in left if is_foreign(tensor)]
 
 
-class Repointing:
-    """How an update came into a model of which some tensors lie in a slab: the next one may come the same way.
+def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of this dtype and shape, of any size, that has the memory of one element."""
+    one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
+    return one.expand(shape) if shape else one.reshape(())
 
-    ``moved`` and ``copied`` are positions in the plan: of those that got their memory in the slab, where new memory is
-    all that they need next time, and of those that were copied to where they were.
-    """
 
-    def __init__(
-        self, plan: Plan, tensors: list[weakref.ref[torch.Tensor]], moved: list[int], copied: list[int]
-    ) -> None:
-        self.moved, self.copied = moved, copied
-        self._plan = plan
-        self._tensors = tensors
-        self._pointers: list[int] = []
+def _tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cast: bool, inplace: bool) -> str:
+    """Why a tensor that has come does not fit the model's own; empty: it does."""
+    if not isinstance(own, torch.Tensor):
+        is_array = type(own).__module__ == "numpy"
+        kind = "gone" if own is None else f"a {type(own).__name__}"
+        remedy = "; torch.from_numpy() makes a tensor of it that shares its memory" if is_array else ""
+        return f"sent as a tensor, but the model's is {kind}{remedy}"
+    if what := _without_memory(own):
+        return f"the model's is {what}"
+    if own.shape != shape:
+        return f"sent with shape {list(shape)}, the model's is {list(own.shape)}"
+    if own.dtype != dtype and not cast:
+        return f"sent as {dtype}, the model's is {own.dtype} (send that, or init_on_receiver(cast=True))"
+    if own.dtype != dtype and not _castable(dtype, own.dtype):
+        return f"sent as {dtype}, which cannot be cast to the model's {own.dtype}; write a WeightStrategy"
+    if inplace and any(n > 1 and stride == 0 for n, stride in zip(own.shape, own.stride(), strict=True)):
+        return "the model's is an expanded tensor, whose elements share memory; `.clone()` it"
+    return ""
 
-    def note_addresses(self) -> None:
-        """The update is in: this is where everything lies."""
-        self._pointers = [tensor.data_ptr() for one in self._tensors if (tensor := one()) is not None]
 
-    def fits(self, plan: Plan, found: list[torch.Tensor]) -> bool:
-        """Whether these are the same tensors, and lie where they were left: then nobody has given them other memory,
-        or moved what they have, and whatever was found out of them is true still."""
-        if plan is not self._plan or not all(map(is_, found, map(call, self._tensors))):
-            return False
-        return list(map(torch.Tensor.data_ptr, found)) == self._pointers and all(map(torch.Tensor.is_contiguous, found))
+def _without_memory(tensor: torch.Tensor) -> str:
+    """Why nothing can be written into this tensor's memory, and what to do; empty: it can."""
+    if tensor.is_nested:
+        return "a nested tensor, which cannot receive: keep its values in a tensor of their own"
+    if tensor.layout is not torch.strided:
+        return f"stored as {tensor.layout}, which cannot receive: keep a dense tensor, and convert where it is used"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a view that is conjugated or negated when it is read: use `.resolve_conj()` or `.resolve_neg()` of it"
+    return ""
+
+
+def _castable(source: torch.dtype, destination: torch.dtype) -> bool:
+    if source.is_complex and not destination.is_complex:
+        return False
+    try:
+        constant(source, ()).to(destination)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _key_problem(sent: Iterable[str], own: Iterable[str], missing: set[str], unexpected: set[str]) -> str:
+    """Both key lists, what differs, and their common prefixes."""
+    sent, own = sorted(sent), sorted(own)
+    text = (
+        "the keys of the weights do not fit the model: "
+        f"missing {_some(sorted(missing))}, unexpected {_some(sorted(unexpected))}. "
+        f"Sent: {_some(sent)} (common prefix {_common_prefix(sent)!r}). "
+        f"The model's: {_some(own)} (common prefix {_common_prefix(own)!r})."
+    )
+    for longer, shorter, where in ((own, sent, "the model's"), (sent, own, "the sent")):
+        if longer and shorter:
+            prefix = longer[0].removesuffix(shorter[0])
+            if prefix and prefix != longer[0] and set(longer) == {prefix + n for n in shorter}:
+                text += f" They differ by the prefix {prefix!r} of {where} keys"
+                text += ": register the module below it, or rename in a WeightStrategy."
+    return text
+
+
+def _common_prefix(names: list[str]) -> str:
+    if not names:
+        return ""
+    first, last = names[0], names[-1]  # the names are sorted: what these two share, all share
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
+
+
+def _some(names: list[str]) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > SHOWN else ""
+    return "[" + ", ".join(names[:SHOWN]) + more + "]"

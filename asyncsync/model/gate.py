@@ -109,7 +109,7 @@ class Gate:
         """Count every call of a module as a reader, from the next call on; a second attach of the same one changes
         nothing. Raises ValueError if it is compiled or scripted, so that hooks would not run."""
         with self._mutex:
-            self._handles += attach(self, module)
+            self._handles += attach(module, self.enter_call, self.leave_call)
 
     def detach(self) -> None:
         """Remove the hooks from every module. Calls under way are counted until they return."""
@@ -220,7 +220,8 @@ class Gate:
                     self._update = update
             self._applying = None
             update.frame = None
-            self._wake()
+            if self._asleep or self._waiters:
+                self._wake()
 
     def _wake(self) -> None:
         if self._asleep:

@@ -1,35 +1,54 @@
-"""The gate's forward hooks: with them a gate learns when a call of a module begins and ends."""
+"""The gate's forward hooks: with them a gate learns when a call of a module begins and ends. Calls that they cannot see
+are warned of where a module is registered."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from asyncsync.model.torch_private import CALL_IMPL, call_hooks, forward_hooks, is_compiled
+from asyncsync.model.torch_private import (
+    CALL_IMPL,
+    call_hooks,
+    forward_hooks,
+    has_compiled_anything,
+    is_compiled,
+    optimized_modules,
+    wraps_as_it_is,
+)
 
-__all__ = ["CallCounter", "attach"]
+__all__ = ["attach", "check_calls"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Report = Callable[[FrameType], None]
+
+REMEDY = (
+    'put `with scheme.hold():` around {what}, and pass gate="hold"; or pass apply="on_receive" and apply updates in '
+    "receive()"
+)
 
 
-class CallCounter(Protocol):
-    """What hooks report to: a gate."""
+def attach(module: nn.Module, enter: _Report, leave: _Report) -> list[RemovableHandle]:
+    """Report the frame of every call of a module, from the next call on, when it begins and when it ends, as
+    :meth:`asyncsync.model.gate.Gate.attach` describes."""
+    _check_hookable(module)
+    if any(isinstance(hook, Leave) and hook.report == leave for hook in forward_hooks(module).values()):
+        return []
+    # First in, last out, so that the hooks that are there already read the weights inside the gate.
+    return [
+        module.register_forward_hook(Leave(leave), always_call=True),
+        module.register_forward_pre_hook(Enter(enter), prepend=True),
+    ]
 
-    def enter_call(self, frame: FrameType) -> None:
-        """The call with this frame begins."""
 
-    def leave_call(self, frame: FrameType) -> None:
-        """It ends."""
-
-
-def attach(gate: CallCounter, module: nn.Module) -> list[RemovableHandle]:
-    """Count every call of a module, from the next call on, as :meth:`asyncsync.model.gate.Gate.attach` describes."""
+def _check_hookable(module: nn.Module) -> None:
     scripted = isinstance(module, torch.jit.ScriptModule)
     if scripted or is_compiled(module):
         raise ValueError(
@@ -37,13 +56,6 @@ def attach(gate: CallCounter, module: nn.Module) -> list[RemovableHandle]:
             'hooks do not run, so a weight update could tear a forward. Pass gate="hold" and put '
             '`with scheme.hold():` around its calls, or pass apply="on_receive" and apply updates in receive().'
         )
-    if any(isinstance(hook, Leave) and hook.gate is gate for hook in forward_hooks(module).values()):
-        return []
-    # First in, last out, so that the hooks that are there already read the weights inside the gate.
-    return [
-        module.register_forward_hook(Leave(gate), always_call=True),
-        module.register_forward_pre_hook(Enter(gate), prepend=True),
-    ]
 
 
 def _call_frame(frame: FrameType | None) -> FrameType | None:
@@ -73,10 +85,10 @@ def _unseen(function: _F) -> _F:
 
 
 class _Hook:
-    __slots__ = ("gate",)
+    __slots__ = ("report",)
 
-    def __init__(self, gate: CallCounter) -> None:
-        self.gate = gate
+    def __init__(self, report: _Report) -> None:
+        self.report = report
 
     def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
         return Inert, ()  # copy.deepcopy goes this way too
@@ -93,7 +105,7 @@ class Enter(_Hook):
                 f"the hooks of {type(module).__name__} do not run inside nn.Module.__call__ (is it compiled?), so the "
                 'gate cannot tell when its forward ends. Pass gate="hold" and put `with scheme.hold():` around it.'
             )
-        self.gate.enter_call(frame)
+        self.report(frame)
 
 
 class Leave(_Hook):
@@ -103,4 +115,38 @@ class Leave(_Hook):
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is not None:
-            self.gate.leave_call(frame)
+            self.report(frame)
+
+
+def check_calls(model: nn.Module, stacklevel: int) -> None:
+    """Warn of a module whose calls will not all run the gate's hooks, or that has none to be called by. ``stacklevel``
+    is that of the caller's caller: 2 is the caller. Raises ValueError if none of its calls will."""
+    _check_hookable(model)
+    kind = type(model).__name__
+    forward = getattr(model, "forward", None)
+    if getattr(forward, "__func__", None) is nn.Module.forward and not isinstance(model, TensorDictBase):
+        remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
+        problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
+        warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel + 1)
+    if _is_inlined(model):
+        remedy = REMEDY.format(what="its calls")
+        problem = f"{kind} was compiled, or a module around it, before it is registered here. Calls of that "
+        warnings.warn(
+            f"{problem}may bypass the gate, so that an update comes in their middle. Call init_on_receiver() first and "
+            f"torch.compile() then; or {remedy}.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _is_inlined(model: nn.Module) -> bool:
+    """Whether compiled code may have taken in this module's call as it was, without hooks: dynamo does not look again
+    for those that come later."""
+    if not has_compiled_anything():
+        return False
+    for optimized, original in optimized_modules():
+        if original is model:
+            if not wraps_as_it_is(optimized, model):
+                return True
+        elif any(part is model for part in original.modules()):
+            return True
+    return False

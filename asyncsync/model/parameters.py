@@ -8,7 +8,7 @@ no-ops.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import EXTRA_STATE, dotted, uncompiled
 
 __all__ = ["Location", "ModelTensors", "Plan", "Specs"]
@@ -136,7 +137,7 @@ class ModelTensors:
 @dataclass(slots=True, eq=False)
 class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
-    pairs of positions that are one tensor in the model."""
+    pairs of positions that are one tensor in the model; ``memory`` is where the tensors were the last time."""
 
     model: ModelTensors
     names: list[str]
@@ -144,6 +145,7 @@ class Plan:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     ties: set[tuple[int, int]]
+    memory: AddressCache = field(default_factory=AddressCache)
 
     @classmethod
     def of(cls, model: ModelTensors, specs: Specs) -> Plan:

@@ -28,8 +28,9 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
+from asyncsync.model.bound_model import BoundModel
 from asyncsync.model.torch_private import tensors_and_children
-from asyncsync.model.update import apply_now
+from asyncsync.model.update import prepare_flat
 from asyncsync.weights.torch_private import COMPILED
 from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
@@ -71,7 +72,7 @@ class WeightStrategy:
         if isinstance(source, nn.Module):
             if self.extract_as == "state_dict":
                 return dict(source.state_dict(keep_vars=True))
-            flat = _flatten_module(source)
+            flat = _visit(source, (), FlatWeights())
             return nest(flat.tensors, flat.values)
         if isinstance(source, Mapping):
             return dict(source)
@@ -107,8 +108,10 @@ class WeightStrategy:
 
         Raises:
             SchemaMismatch: keys, shapes or dtypes differ; nothing was changed.
+            TypeError: there is no model, or it is none of these.
         """
-        apply_now(destination, flat_weights(self, weights), inplace=inplace, extract_as=self.extract_as)
+        flat = flat_weights(self, weights)
+        prepare_flat(BoundModel(destination, self.extract_as, inplace=inplace), flat).apply_now()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(extract_as={self.extract_as!r})"
@@ -137,17 +140,11 @@ def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights |
     # isinstance() of an abstract class takes as long as the rest.
     if not plain or TensorDictBase in type(module).__mro__:
         return None
-    return _flatten_module(module)
+    return _visit(module, (), FlatWeights())
 
 
-def _flatten_module(module: nn.Module) -> FlatWeights:
-    """Parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
-    flat = FlatWeights()
-    _visit(module, (), flat)
-    return flat
-
-
-def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
+def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:
+    """Add parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
     # named_modules() and splitting its names would take three times as long: this runs at every publication.
     tensors = flat.tensors
     *groups, children = tensors_and_children(module)
@@ -162,3 +159,4 @@ def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> None:
     for name, child in children.items():
         if child is not None:
             _visit(child, path if name == COMPILED else (*path, name), flat)
+    return flat

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -21,20 +21,20 @@ from asyncsync.model.bound_model import BoundModel, Repointing
 from asyncsync.model.parameters import Plan
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.source_cache import AddressCache
-from asyncsync.weights.tree import FlatWeights, dotted, have_dtypes, have_shapes
+from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
-__all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "apply_now", "prepare_tensors"]
+__all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "prepare_flat"]
 
 _is_meta = attrgetter("is_meta")
 
 
-class Prepared(Protocol):
+class Prepared:
     """One update of one model, converted and checked, to be written under the gate."""
 
     def repeat(self) -> bool:
         """All of the following, if that takes no more than copying bytes to where the same tensors had theirs the last
         time. False: it takes more, and nothing was done."""
+        return False
 
     def resolve(self) -> None:
         """Find the destinations and check them once more; nothing is changed yet. Raises SchemaMismatch if the model
@@ -46,16 +46,21 @@ class Prepared(Protocol):
     def complete(self) -> None:
         """After :meth:`apply`: what only the user's code can do, and may fail at."""
 
+    def apply_now(self) -> None:
+        """All of it, where nobody can come in between."""
+        self.resolve()
+        self.apply()
+        self.complete()
 
-class ModelUpdate:
+
+class ModelUpdate(Prepared):
     """An update that is copied into a model's tensors, or gives them new memory.
 
     Args:
         plan, sources: the model's tensors that are written, in order, and what they get.
         states, values: extra state that is a tensor, or a msgpack value, by name.
         slab: where Parameters may get their memory; None: nowhere.
-        direct: where the tensors of the plan had their bytes the last time, and the bytes that they get; None: it takes
-            more than to copy bytes.
+        pieces: the bytes that each tensor of the plan gets; None: it takes more than to copy bytes.
 
     Attributes:
         is_simple: the same may be done whenever the slab holds another version.
@@ -72,7 +77,7 @@ class ModelUpdate:
         states: Mapping[str, torch.Tensor],
         values: Mapping[str, Any],
         slab: Slab | None = None,
-        direct: tuple[AddressCache, list[memoryview]] | None = None,
+        pieces: list[memoryview] | None = None,
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
@@ -84,23 +89,22 @@ class ModelUpdate:
         if not model.inplace:  # one for each name: the sender may have tied what this model has not
             sources = [clone(source) for source in sources]
         # What is tied in this model, but not in the sender's, has to be compared at each update.
-        self.is_simple = direct is not None and model.inplace and not (states or values or plan.ties)
+        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties)
         self._model = model
         self._plan = plan
         self._sources = sources
         self._states = states
         self._values = values
         self._slab = slab
-        self._direct = direct
+        self._pieces = pieces
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._repointing: Repointing | None = None
 
-    def is_current(self, digest: bytes) -> bool:
-        """Whether preparing the same slab, of this layout, for another version would bring nothing else."""
-        known = self._model.plans.get(digest)
-        return known is not None and known.plan is self._plan and self._direct is not None
+    def repeats(self, plan: Plan) -> bool:
+        """Whether preparing the same slab, for another version and by this plan, would bring nothing else."""
+        return plan is self._plan and self._pieces is not None
 
     def resolve(self) -> None:
         plan, model = self._plan, self._model
@@ -109,7 +113,7 @@ class ModelUpdate:
             plan = self._plan = self._plan_again()
         try:
             found = [owner[key] for owner, key in plan.locations]
-            fits = have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)
+            fits = have_specs(found, plan.shapes, plan.dtypes)
         except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
             fits = False
         if not fits:
@@ -123,12 +127,12 @@ class ModelUpdate:
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(_is_meta, found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) is not None and last.fits(plan, found):
+        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
             self._repointing, sources = last, self._sources
             self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._repointed = [(found[i], sources[i]) for i in last.moved]
         else:
-            self._direct = None
+            self._pieces = None
             self._resolve_each(found)
             self._repointed += [(left, clone(left)) for left in model.left_in_slabs(found)]
         for name, value in self._values.items():
@@ -193,7 +197,7 @@ class ModelUpdate:
                     made[id(destination)] = new
                     self._repointed.append((destination, new))
         if len(moved) + len(copied) == len(found):
-            self._repointing = Repointing(self._plan, [weakref.ref(tensor) for tensor in found], moved, copied)
+            self._repointing = Repointing(self._plan, moved, copied)
 
     def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
         """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
@@ -217,13 +221,9 @@ class ModelUpdate:
             owner[key] = value
 
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
-        if self._direct is None:
+        if self._pieces is None or (views := self._plan.memory.of(destinations)) is None:
             return False
-        known, pieces = self._direct
-        memory = known.of(destinations)
-        if memory is None:
-            return False
-        copy_bytes(memory, pieces)
+        copy_bytes(views, self._pieces)
         torch.autograd.graph.increment_version(destinations)
         return True
 
@@ -245,7 +245,7 @@ class ModelUpdate:
             model.repointed = model.repointed[-len(self._repointed) :]
             model.repointing = repointing
         if repointing is not None:
-            repointing.note_addresses()
+            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for name, module in self._plan.model.extra_state.items():
@@ -257,64 +257,41 @@ class ModelUpdate:
     @property
     def is_known(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self.is_simple and self._direct is not None and self._direct[0].is_known
+        return self.is_simple and self._pieces is not None and self._plan.memory.views is not None
 
     def repeat(self) -> bool:
-        plan = self._plan
-        if not self.is_known or self._model.is_repointed or plan.model.stale():
+        plan, pieces = self._plan, self._pieces
+        if pieces is None or not self.is_simple or self._model.is_repointed or plan.model.stale():
             return False
-        assert self._direct is not None
-        known, pieces = self._direct
         try:
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        memory = known.again(found)
-        if memory is None or not (have_shapes(found, plan.shapes) and have_dtypes(found, plan.dtypes)):
+        if (views := plan.memory.views) is None or not plan.memory.again(found):
             return False
-        copy_bytes(memory, pieces)
+        copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
         return True
 
 
-class CustomUpdate:
+class CustomUpdate(Prepared):
     """An update for a user's ``apply_weights``: called with the weights, without the guarantee of all or nothing."""
 
     def __init__(self, apply: Callable[[Any], None], weights: Any) -> None:
         self._apply = apply
         self._weights = weights
 
-    def repeat(self) -> bool:
-        return False
-
-    def resolve(self) -> None:
-        pass
-
-    def apply(self) -> None:
-        pass
-
     def complete(self) -> None:
         self._apply(self._weights)
 
 
-def prepare_tensors(model: BoundModel, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> ModelUpdate:
-    """An update with tensors that are at hand, by their dotted names; raises SchemaMismatch if they do not fit."""
+def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
+    """An update with weights that are at hand; raises SchemaMismatch if they do not fit."""
+    tensors = {dotted(p): t for p, t in flat.tensors.items()}
+    values = {dotted(p): v for p, v in flat.values.items()}
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
-
-
-def apply_now(model: Any, flat: FlatWeights, *, inplace: bool, extract_as: str) -> None:
-    """Check, then apply weights that are at hand, whole or not at all. Raises TypeError if there is no model to apply
-    them to, SchemaMismatch if they do not fit it."""
-    if model is None:
-        raise TypeError("there is no model to apply the weights to")
-    tensors = {dotted(p): t for p, t in flat.tensors.items()}
-    values = {dotted(p): v for p, v in flat.values.items()}
-    update = prepare_tensors(BoundModel(model, extract_as, inplace=inplace), tensors, values)
-    update.resolve()
-    update.apply()
-    update.complete()
 
 
 def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:

@@ -17,10 +17,10 @@ import secrets
 import shutil
 import stat
 import tempfile
-import weakref
 from pathlib import Path
 
 from asyncsync.errors import NotConnected
+from asyncsync.net.processes import owned
 
 __all__ = ["EndpointLock", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "side_channel_path"]
 
@@ -110,7 +110,7 @@ def is_trustworthy(endpoint: str) -> bool:
 
 def side_channel_path(endpoint: str) -> Path | None:
     """Where a sender listens for side channels; None if the endpoint is no path."""
-    return Path(endpoint.removeprefix("ipc://") + ".lane") if endpoint.startswith("ipc://") else None
+    return Path(endpoint.removeprefix("ipc://") + ".side") if endpoint.startswith("ipc://") else None
 
 
 class EndpointLock:
@@ -138,7 +138,7 @@ class EndpointLock:
             raise NotConnected(
                 f"{endpoint} is in use by another live process; shut that sender down first, or choose another endpoint"
             )
-        _locks.add(self)
+        owned.add(self)
 
     def _take(self) -> None:
         path = self._path
@@ -177,28 +177,18 @@ class EndpointLock:
                 self._path.parent.rmdir()
 
     def disown(self) -> None:
-        """Close the descriptor only: in a forked child it would keep the lock beyond the parent's death."""
+        """Close the descriptor only."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
-_locks: weakref.WeakSet[EndpointLock] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for lock in list(_locks):
-        lock.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
-
-
 @atexit.register
 def _release_all() -> None:
     """A program that forgets shutdown() leaves nothing behind."""
-    for lock in list(_locks):
-        lock.release()
+    for one in list(owned):
+        if isinstance(one, EndpointLock):
+            one.release()
 
 
 def _lock(path: Path) -> int | None:

@@ -57,7 +57,7 @@ def create(size: int, *, reserved: bool = True) -> int:
     is not so much memory."""
     if sys.platform != "linux":
         raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
-    if why := shortage(2):  # the file's, and its mapping's
+    if why := shortage(3):  # the file's, and its mappings'
         raise WeightSyncError(f"no shared memory can be had: {why}")
     try:
         if hasattr(os, "memfd_create"):
@@ -71,11 +71,10 @@ def create(size: int, *, reserved: bool = True) -> int:
             os.posix_fallocate(number, 0, size)
         else:
             os.ftruncate(number, size)
-    except OSError as error:
+    except BaseException as error:
         os.close(number)
-        raise no_memory(size, error) from error
-    except BaseException:
-        os.close(number)
+        if isinstance(error, OSError):
+            raise no_memory(size, error) from error
         raise
     return number
 

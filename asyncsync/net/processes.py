@@ -1,5 +1,6 @@
-"""Processes of this host: which one this is, when another one ends, and how many file descriptors this one has left.
-What would take the last descriptors is refused, because at the limit libzmq aborts the process."""
+"""Processes of this host: which one this is, when another one ends, what a forked child has to let go of, and how many
+file descriptors this one has left. What would take the last descriptors is refused, because at the limit libzmq aborts
+the process."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import logging
 import os
 import resource
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from asyncsync.protocol.settings import Identity
 
-__all__ = ["PER_LINK", "ProcessWatch", "free_descriptors", "shortage", "this_process"]
+__all__ = ["PER_LINK", "ProcessWatch", "free_descriptors", "owned", "shortage", "this_process"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -100,3 +103,21 @@ def shortage(needed: int) -> str:
         f"{needed} file descriptors and {RESERVE} in reserve are needed, but this process has {free} of {limit} left: "
         "raise the limit (ulimit -n, or resource.setrlimit), and have models that go to the same workers share a Bus"
     )
+
+
+class Owned(Protocol):
+    """What is this process's alone: a forked child's descriptors would keep it beyond this process's end."""
+
+    def disown(self) -> None:
+        """In a forked child: close the descriptors."""
+
+
+owned: weakref.WeakSet[Owned] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for one in list(owned):
+        one.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

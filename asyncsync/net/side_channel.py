@@ -5,13 +5,13 @@ channel is a Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and w
 is an option, never needed: where there is none (tcp, macOS, a socket that cannot be made, another user's), or it
 breaks, or its buffer is full, everything goes through ZeroMQ, as does what is too large for a packet.
 
-**Beginning.** The sender listens at the ipc endpoint's path + ``.lane``. A receiver connects when it is welcomed, and
+**Beginning.** The sender listens at the ipc endpoint's path + ``.side``. A receiver connects when it is welcomed, and
 introduces itself with the nonce of its incarnation; the sender ties the side channel to that peer and answers with a
 greeting, or hangs up. Until the greeting has come the receiver writes nothing else. Both check who is at the other end
 (``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver closes its side channel too, and
 opens another one with the next WELCOME. That a side channel ends means nothing else: ``pidfd`` reports ended processes.
 
-**Order.** Only what :mod:`asyncsync.net.packets` lists goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH,
+**Order.** Only what :data:`BY_SIDE_CHANNEL` lists goes this way: UPDATE, AGAIN and GRANTED to the worker; FETCH,
 STAGED, APPLIED, DONE, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need
 not, because:
 
@@ -29,7 +29,10 @@ not, because:
   HELLO is not overtaken: the side channel begins with the WELCOME to it.
 
 What is lost with a side channel that breaks is repaired like any lost message, by the next PING and PONG. Data that was
-written before a side channel is closed still arrives. What a packet is made of: :mod:`asyncsync.net.packets`.
+written before a side channel is closed still arrives.
+
+**Packets.** A packet is a message in one piece: the number of payload frames, their lengths, the frames, and the
+instruction's header, which is as large as what is left.
 """
 
 from __future__ import annotations
@@ -39,20 +42,29 @@ import logging
 import os
 import socket
 import struct
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncsync.net.packets import MAX_FRAMES, MAX_PACKET, join
-from asyncsync.protocol.fields import Buffer
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.net.processes import owned
+from asyncsync.protocol import messages
+from asyncsync.protocol.codec import FIXED, decode, decode_fixed
+from asyncsync.protocol.messages import Buffer, Instruction
 
-__all__ = ["Receive", "SideChannel", "SideChannels", "connect"]
+__all__ = ["ALONE", "BY_SIDE_CHANNEL", "Receive", "SideChannel", "SideChannels", "connect", "join", "read", "split"]
 
 logger = logging.getLogger("asyncsync")
 
-INTRODUCTION = b"asyncsync lane 1:"
-GREETING = b"asyncsync lane 1!"
+BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
+    {messages.Update, messages.Again, messages.Granted}  # to the worker
+    | {messages.Fetch, messages.Staged, messages.Applied, messages.Done, messages.Failed, messages.Released}
+)
+MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
+MAX_FRAMES = 255
+ALONE = b"\0"  # no payload frames; followed by the header, it is a packet
+INTRODUCTION = b"asyncsync side channel 1:"
+GREETING = b"asyncsync side channel 1!"
 BACKLOG = 1024
 # Connections that have not introduced themselves yet; when there are more, the oldest has to go.
 MAX_STRANGERS = 64
@@ -64,6 +76,46 @@ _CREDENTIALS = struct.Struct("3i")
 
 Receive = Callable[[memoryview], None]
 Crash = Callable[[BaseException], None]
+
+
+def join(frames: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
+    if len(frames) == 1:
+        return [ALONE, frames[0]]
+    header, *payload = frames
+    return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
+
+
+def split(packet: memoryview) -> list[memoryview]:
+    """The message in a packet: views of its header and payload frames. Raises LimitExceeded for more bytes than a
+    packet can have, ProtocolError for anything else that :func:`join` does not make."""
+    size = len(packet)
+    if size > MAX_PACKET:
+        raise LimitExceeded(f"a packet of more than {MAX_PACKET} bytes")
+    count = packet[0] if size else 0
+    start = 1 + 4 * count
+    if start >= size:
+        raise ProtocolError(f"a packet of {size} bytes for {count} payload frames and an instruction")
+    if not count:
+        return [packet[1:]]
+    frames = []
+    for length in struct.unpack_from(f"<{count}I", packet, 1):
+        frames.append(packet[start : start + length])
+        start += length
+    if start >= size:
+        raise ProtocolError(f"a packet of {size} bytes whose payload frames leave no room for the instruction")
+    return [packet[start:], *frames]
+
+
+def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
+    """The instruction in a packet and its payload frames: views, good as long as the packet. Raises LimitExceeded or
+    ProtocolError if it is malformed, or no instruction that goes by the side channel."""
+    if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
+        return decode_fixed(packet[1:], ())  # one of those that come by the side channel
+    instruction, payload = decode(split(packet))
+    if type(instruction) not in BY_SIDE_CHANNEL:
+        raise ProtocolError(f"{type(instruction).__name__} does not go by the side channel")
+    return instruction, payload
 
 
 class SideChannel:
@@ -88,7 +140,7 @@ class SideChannel:
         self.open = False
         self.closed = False
         self.sent = 0
-        _of_this_process.add(self)
+        owned.add(self)
         self._is_watched = True
         self._loop.add_reader(connection.fileno(), self.take)
 
@@ -161,7 +213,7 @@ class SideChannel:
         self._socket.close()
 
     def disown(self) -> None:
-        """In a forked child: close the descriptor; the connection is the parent's, and so is its loop."""
+        """In a forked child: the connection is the parent's, and so is its loop."""
         self.open, self.closed = False, True
         self._socket.close()
 
@@ -183,7 +235,7 @@ class SideChannels:
         self._socket = None if path is None else _listen(path)
         self.path = None if self._socket is None else path
         if self._socket is not None:
-            _of_this_process.add(self)
+            owned.add(self)
             self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -193,7 +245,7 @@ class SideChannels:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # out of descriptors: those who wait in the queue would wait for ever
-            logger.warning("no more lanes for small instructions; they go through ZeroMQ: %s", error)
+            logger.warning("no more side channels for small instructions; they go through ZeroMQ: %s", error)
             self._deafen()
             return
         connection.setblocking(False)
@@ -264,7 +316,7 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideCha
             raise PermissionError(f"{path} is another user's")
         connection.send(INTRODUCTION + nonce)
     except OSError as error:
-        logger.debug("no lane: %s", error)
+        logger.debug("no side channel: %s", error)
         connection.close()
         return None
 
@@ -298,7 +350,7 @@ def _listen(path: Path) -> socket.socket | None:
         connection.bind(os.fspath(path))
         connection.listen(BACKLOG)
     except OSError as error:
-        logger.info("no lane for small instructions at %s, they go through ZeroMQ: %s", path, error)
+        logger.info("no side channel for small instructions at %s, they go through ZeroMQ: %s", path, error)
         connection.close()
         return None
     return connection
@@ -324,14 +376,3 @@ def _is_ours(connection: socket.socket) -> bool:
     except OSError:
         return False
     return int(_CREDENTIALS.unpack(raw)[1]) == os.geteuid()
-
-
-_of_this_process: weakref.WeakSet[SideChannel | SideChannels] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for one in list(_of_this_process):
-        one.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

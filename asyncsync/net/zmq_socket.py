@@ -15,14 +15,14 @@ import socket
 import stat
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
+from asyncsync.net.processes import owned
 from asyncsync.net.zmq_private import get, recv, send
-from asyncsync.protocol.fields import MAX_FRAME
+from asyncsync.protocol.messages import MAX_FRAME
 
 __all__ = ["Bound", "LoopSocket", "dealer", "monitor", "router"]
 
@@ -76,11 +76,11 @@ class Bound:
         host, _, port = address.rpartition(":")
         self._port = int(port) if scheme == "tcp" else 0
         self._host = _host(host.strip("[]")) if scheme == "tcp" else None
-        _bound.add(self)
+        owned.add(self)
 
     def forget(self) -> None:
         """It is closed: the address may be somebody else's."""
-        _bound.discard(self)
+        owned.discard(self)
 
     def _is_at(self, descriptor: int) -> bool:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -99,7 +99,8 @@ class Bound:
             found.detach()
 
     def disown(self) -> None:
-        """In a forked child."""
+        if sys.platform != "linux":  # elsewhere no /proc tells which descriptors there are
+            return
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the one that lists the directory
                 if self._is_at(int(name)):
@@ -110,18 +111,6 @@ def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     found = ipaddress.ip_address(text)
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return found if mapped is None else mapped
-
-
-_bound: weakref.WeakSet[Bound] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    if sys.platform == "linux":  # where /proc tells which descriptors there are
-        for one in list(_bound):
-            one.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
 
 
 class LoopSocket:
@@ -174,6 +163,9 @@ class LoopSocket:
             pass  # the events announced a message that is not whole yet
         except Exception as error:
             self._crash(error)
+        except BaseException:
+            self._schedule()  # an interrupt: what else has come is announced no more
+            raise
         finally:
             self._draining = False
 

@@ -71,7 +71,7 @@ class Agreement:
         """A worker accepts layouts."""
         peer.ready = True
         # Of what it has accepted before, only layouts of targets can matter again.
-        peer.accepted &= {(m, t.slab.layout.digest) for m in peer.models for t in self._targets_of(peer, m)}
+        peer.accepted &= {(m, t.slab.layout.digest) for m in peer.hello.have for t in self._targets_of(peer, m)}
         for layout in ready.digests.items():
             peer.accepted.add(layout)
             peer.refused.pop(layout, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
@@ -49,12 +49,7 @@ class Announcer:
                 checksum=self._settings.checksum,
                 granted=bool(granted),
             )
-        peer.transfer = Transfer(last, parts, peer.ping_seq)
-        if last.leases:
-            self._leases.lease(peer, last.serial, peer.transfer.retained)
-        peer.serial = last.serial
-        peer.bytes_sent += last.nbytes
-        self._membership.send(peer.route, last.instruction, last.payload)
+        self._start(peer, last, parts)
 
     def _due(self, peer: Peer, first: Collection[str]) -> Parts:
         """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in
@@ -82,15 +77,17 @@ class Announcer:
             return {}
         preferred = {behind[m].version for m in first if m in behind} & fresh
         version = min(preferred or fresh)
-        while newer := [v for v in self._replacing(peer, behind, version) if v in fresh]:
+        publications = {t.version: t.publication for t in behind.values()}
+        while (
+            newer := {
+                behind[m].version  # it has replaced a part of this one, which the worker has never had
+                for m in publications[version].models & behind.keys()
+                if behind[m].version > version > peer.ahead(m)
+            }
+            & fresh
+        ):
             version = max(newer)
         return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
-
-    def _replacing(self, peer: Peer, behind: Mapping[str, Target], version: int) -> list[int]:
-        """The versions that have replaced parts of this one, which the worker has never had."""
-        publication = next(t.publication for t in behind.values() if t.version == version)
-        parts = [(m, behind[m].version) for m in publication.models if m in behind]
-        return [newer for m, newer in parts if newer > version > peer.ahead(m)]
 
     # -- AGAIN ------------------------------------------------------------------------------------------------------
 
@@ -104,9 +101,9 @@ class Announcer:
         last = self.last
         if last is None or not last.repeatable or self._targets.pending or not self._settings.fast:
             return None
-        model = self._targets.models[model_id]
-        current = model.common.current
-        if current is None or model.own or current.version != self._targets.version:
+        model = self._targets.models.get(model_id)
+        current = None if model is None else model.common.current
+        if model is None or current is None or model.own or current.version != self._targets.version:
             return None  # a version that was skipped, or refused, is nobody's
         layout = model_id, slab.layout.digest
         if last.key[0][:2] != (model_id, current.version) or layout not in last.layouts or not last.can_repeat(slab):
@@ -126,9 +123,9 @@ class Announcer:
     def again(self, model_id: str, slab: Slab, peers: list[Peer], now: float) -> int:
         """Make this slab the target, and announce it to :meth:`steady` workers by AGAIN; returns the version."""
         version = self._targets.version + 1
-        self._advance(model_id, version, self.serial + 1, slab.retain(), peers, now)
+        last, parts = self._advance(model_id, version, self.serial + 1, slab.retain(), now)
         for peer in peers:
-            self._start(peer, model_id)
+            self._start(peer, last, parts)
         return version
 
     def catch_up(
@@ -150,38 +147,33 @@ class Announcer:
         version, serial = self._targets.version + updates, self.serial + updates
         assert self.last is not None
         self.last.serial = serial - 1  # what AGAIN refers to; nobody else uses that one any more
-        self._advance(model_id, version, serial, slab, peers, now)
+        last, parts = self._advance(model_id, version, serial, slab, now)
         for peer in peers:
             peer.applied[model_id] = version - 1 if peer in waiting else version
+            peer.serial = serial
             if peer in waiting:
-                self._start(peer, model_id, send=peer in unsent)
+                self._start(peer, last, parts, send=peer in unsent)
 
-    def _advance(self, model_id: str, version: int, serial: int, slab: Slab, peers: list[Peer], now: float) -> None:
+    def _advance(self, model_id: str, version: int, serial: int, slab: Slab, now: float) -> tuple[Announcement, Parts]:
         """Make this slab the target, and an AGAIN the last announcement. Takes over the caller's reference."""
-        last = self.last
+        common, last = self._targets.models[model_id].common, self.last
+        assert common.current is not None
         assert last is not None
-        common = self._targets.models[model_id].common
-        current = common.current
-        assert current is not None
+        before = common.current.slab
         self._targets.version = self._targets.published = version
         publication = Publication(version, frozenset(last.layouts), None, now + self._settings.layout_patience)
         common.current = Target(version, slab, publication)
-        current.slab.release()
+        before.release()
         self.serial = serial
         self.last = last.again(serial, model_id, version, slab, self._membership.epoch)
-        for peer in peers:
-            peer.serial = serial
+        return self.last, {model_id: (version, slab)}
 
-    def _start(self, peer: Peer, model_id: str, *, send: bool = True) -> None:
-        """The last announcement, an AGAIN, is on its way to this worker, or, with ``send``, is to be sent."""
-        last = self.last
-        assert last is not None
-        current = self._targets.models[model_id].common.current
-        assert current is not None
-        parts = {model_id: (current.version, current.slab)}
+    def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
+        """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
         if last.leases:
-            self._leases.lease(peer, last.serial, parts)
+            self._leases.lease(peer, last.serial, peer.transfer.retained)
+        peer.serial = last.serial
         peer.bytes_sent += last.nbytes
         if send:
             self._membership.send(peer.route, last.instruction, last.payload)

@@ -21,7 +21,8 @@ import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.protocol.fields import (
+from asyncsync.protocol.messages import (
+    INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
     MAX_FRAME,
@@ -29,12 +30,18 @@ from asyncsync.protocol.fields import (
     MAX_HEADER,
     MAX_START,
     MAX_VALUES,
+    Again,
     Buffer,
+    Chunk,
+    Done,
     Epoch,
+    Instruction,
+    Part,
+    Update,
+    Welcome,
     build,
     show,
 )
-from asyncsync.protocol.messages import INSTRUCTIONS, Again, Chunk, Done, Instruction, Part, Update, Welcome
 
 __all__ = ["AGAIN_FIELDS", "FIXED", "HEAD", "decode", "decode_fixed", "encode", "encode_again", "encode_done"]
 
@@ -54,7 +61,6 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*(f.name for f in fields(cls)))
 
 
-_WITH_PAYLOAD = {Welcome, Update, Chunk}
 _BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls not in (Again, Done)}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
 _VALUES = {cls: _values(cls) for cls in _BY_KIND.values()}
@@ -111,7 +117,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     payload = frames[1:]
     if len(payload) > cls.max_payload:
         raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
-    if payload or cls in _WITH_PAYLOAD:
+    if cls.max_payload:
         for frame in payload:
             if len(frame) > MAX_FRAME:
                 raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")

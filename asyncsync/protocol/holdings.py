@@ -1,16 +1,20 @@
-"""What a worker's models hold: the applied versions and slabs, leased ones, and what is reported. No I/O, no clock."""
+"""What a worker's models hold: the applied versions and slabs, and leased ones; and what it reports: what is staged,
+applied or failed, and which leased slabs are in use. No I/O, no clock."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 
-from asyncsync.protocol.fields import Epoch, InUse
-from asyncsync.protocol.messages import Part
-from asyncsync.protocol.staging import Staging
-from asyncsync.weights.pool import SlabPool
+from asyncsync.errors import SchemaMismatch
+from asyncsync.protocol import messages
+from asyncsync.protocol.incoming import Incoming
+from asyncsync.protocol.messages import MAX_NAME, MAX_TEXT, Epoch, InUse, Part, Ping
+from asyncsync.protocol.session import Session
+from asyncsync.protocol.staging import StagedUpdates, Staging
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Held", "Holdings"]
+__all__ = ["Held", "Holdings", "Reports"]
 
 Held = tuple[Epoch, int, Slab]
 """The newest applied update of a model: epoch, version, slab."""
@@ -20,25 +24,30 @@ class Holdings:
     """What the models of one worker hold.
 
     Attributes:
-        held, versions: of each model, the newest applied update, and the version of the current epoch that it holds.
+        epoch: the current trainer's; None: there has been none.
+        held: of each model, the newest applied update.
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
         homes: per model, the slabs of failed updates in which some of its memory may lie.
         is_report_due: whether a leased slab has been released since the last report.
-        copies_later: whether there may be something to :meth:`copy_out`.
     """
 
-    def __init__(self, pool: SlabPool) -> None:
+    def __init__(self) -> None:
+        self.epoch: Epoch | None = None
         self.held: dict[str, Held] = {}
-        self.versions: dict[str, int] = {}
         self.error: dict[str, tuple[int, Exception]] = {}
         self.leased: dict[tuple[str, int], Slab] = {}
         self.homes: dict[str, list[Held]] = {}
-        self.is_report_due = self.copies_later = False
-        self._pool = pool
+        self.is_report_due = False
 
     def version(self, model_id: str) -> int:
         """The version that the model holds, of the current epoch; 0: none."""
-        return self.versions.get(model_id, 0)
+        held = self.held.get(model_id)
+        return 0 if held is None or held[0] != self.epoch else held[1]
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The versions of the current epoch that the models hold."""
+        return {model_id: version for model_id, (epoch, version, _) in self.held.items() if epoch == self.epoch}
 
     @property
     def are_plain(self) -> bool:
@@ -47,20 +56,18 @@ class Holdings:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def applied(self, staging: Staging, epoch: Epoch | None) -> None:
-        """The models hold these versions. ``epoch``: the current one."""
+    def applied(self, staging: Staging) -> None:
+        """The models hold these versions."""
         for model_id, part in staging.parts.items():
             if self.homes:
                 self._move_out(model_id, (staging.epoch, part.version))
-            if staging.epoch == epoch and part.version > self.versions.get(model_id, 0):
-                self.versions[model_id] = part.version
-                self.error.pop(model_id, None)
             held = self.held.get(model_id)
             if held is None or (staging.epoch, part.version) > held[:2]:
+                if staging.epoch == self.epoch:
+                    self.error.pop(model_id, None)
                 if held is not None:
                     held[2].release()
                 self.held[model_id] = (staging.epoch, part.version, part.slab.retain())
-                self.copies_later = self.copies_later or part.slab.short_lease
 
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
@@ -85,9 +92,9 @@ class Holdings:
         shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
         self.error.update({model_id: (version, shown) for model_id, version in versions.items()})
 
-    def adopt(self) -> None:
+    def adopt(self, epoch: Epoch | None) -> None:
         """A new trainer: no version of the old one's counts any more; the models keep what they hold."""
-        self.versions = {}
+        self.epoch = epoch
         self.error = {}
         self.leased = {}  # the old one's slots are written no more
 
@@ -114,30 +121,6 @@ class Holdings:
         if any(not slab.references for slab in self.leased.values()):
             self.is_report_due = True
 
-    def copy_out(self) -> bool:
-        """After the outbox was sent: copy out what was applied where it is, and what the trainer may want to write
-        again. True if that is to be reported: :meth:`asyncsync.protocol.reports.Reports.flush` again."""
-        self.copies_later = False
-        found = [(model_id, held) for model_id, held in self.held.items() if held[2].short_lease]
-        try:
-            for model_id, (epoch, version, slab) in found:
-                # In this order an interrupt costs a slot at worst.
-                self.held[model_id] = epoch, version, self.copy(slab)
-                slab.release()
-        except (MemoryError, RuntimeError):  # torch raises the latter
-            pass  # kept until a newer one is applied
-        return bool(found)
-
-    def copy(self, slab: Slab) -> Slab:
-        """A slab of this worker's own with the same content."""
-        mine = self._pool.acquire(slab.layout)
-        try:
-            slab.copy_to(mine)
-        except BaseException:
-            mine.release()
-            raise
-        return mine
-
     def close(self) -> None:
         """Release all slabs."""
         for _, _, slab in self.held.values():
@@ -148,3 +131,99 @@ class Holdings:
                 slab.release()
         self.homes.clear()
         self.leased = {}
+
+
+class Reports:
+    """The reports of one worker to its trainer.
+
+    ``serial`` is that of the latest update that has come: a report names the slabs in use of all updates up to it.
+    ``unreported`` is what STAGED has not reported; DONE will, if it is applied at once. ``failure`` is the report of
+    the last update that failed, until what is newer is applied.
+    """
+
+    def __init__(self, session: Session, incoming: Incoming, holdings: Holdings, staged: StagedUpdates) -> None:
+        self.serial = 0
+        self.unreported: Staging | None = None
+        self.failure: messages.Failed | None = None
+        self._session = session
+        self._incoming = incoming
+        self._holdings = holdings
+        self._staged = staged
+
+    def adopt(self) -> None:
+        """A new trainer, which counts its updates afresh."""
+        self.serial = 0
+        self.failure = None
+
+    def in_use(self) -> tuple[int, InUse]:
+        """Which leased slabs are in use here, of the updates up to which serial."""
+        return self.serial, self._holdings.report(self._incoming.awaited)
+
+    def flush(self) -> None:
+        """Before the outbox is sent: report an AGAIN that has not been applied at once, and slabs that no other message
+        has reported."""
+        session, holdings = self._session, self._holdings
+        if (unreported := self.unreported) is not None:
+            self.unreported = None
+            if unreported.epoch == session.epoch and not unreported.abandoned:
+                session.send(messages.Staged(unreported.epoch, unreported.serial, *self.in_use()))
+        if holdings.is_report_due and session.epoch is not None and session.ended is None:
+            before = len(holdings.leased)
+            serial, in_use = self.in_use()
+            if len(holdings.leased) < before:
+                session.send(messages.Released(session.epoch, session.nonce, serial, in_use))
+
+    def staged(self, serial: int) -> None:
+        """All of this update is here and checked."""
+        assert self._session.epoch is not None
+        self._session.send(messages.Staged(self._session.epoch, serial, *self.in_use()))
+
+    def versions(self) -> None:
+        """Report the versions that the models hold."""
+        session = self._session
+        assert session.epoch is not None
+        session.send(messages.Applied(session.epoch, session.named(self._holdings.versions), *self.in_use()))
+
+    def applied(self, staging: Staging) -> None:
+        """The models hold these versions."""
+        session, holdings = self._session, self._holdings
+        failed = {} if self.failure is None else self.failure.versions
+        if all(holdings.version(session.local(m)) >= version for m, version in failed.items()):
+            self.failure = None
+        if staging.epoch != session.epoch:
+            return
+        outbox = session.outbox
+        if outbox and type(last := outbox[-1][0]) is messages.Staged and last.serial == staging.serial:
+            outbox.pop()  # APPLIED reports it, too
+        if at_once := self.unreported is staging:
+            self.unreported = None
+        serial, in_use = self.in_use()
+        if at_once and serial == staging.serial and not in_use:
+            session.send(messages.Done(staging.epoch, staging.serial))
+        else:
+            session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
+
+    def failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
+        """These versions could not be applied."""
+        session = self._session
+        assert session.epoch is not None
+        self._holdings.note_error(versions, error)
+        name = f"{type(error).__module__}.{type(error).__qualname__}"[:MAX_NAME]
+        text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        mismatch = isinstance(error, SchemaMismatch)
+        self.failure = messages.Failed(
+            session.epoch, serial, session.named(versions), mismatch, name, str(error)[:MAX_TEXT], text, *self.in_use()
+        )
+        session.send(self.failure)
+
+    def pong(self, ping: Ping) -> None:
+        """Everything, as the answer to a PING."""
+        # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
+        self.serial = max(self.serial, ping.serial)
+        session = self._session
+        if self.failure is not None:
+            session.send(self.failure)
+        versions = session.named(self._holdings.versions)
+        staged = session.named(self._staged.versions(session.epoch))
+        incoming = 0 if self._incoming.update is None else self._incoming.update.serial
+        session.send(messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self.in_use()))

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.fields import Buffer
-from asyncsync.protocol.messages import Chunk, Fetch, Granted, Instruction, Part, Update
+from asyncsync.protocol.messages import Buffer, Chunk, Fetch, Granted, Instruction, Part, Update
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["Incoming", "IncomingUpdate"]
 
@@ -24,9 +22,10 @@ class IncomingUpdate:
     """An announced update whose bytes are arriving, if they have not come with it.
 
     It owns its ``slabs``, one per part, until :meth:`take`. ``awaited`` has the indices of parts that are read in
-    place, fetched and not granted yet. ``received`` counts the bytes that have come, of the parts laid end to end: what
-    comes behind a gap is sent again with it. ``granted`` is up to where the trainer has credit. ``restarts`` and
-    ``fruitless`` count how often the rest was fetched again, in all and since something came.
+    place, fetched and not granted yet; ``fetching`` those that a transport fetches by their descriptors. ``received``
+    counts the bytes that have come, of the parts laid end to end: what comes behind a gap is sent again with it.
+    ``granted`` is up to where the trainer has credit. ``restarts`` and ``fruitless`` count how often the rest was
+    fetched again, in all and since something came.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class IncomingUpdate:
         attached: Sequence[Slab | None],
     ) -> None:
         values = payload[: len(update.parts)]
-        self.awaited = [i for i, p in enumerate(update.parts) if p.in_place]
         self.layouts = layouts
         self.epoch, self.serial = update.epoch, update.serial
         self.parts: tuple[Part, ...] = update.parts
@@ -51,11 +49,17 @@ class IncomingUpdate:
         self.total = self._ends[-1]
         self.received = 0
         self.slabs: list[Slab | None] = []
+        self.awaited: list[int] = []
+        self.fetching: set[int] = set()
         try:
-            for part, layout, frame, slab in zip(self.parts, layouts, values, attached, strict=True):
+            pieces = zip(self.parts, layouts, values, attached, strict=True)
+            for i, (part, layout, frame, slab) in enumerate(pieces):
                 if part.in_place:
+                    self.awaited.append(i)
                     self.slabs.append(None)
                     continue
+                if part.descriptor is not None and slab is None:
+                    self.fetching.add(i)
                 self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
                 mine.values = bytes(frame)
             for i, frame in enumerate(payload[len(values) :]):
@@ -63,12 +67,6 @@ class IncomingUpdate:
         except BaseException:
             self.release()
             raise
-        # Parts that a transport fetches by their descriptor.
-        self.fetching = {
-            i
-            for i, (p, slab) in enumerate(zip(self.parts, attached, strict=True))
-            if p.descriptor is not None and slab is None and not p.in_place
-        }
         self.granted = 0
         self.restarts = 0
         self.fruitless = 0
@@ -132,7 +130,6 @@ class Incoming:
         settings: Settings,
         pool: SlabPool,
         attach: Callable[[Part, Layout], Slab | None],
-        copy: Callable[[Slab], Slab],
         send: Callable[[Instruction], None],
         complete: Callable[[int, Sequence[Part], Sequence[Slab]], None],
         failed: Callable[[int, Sequence[Part], Exception], None],
@@ -143,7 +140,6 @@ class Incoming:
         self._settings = settings
         self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
         self._attach = attach
-        self._copy = copy
         self._send = send
         self._complete = complete
         self._failed = failed
@@ -161,12 +157,9 @@ class Incoming:
         layouts: Sequence[Layout],
         payload: Sequence[Buffer],
         now: float,
-        *,
-        copies_first: bool,
     ) -> IncomingUpdate:
-        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. ``copies_first``: copy at once
-        what could be applied where it is, and copied out then. Raises ProtocolError where the UPDATE is malformed, and
-        other exceptions where there is no memory, or no access to the sender's."""
+        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. Raises ProtocolError where the
+        UPDATE is malformed, and other exceptions where there is no memory, or no access to the sender's."""
         parts = update.parts
         attached: list[Slab | None] = []
         try:
@@ -175,11 +168,6 @@ class Incoming:
                 attached.append(self._attach(part, layout) if at_hand else None)
             pairs = zip(parts, attached, strict=True)
             whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
-            if copies_first or not whole:
-                for i, slab in enumerate(attached):
-                    if slab is not None and slab.short_lease:
-                        attached[i] = self._copy(slab)
-                        slab.release()
             incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
         finally:
             for slab in attached:

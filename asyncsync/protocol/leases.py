@@ -10,7 +10,8 @@ comes to it, in whatever order; and an old report that arrives late means nothin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from asyncsync.protocol.peer import Peer
 from asyncsync.weights.slab import Slab
@@ -21,68 +22,52 @@ Key = tuple[str, int]
 """Model and version."""
 
 
+@dataclass(slots=True, eq=False)
 class WorkerLeases:
-    """What one worker incarnation may be reading; holds one reference to each of these slabs. Its process, ``pid``,
-    ends all its leases when it ends; 0: it is not on this host."""
+    """The slabs that one worker incarnation may be reading, each with the serial of the last UPDATE that named it. Its
+    process, ``pid``, ends all its leases when it ends; 0: it is not on this host."""
 
-    def __init__(self, worker: int, pid: int) -> None:
-        self.worker = worker
-        self.pid = pid
-        self._slabs: dict[Key, tuple[int, Slab]] = {}
-
-    def __len__(self) -> int:
-        return len(self._slabs)
-
-    def __iter__(self) -> Iterator[tuple[Key, Slab]]:
-        return ((key, slab) for key, (_, slab) in self._slabs.items())
-
-    def lease(self, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
-        """These parts of the UPDATE of this serial are the worker's from now on."""
-        for model_id, (version, slab) in parts.items():
-            if slab.leased:
-                key = (model_id, version)
-                known = self._slabs.get(key)
-                if known is None:
-                    slab.retain()
-                self._slabs[key] = (serial, slab)
-
-    def report(self, last: int, in_use: Collection[Key]) -> None:
-        """The worker has seen all UPDATEs up to this serial that it will ever take, and still uses these slabs."""
-        ended = [key for key, (serial, _) in self._slabs.items() if serial <= last and key not in in_use]
-        for key in ended:
-            self._slabs.pop(key)[1].release()
-
-    def release(self) -> None:
-        """The worker's process has ended, or nothing will be written here any more."""
-        while self._slabs:
-            self._slabs.popitem()[1][1].release()
+    worker: int
+    pid: int
+    slabs: dict[Key, tuple[int, Slab]] = field(default_factory=dict)
 
 
 class Leases:
     """What all worker incarnations may be reading, also those that have left. ``of`` has the leases by the nonce of the
-    incarnation."""
+    incarnation, with one reference to each of their slabs."""
 
     def __init__(self) -> None:
         self.of: dict[bytes, WorkerLeases] = {}
 
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
-        leases = self.of.get(peer.nonce)
-        if leases is None:
+        """These parts of the UPDATE of this serial are the worker's from now on."""
+        if (leases := self.of.get(peer.nonce)) is None:
             leases = self.of[peer.nonce] = WorkerLeases(peer.worker, peer.hello.pid if peer.local else 0)
-        leases.lease(serial, parts)
+        for model_id, (version, slab) in parts.items():
+            if slab.leased:
+                key = (model_id, version)
+                if key not in leases.slabs:
+                    slab.retain()
+                leases.slabs[key] = (serial, slab)
 
     def report(self, nonce: bytes, last: int, in_use: Collection[Key]) -> None:
-        if (leases := self.of.get(nonce)) is not None:
-            leases.report(last, in_use)
-            if not leases:
-                del self.of[nonce]
+        """The worker has seen all UPDATEs up to this serial that it will ever take, and still uses these slabs."""
+        if (leases := self.of.get(nonce)) is None:
+            return
+        slabs = leases.slabs
+        ended = [key for key, (serial, _) in slabs.items() if serial <= last and key not in in_use]
+        for key in ended:
+            slabs.pop(key)[1].release()
+        if not slabs:
+            del self.of[nonce]
 
     def release(self, nonce: bytes) -> None:
         """An incarnation has ended, or reads nothing any more."""
         if (leases := self.of.pop(nonce, None)) is not None:
-            leases.release()
+            for _, slab in leases.slabs.values():
+                slab.release()
 
     def close(self) -> None:
         """Nothing is written any more."""
-        while self.of:
-            self.of.popitem()[1].release()
+        for nonce in list(self.of):
+            self.release(nonce)

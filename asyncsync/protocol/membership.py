@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.protocol import messages
-from asyncsync.protocol.fields import MAX_START, Buffer, Epoch
-from asyncsync.protocol.messages import Instruction
+from asyncsync.protocol.messages import MAX_START, Buffer, Epoch, Instruction
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Targets

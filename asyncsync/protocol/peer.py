@@ -58,10 +58,6 @@ class Peer:
     serial: int = 0
 
     @property
-    def models(self) -> set[str]:
-        return set(self.hello.have)
-
-    @property
     def state(self) -> str:
         return "lost" if self.lost else "slow" if self.slow else "live"
 

@@ -61,7 +61,11 @@ class Progress:
         result = Outcome()
         models = None if models is None else list(models)
         for worker in workers:
-            self._judge(worker, version, self._models_of(worker, models), result)
+            peer = self._peers.get(worker)
+            if peer is not None and models and peer.has(version, models):
+                result.acked[worker] = min(peer.applied[m] for m in models)
+            else:
+                self._judge(worker, version, self._models_of(worker, models), result)
         return result
 
     def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
@@ -76,13 +80,6 @@ class Progress:
             if self.of(version, (worker,), models).waiting:
                 return True
         return False
-
-    def applied(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
-        """True if each of them is known to have applied this version of each model, or a newer one."""
-        if models is None:
-            return False
-        peers = [self._peers.get(w) for w in workers]
-        return all(peer is not None and peer.has(version, models) for peer in peers)
 
     def _judge(self, worker: int, version: int, models: list[str], result: Outcome) -> None:
         peer = self._peers.get(worker)

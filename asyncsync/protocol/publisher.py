@@ -20,14 +20,13 @@ from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, Sc
 from asyncsync.protocol import messages
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
-from asyncsync.protocol.fields import Buffer, Epoch
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
-from asyncsync.protocol.messages import Instruction
+from asyncsync.protocol.messages import Buffer, Epoch, Instruction
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.progress import Progress
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import Replaced, Targets
+from asyncsync.protocol.targets import Model, Replaced, Targets
 from asyncsync.protocol.transfer import Transfer
 from asyncsync.weights.slab import Slab
 
@@ -82,7 +81,7 @@ class Publisher:
     def serve(self, model_id: str, now: float) -> None:
         """Announce a model; workers that wait for it can connect, its weights come later."""
         if model_id not in self.targets.models:
-            self.targets.add_model(model_id)
+            self.targets.models[model_id] = Model()
             for peer in self.peers.values():
                 self.agreement.welcome(peer)
 
@@ -264,7 +263,7 @@ class Publisher:
         self._pump(peer)
 
     def _on_ping(self, peer: Peer, ping: messages.Ping, now: float) -> None:
-        targets = {m: t.version for m in peer.models if (t := self.targets.target(peer.worker, m)) is not None}
+        targets = {m: t.version for m in peer.hello.have if (t := self.targets.target(peer.worker, m)) is not None}
         self.membership.send(peer.route, messages.Pong(self.epoch, ping.seq, targets, {}, 0))
 
     def _on_pong(self, peer: Peer, pong: messages.Pong, now: float) -> None:

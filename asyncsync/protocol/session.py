@@ -8,8 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
 from asyncsync.model.binding import Binding
-from asyncsync.protocol.fields import MAX_NAME, MAX_SERIAL, MAX_TEXT, Buffer, Epoch
-from asyncsync.protocol.messages import Bye, Hello, Instruction, Ping, Pong, Ready, Refused, Released, Welcome
+from asyncsync.protocol.messages import (
+    MAX_NAME,
+    MAX_SERIAL,
+    MAX_TEXT,
+    Buffer,
+    Bye,
+    Epoch,
+    Hello,
+    Instruction,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Released,
+    Welcome,
+)
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.weights.layout import Layout
 
@@ -79,7 +93,7 @@ class Session:
         return "" if self._nameless else model_id
 
     def named(self, versions: Mapping[str, int]) -> dict[str, int]:
-        return {self.name(m): v for m, v in versions.items()}
+        return {"" if self._nameless else m: v for m, v in versions.items()}
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncsync.model.update import Prepared
-from asyncsync.protocol.fields import Epoch
+from asyncsync.protocol.messages import Epoch
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Acting", "StagedPart", "StagedUpdates", "Staging"]

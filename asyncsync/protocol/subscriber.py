@@ -15,23 +15,20 @@ a higher epoch replaces everything that was under way, a lower one is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
 from asyncsync.protocol import messages
-from asyncsync.protocol.fields import Buffer, Epoch
-from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.holdings import Holdings, Reports
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import Instruction, Part
-from asyncsync.protocol.reports import Reports
+from asyncsync.protocol.messages import Buffer, Epoch, Instruction, Part
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 
 __all__ = ["FastPath", "Subscriber"]
 
@@ -65,10 +62,8 @@ class Subscriber:
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt)
-        self.holdings = Holdings(self.pool)
-        self.incoming = Incoming(
-            self.settings, self.pool, self._attach, self.holdings.copy, session.send, self._stage, self._fail
-        )
+        self.holdings = Holdings()
+        self.incoming = Incoming(self.settings, self.pool, self._attach, session.send, self._stage, self._fail)
         self.staged = StagedUpdates()
         self.reports = Reports(session, self.incoming, self.holdings, self.staged)
         self.outbox = session.outbox
@@ -76,7 +71,6 @@ class Subscriber:
         self.fast_path: FastPath | None = None
         self.last_seen: float | None = None
         self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
-        self.waits: Callable[[Iterable[str]], bool] = lambda models: False
         self.leaving = False
         self.base: tuple[int, Part] | None = None
 
@@ -110,7 +104,7 @@ class Subscriber:
         if staging.abandoned:
             return
         self.staged.finish(staging)
-        self.holdings.applied(staging, self.session.epoch)
+        self.holdings.applied(staging)
         staging.release()
         self.reports.applied(staging)
 
@@ -193,7 +187,7 @@ class Subscriber:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
         self.incoming.drop()
         self.staged.abandon()
-        self.holdings.adopt()
+        self.holdings.adopt(self.session.epoch)
         self.reports.adopt()
         self.targets = {}
 
@@ -209,9 +203,8 @@ class Subscriber:
             if layout is None or layout.nbytes != part.nbytes:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
-        copies_first = self._copies_first([self.session.local(p.model_id) for p in update.parts])
         try:
-            loaded = self.incoming.load(update, layouts, payload, now, copies_first=copies_first)
+            loaded = self.incoming.load(update, layouts, payload, now)
         except ProtocolError:
             raise
         except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
@@ -252,25 +245,21 @@ class Subscriber:
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(_expanded(again, part), (b"", b""), now)
                 return
-            elif slab.short_lease and self._copies_first((model_id,)):
-                leased, slab = slab, self.holdings.copy(slab)
-                leased.release()
             slab.values = b""
             self.reports.serial = again.serial
             self.base = again.serial, part
             self.targets[model_id] = max(again.version, self.targets.get(model_id, 0))
             self.incoming.bytes_received += part.nbytes
             prepared = self.models[model_id].prepare(slab)
-        except Exception as error:  # no memory, no access to the sender's, or a strategy's: the trainer learns of it
+        except BaseException as error:
             if slab is not None:
                 slab.release()
+            if not isinstance(error, Exception):
+                raise
+            # No memory, no access to the sender's, or a strategy's: the trainer learns of it.
             self.reports.serial = again.serial
             self.reports.failed(again.serial, {model_id: again.version}, error)
             return
-        except BaseException:
-            if slab is not None:
-                slab.release()
-            raise
         parts = {model_id: StagedPart(again.version, slab, prepared)}
         self.reports.unreported = Staging(again.epoch, again.serial, parts)
         self.staged.append(self.reports.unreported)
@@ -289,7 +278,7 @@ class Subscriber:
         held = holdings.held.get(model_id)
         if session.ended is not None or not holdings.are_plain or held is None:
             return None
-        if held[:2] != (session.epoch, self.targets.get(model_id)) or held[1] != holdings.version(model_id):
+        if held[:2] != (session.epoch, self.targets.get(model_id)):
             return None
         return model_id, base[1]
 
@@ -304,10 +293,6 @@ class Subscriber:
         if slab is not None and slab.leased:
             self.holdings.lease(part, slab)
         return slab
-
-    def _copies_first(self, models: Sequence[str]) -> bool:
-        """Whether what could be applied where it is, and copied out then, had better be copied at once."""
-        return self.waits(models) or any(self.models[m].shows_slabs for m in models)
 
     def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab]) -> None:
         """All bytes are here: convert, check, and wait for the gate."""

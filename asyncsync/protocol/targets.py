@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from asyncsync.errors import SchemaMismatch
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Publication", "Replaced", "Target", "Targets"]
+__all__ = ["Model", "Publication", "Replaced", "Target", "Targets"]
 
 KEPT_REJECTIONS = 16
 
@@ -89,7 +89,7 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _Model:
+class Model:
     common: _Slot = field(default_factory=_Slot)
     own: dict[int, _Slot] = field(default_factory=dict)
     # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
@@ -105,7 +105,7 @@ class Targets:
     ``published`` the newest one that has become a target: a pending one may still be refused, and never was."""
 
     def __init__(self) -> None:
-        self.models: dict[str, _Model] = {}
+        self.models: dict[str, Model] = {}
         self.pending: dict[int, Publication] = {}
         self.version = self.published = self._carried = 0
         self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
@@ -113,9 +113,6 @@ class Targets:
     def carry_on(self, version: int) -> None:
         """Count on from this version, which is not below the newest."""
         self.version = self.published = self._carried = version
-
-    def add_model(self, model_id: str) -> None:
-        self.models.setdefault(model_id, _Model())
 
     def publish(
         self, parts: Mapping[str, Slab | Mapping[int, Slab]], workers: Iterable[int] | None, deadline: float
@@ -138,7 +135,7 @@ class Targets:
                 publication.deadline = min(deadline, older.deadline)
                 self._withdraw(older.version)
         for model_id, slabs in parts.items():
-            model = self.models[model_id]
+            model = self.models.setdefault(model_id, Model())
             if isinstance(slabs, Slab) and whom is None:
                 entered = [(model.common, slabs)]
             else:

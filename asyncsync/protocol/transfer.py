@@ -6,8 +6,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import accumulate
 
-from asyncsync.protocol.fields import Buffer, Epoch
-from asyncsync.protocol.messages import Again, Chunk, Part, Update
+from asyncsync.protocol.messages import Again, Buffer, Chunk, Epoch, Part, Update
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Announcement", "Parts", "Transfer"]
@@ -37,16 +36,12 @@ class Announcement:
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
         self.retained = [m for m, (_, slab) in parts.items() if granted or not slab.in_place]
-        self.leases = False
+        self.leases = any(parts[m][1].leased for m in self.retained)
         self.sizes = [slab.streamed for _, slab in parts.values()]
         self.ends = list(accumulate(self.sizes))
-        eager = self.ends[-1] <= eager_bytes
+        # What is not there yet can only follow as chunks.
+        eager = self.ends[-1] <= eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
         announced, values, payload = [], [], []
-        for _, slab in parts.values():
-            if slab.packed != slab.nbytes:
-                eager = False  # what is not there yet can only follow as chunks
-            if slab.leased and (granted or not slab.in_place):
-                self.leases = True
         for model_id, (version, slab) in parts.items():
             crc = None
             values.append(slab.values)

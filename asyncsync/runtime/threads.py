@@ -19,6 +19,7 @@ __all__ = [
     "LOOK_SECONDS",
     "WorkThread",
     "as_exception",
+    "call_soon",
     "elsewhere",
     "finish",
     "interruptibly",
@@ -48,14 +49,14 @@ def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -
     return wait(max(0.0, left))
 
 
-def until_done(future: concurrent.futures.Future[Any]) -> None:
-    """Wait until it is done, however it ends."""
+def until_done(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
+    """Wait until it is done, however it ends; False if it is not after so many seconds. None: without a limit."""
     # A plain lock: an exception that strikes inside a Condition may leave that locked, and the thread that settles the
     # future waiting without end.
     ended = threading.Lock()
     ended.acquire()
     future.add_done_callback(lambda _: ended.release())
-    interruptibly(lambda seconds: ended.acquire(timeout=seconds))
+    return interruptibly(lambda seconds: ended.acquire(timeout=seconds), timeout)
 
 
 def join(thread: threading.Thread, timeout: float) -> bool:
@@ -84,6 +85,15 @@ async def finish(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> bool:
+    """Have a loop call this; from any thread. False: it is closed, and nobody waits there any more."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        return False
+    return True
+
+
 def settle(future: asyncio.Future[T], result: Any = None, error: BaseException | None = None) -> None:
     """From any thread: give a future of some event loop its result, or its exception. Nothing happens if it is done by
     then, or if its loop was closed: nobody awaits it any more."""
@@ -95,10 +105,7 @@ def settle(future: asyncio.Future[T], result: Any = None, error: BaseException |
             else:
                 future.set_exception(error)
 
-    try:
-        future.get_loop().call_soon_threadsafe(here)
-    except RuntimeError:
-        pass  # the loop is closed
+    call_soon(future.get_loop(), here)
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -13,13 +13,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
-from tensordict import TensorDict
-
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import ExtractAll
-from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.member import Source
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
@@ -67,18 +64,6 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
-def _documented_as(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorates a method that shows the docstring of one of the asyncio API, whose arguments it has."""
-
-    def decorate(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        function.__doc__ = method.__doc__
-        return function
-
-    return decorate
-
-
 @in_sync_as("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
@@ -95,21 +80,23 @@ class Bus(BusCore):
     The arguments are described at :class:`BusCore`, the methods at :class:`asyncsync.Bus`.
     """
 
-    @_documented_as(AsyncBus.connect)
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         starting.check_connect(self, timeout, processes)
-        initial = {t: None if e is None else _taken(e) for t, e in now(starting.initial(self)).items()}
+        initial = now(starting.initial(self))
         self._run(lambda: starting.connect(self, initial, timeout))
 
-    @_documented_as(AsyncBus.publish)
+    connect.__doc__ = AsyncBus.connect.__doc__
+
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
-        workers, values = self._values(weights, worker_ids)
-        return self._run(lambda: sending.publish_sources(self, values, weights, workers))
+        workers, sources = self._extract(weights, worker_ids)
+        return self._run(lambda: sending.publish_sources(self, sources, workers))
+
+    publish.__doc__ = AsyncBus.publish.__doc__
 
     async def publish_async(self, weights: Mapping[str, Any], worker_ids: Workers = None) -> int:
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        workers, values = self._values(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.publish_sources(self, values, weights, workers))
+        workers, sources = self._extract(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: sending.publish_sources(self, sources, workers))
 
     wait_version = ordinary(AsyncBus.wait_version)
 
@@ -120,16 +107,16 @@ class Bus(BusCore):
     def send(self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         check_timeout(timeout)
-        workers, values = self._values(weights, worker_ids)
-        self._run(lambda: sending.send_sources(self, values, weights, workers, timeout))
+        workers, sources = self._extract(weights, worker_ids)
+        self._run(lambda: sending.send_sources(self, sources, workers, timeout))
 
     async def send_async(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
         check_timeout(timeout)
-        workers, values = self._values(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.send_sources(self, values, weights, workers, timeout))
+        workers, sources = self._extract(weights, worker_ids)
+        return await loop_thread.awaitable(lambda: sending.send_sources(self, sources, workers, timeout))
 
     shutdown = ordinary(AsyncBus.shutdown, "_end")
 
@@ -147,10 +134,10 @@ class Bus(BusCore):
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _values(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, ExtractAll]:
+    def _extract(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, dict[str, Source]]:
         """The workers it is for, and the values of the sources, taken here and now."""
         workers = as_workers(worker_ids)
-        return workers, _taken(now(sending.extract(self, weights, workers)))
+        return workers, now(sending.extract(self, weights, workers))
 
     def _run(self, make: Make[T]) -> T:
         async def tended() -> T:
@@ -185,11 +172,6 @@ class Bus(BusCore):
         return loop_thread.run(look)
 
 
-def _taken(extract: Callable[[], T]) -> Callable[[], T]:
-    source = extract()
-    return lambda: source
-
-
 @in_sync_as("WeightSyncScheme")
 class WeightSyncScheme(SchemeCore):
     """One model's weights, kept in step by blocking calls."""
@@ -214,7 +196,6 @@ class WeightSyncScheme(SchemeCore):
         """This scheme."""
         return self
 
-    @_documented_as(AsyncScheme.connect)
     def connect(
         self,
         *,
@@ -229,11 +210,12 @@ class WeightSyncScheme(SchemeCore):
         else:
             self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
 
+    connect.__doc__ = AsyncScheme.connect.__doc__
+
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        extract = now(self._initial(weights))
-        initial = None if extract is None else _taken(extract)
+        initial = now(self._initial(weights))
         self._bus._run(lambda: self._connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(
@@ -326,22 +308,6 @@ class WeightSyncScheme(SchemeCore):
             for take_back in undo:
                 take_back()
             raise
-
-    @property
-    def weights(self) -> TensorDict | None:
-        """A copy of the current weights; None when there are none."""
-        link = self._bus._link
-        if not isinstance(link, ReceiverLink) or link.closed or loop_thread.is_here():
-            return super().weights
-        self._bus._check_fork()
-
-        async def copy() -> TensorDict | None:
-            if link.subscriber.holdings.held.get(self._topic) is None:
-                return None
-            weights: TensorDict = await link.receiving.copy(self._topic, lambda slab: slab.weights())
-            return weights
-
-        return loop_thread.run(copy)
 
     def __enter__(self) -> Self:
         return self

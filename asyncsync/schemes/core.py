@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.member import Extract
+from asyncsync.bus.member import Source
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import wait_for_workers
@@ -287,14 +287,13 @@ class SchemeCore(SchemeState, ABC):
         self._carrier._start(self._worker_idx)
         self._registered = True
 
-    async def _initial(self, weights: Any) -> Extract | None:
+    async def _initial(self, weights: Any) -> Source | None:
         """What a sender sends when it connects; None: nothing."""
         if weights is None and (self._registered or not self._sources.exist()):
             return None
-        prepared = await self._prepare(weights)
-        return lambda: self._flatten(prepared, None)
+        return await self._extract(weights, None)
 
-    async def _connect_sender(self, initial: Extract | None, timeout: float) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
         link = self._bus._open_sender()
         start = link.loop.time()
         transport = self._transport()
@@ -302,11 +301,11 @@ class SchemeCore(SchemeState, ABC):
         await transport._ready(timeout)
         version = None
         if initial is not None:
-            extract, transports = (lambda: {self._topic: initial()}), {self._topic: transport}
+            sources, transports = {self._topic: initial}, {self._topic: transport}
             deadline = max(link.loop.time(), start + timeout)
             try:
                 version = await link.publishing.publish(
-                    extract, transports, None, serve=[self._topic], deadline=deadline
+                    sources, transports, None, serve=[self._topic], deadline=deadline
                 )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
@@ -333,22 +332,19 @@ class SchemeCore(SchemeState, ABC):
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def _at_hand(self, weights: Any) -> FlatWeights | None:
-        """The result of :meth:`_prepare` and :meth:`_flatten` in one step, for a module that is sent as a whole; None
-        for anything else, which is left untouched."""
+        """The result of :meth:`_extract` for a module that is sent as a whole; None for anything else, which is left
+        untouched."""
         source = self._sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not SchemeCore.prepare_weights:
             return None
         return module_weights(self.strategy, source)
 
-    async def _prepare(self, weights: Any) -> Any:
-        """A source that :meth:`_flatten` can take."""
-        is_ours = type(self).prepare_weights is SchemeCore.prepare_weights
-        return await self._sources.prepare(weights, self.strategy, None if is_ours else self.prepare_weights)
-
-    def _flatten(self, source: Any, workers: list[int] | None) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a source's values, in the caller's thread."""
-        return self._sources.flatten(source, self.strategy, workers, self._bus.num_workers, self._keys_sent)
+    async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
+        """The values of what the caller gave, taken in the caller's thread."""
+        hook = None if type(self).prepare_weights is SchemeCore.prepare_weights else self.prepare_weights
+        count, sent = self._bus.num_workers, self._keys_sent
+        return await self._sources.extract(weights, self.strategy, hook, workers, count, sent)
 
     def _keys_sent(self) -> set[Path] | None:
         """The keys of what was sent last; None: nothing was."""
@@ -390,7 +386,7 @@ class SchemeCore(SchemeState, ABC):
             if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
                 await self._bus._shutdown(timeout)
             elif self._bus._link is not None:
-                self._bus._link.conditions.notify()
+                self._bus._link.notify()
         finally:
             await self._end_transport(timeout)
 

@@ -13,9 +13,8 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate
+from asyncsync.model.hooks import check_calls
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.model.unseen_calls import warn_of_calls_unseen
 from asyncsync.weights.slab import Slab
 
 __all__ = ["Receiving"]
@@ -58,10 +57,7 @@ class Receiving:
         self._is_manual = apply == "on_receive"
         self._is_hooked = isinstance(model, nn.Module) and gate == "hooks" and apply == "auto"
         if self._is_hooked:
-            probe = Gate()
-            probe.attach(model)
-            probe.detach()
-            warn_of_calls_unseen(model, stacklevel=3)
+            check_calls(model, stacklevel=3)
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
         """Take part in the updates of a link, and pass updates on to this context."""

@@ -80,7 +80,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
         scheme.init_on_receiver("policy", model=policy, worker_idx=index)
         await scheme.connect()                     # policy(...) is never torn from here on
 
-    The Parameters of a module get their memory in the shared one where there are more than 16 MiB of weights; what a
+    The Parameters of a module get their memory in the shared one where there are more than 4 MiB of weights; what a
     worker writes into them stays its own, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
     memory that they have: for a worker that trains its own copy, and where something else refers to that memory (CUDA
     graphs, a flat view of all parameters).
@@ -97,14 +97,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
-    """
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     _adopts = True
     _transport_class = BlockingSharedMemTransport
@@ -124,27 +117,15 @@ class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
 
 
 class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own. Usage as :class:`SharedMemWeightSyncScheme`.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
-    """
+    """Weights for workers on this host, each with a copy of its own. Usage and arguments as
+    :class:`SharedMemWeightSyncScheme`."""
 
     _transport_class = MPTransport
 
 
 class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own, with the blocking API.
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.sync.WeightSyncScheme`.
-    """
+    """Weights for workers on this host, each with a copy of its own, with the blocking API; see
+    :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
     _transport_class = BlockingMPTransport
 

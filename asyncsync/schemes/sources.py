@@ -30,14 +30,6 @@ Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
 """A ``prepare_weights`` of a user's own."""
 
 
-class EachWorkers(dict[int, Any]):
-    """``{worker_idx: prepared weights}``. ``unsure``: workers whose weights were plain dicts in a dict with integer
-    keys, which may mean something else. ``are_extracted``: no ``prepare_weights`` of a user's own has replaced them."""
-
-    unsure: frozenset[int] = frozenset()
-    are_extracted: bool = True
-
-
 class Sources:
     """The sources of one model; the arguments are those of ``init_on_sender``. ``registered``: the model, or the
     weights; None: neither. Raises ValueError: several sources, or weights that look like one dict for each worker."""
@@ -92,78 +84,55 @@ class Sources:
             )
         return weights
 
-    async def prepare(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> Any:
-        """A source that :meth:`flatten` can take: prepared weights, or ``{worker_idx: prepared weights}``. Without a
-        hook, only :meth:`flatten` takes their values."""
-        if weights is None and self.model is None and isinstance(self.weights, dict):
-            weights = self.weights
-        if not by_worker(weights):
-            if hook is None:
-                return self.resolve(weights, self._model_id, self.context)
-            return await self._hooked(weights, strategy, hook)
-        if hook is None:
-            prepared = EachWorkers({w: self.resolve(each, self._model_id, self.context) for w, each in weights.items()})
-        else:
-            prepared = EachWorkers([(w, await self._hooked(each, strategy, hook)) for w, each in weights.items()])
-        if not self._is_mapped:
-            prepared.unsure = frozenset(w for w, each in weights.items() if _is_plain(each))
-        prepared.are_extracted = hook is None
-        return prepared
-
-    async def _hooked(self, weights: Any, strategy: WeightStrategy, hook: Hook) -> FlatWeights:
-        prepared = hook(weights, self._model_id, strategy, self.context)
-        if inspect.isawaitable(prepared):
-            prepared = await prepared
-        return flatten(prepared)
-
-    def flatten(
+    async def extract(
         self,
-        source: Any,
+        weights: Any,
         strategy: WeightStrategy,
+        hook: Hook | None,
         workers: list[int] | None,
         count: int | None,
         sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """Take a prepared source's values, in the caller's thread, for these of ``count`` workers. ``sent`` returns the
-        keys of what was sent last; None: nothing was."""
-        if isinstance(source, EachWorkers):
+        """What an argument stands for, with its values of now: in the caller's thread, for these of ``count`` workers.
+        ``sent`` returns the keys of what was sent last; None: nothing was."""
+        if weights is None and self.model is None and isinstance(self.weights, dict):
+            weights = self.weights
+        if by_worker(weights):
             wrong = [
                 w
-                for w in source
+                for w in weights
                 if w < 0 or (count is not None and w >= count) or (workers is not None and w not in workers)
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            each = {worker: _flat(strategy, weights) for worker, weights in source.items()}
-            if source.unsure:
+            each = {worker: await self._flat(given, strategy, hook) for worker, given in weights.items()}
+            if not self._is_mapped and (unsure := sorted(w for w, given in weights.items() if _is_plain(given))):
                 known = sent()
-                self._check_unsure(source, each, self._known_keys(source, strategy) if known is None else known)
+                if known is None and hook is None and not by_worker(self.registered):
+                    known = None if self.registered is None else flat_weights(strategy, self.registered).keys()
+                self._check_unsure(unsure, each, known or set())
         else:
-            flat = _flat(strategy, source)
+            flat = await self._flat(weights, strategy, hook)
             if self.device_map_fn is None:
                 flat.ready = cuda_events(flat)
                 return flat
+            shared = as_tensordict(flat)
             chosen = range(count or 0) if workers is None else workers
-            weights = as_tensordict(flat)
-            each = {worker: flatten(self.device_map_fn(worker, weights)) for worker in chosen}
+            each = {worker: flatten(self.device_map_fn(worker, shared)) for worker in chosen}
         for flat in each.values():  # what the caller's current streams have still to do before the values are there
             flat.ready = cuda_events(flat)
         return each
 
-    def _known_keys(self, source: EachWorkers, strategy: WeightStrategy) -> set[Path]:
-        """The keys of what is registered."""
-        registered = self.registered
-        if registered is None or by_worker(registered) or not source.are_extracted:
-            return set()
-        flat = _flat(strategy, registered)
-        return {*flat.tensors, *flat.values}
+    async def _flat(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> FlatWeights:
+        if hook is None:
+            return flat_weights(strategy, self.resolve(weights, self._model_id, self.context))
+        prepared = hook(weights, self._model_id, strategy, self.context)
+        return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
 
-    def _check_unsure(self, source: EachWorkers, flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
+    def _check_unsure(self, unsure: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
         """Raises ValueError: weights with integer keys have no keys of this model's, so they may be one thing, as an
         optimiser's state is, rather than a dict for each worker."""
-        unsure = sorted(source.unsure)
-        wrong = [w for w in unsure if known.isdisjoint(flat[w].tensors.keys() | flat[w].values.keys())]
-        if wrong:
+        if wrong := [worker for worker in unsure if known.isdisjoint(flat[worker].keys())]:
             raise ValueError(
                 f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict, an optimiser's state? "
                 f"What is under {wrong} has no key in common with {self._model_id!r} as it was sent or registered. "
@@ -184,10 +153,6 @@ def count_workers(
     if params_map is not None and set(params_map) != set(range(len(params_map))):
         raise ValueError(f"params_map must have the keys 0 to {len(params_map) - 1}, not {sorted(params_map)}")
     return num_workers
-
-
-def _flat(strategy: WeightStrategy, source: Any) -> FlatWeights:
-    return source if isinstance(source, FlatWeights) else flat_weights(strategy, source)
 
 
 def by_worker(weights: Any) -> bool:

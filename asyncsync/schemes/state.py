@@ -24,7 +24,7 @@ from asyncsync.bus.status import WorkerStatus
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
-from asyncsync.protocol.fields import MAX_NAME
+from asyncsync.protocol.messages import MAX_NAME
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.transports.channel_receiver import ChannelReceiver

@@ -72,7 +72,7 @@ class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
         await scheme.connect()                     # policy(...) is never torn from here on
         weights = await scheme.receive(timeout=1.0)
 
-    Where there are more than 16 MiB of weights, the Parameters of a module get their memory where they are received, as
+    Where there are more than 4 MiB of weights, the Parameters of a module get their memory where they are received, as
     with :class:`asyncsync.SharedMemWeightSyncScheme`; ``init_on_receiver(…, inplace=True)`` copies.
     """
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncsync.weights.layout import LARGE_NUMEL
 from asyncsync.weights.torch_private import InferenceMode, foreach_copy
 from asyncsync.weights.tree import FlatWeights
 
@@ -27,6 +26,9 @@ __all__ = ["PLAIN", "clone", "copy_bytes", "copy_flat", "copy_tensors", "memory_
 PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20
+# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier. Where
+# workers keep the cores busy, that takes a hundred times as long. Two cores copy no faster than one.
+LARGE_NUMEL = 32 << 10
 # From some size on, 1 MiB on one machine and 190 MiB on another, libc's memcpy bypasses the caches. That is quick for
 # one thread on a core of its own; for two threads, pieces below that size take three quarters of the time.
 PIECE = 512 << 10
@@ -115,11 +117,9 @@ def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> Non
 def _copy_in_threads(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
     """Copy pairs of a destination and a source, in other threads, too, if there is much."""
     total = sum([len(d) for d, _ in pairs])
-    count = min(total // BYTES_PER_THREAD, MAX_THREADS, _cores())
-    if count <= 1:
-        _copy_all(pairs)
-        return
-    mine, *others = _shares(pairs, -(-total // count))
+    count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, _cores()))
+    pieces = [(d[i : i + PIECE], s[i : i + PIECE]) for d, s in pairs for i in range(0, len(d), PIECE)]
+    mine, *others = [pieces[i::count] for i in range(count)]
     failures: list[BaseException] = []
 
     def copy(share: list[tuple[_Bytes, _Bytes]]) -> None:
@@ -158,24 +158,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _copy_all(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
-    for destination, source in pairs:
-        for start in range(0, len(destination), PIECE):
-            np.copyto(destination[start : start + PIECE], source[start : start + PIECE])  # releases the GIL
-
-
-def _shares(pairs: list[tuple[_Bytes, _Bytes]], nbytes: int) -> list[list[tuple[_Bytes, _Bytes]]]:
-    """The pairs, cut into lists of so many bytes."""
-    shares: list[list[tuple[_Bytes, _Bytes]]] = [[]]
-    room = nbytes
-    for destination, source in pairs:
-        start = 0
-        while start < len(destination):
-            if not room:
-                shares.append([])
-                room = nbytes
-            stop = min(start + room, len(destination))
-            shares[-1].append((destination[start:stop], source[start:stop]))
-            room -= stop - start
-            start = stop
-    return shares
+def _copy_all(pieces: list[tuple[_Bytes, _Bytes]]) -> None:
+    for destination, source in pieces:
+        np.copyto(destination, source)  # releases the GIL

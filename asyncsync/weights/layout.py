@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_dtypes, have_shapes
+from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_specs
 
 __all__ = [
     "DTYPES",
@@ -37,9 +37,6 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-# torch copies tensors of 32768 elements and more on all its threads, which then wait for each other at a barrier. Where
-# workers keep the cores busy, that takes a hundred times as long. Two cores copy no faster than one.
-LARGE_NUMEL = 32 << 10
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20
 MAX_VALUE_BYTES = 1 << 20
@@ -58,9 +55,6 @@ _DTYPE_NAMES = [
 ]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-# torch.cat of many small tensors costs two thirds of as many copies; it is used for the plain dtypes only.
-_CATABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_CATABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
@@ -101,11 +95,6 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-
-    @property
-    def end(self) -> int:
-        """The first byte behind it."""
-        return self.offset + self.nbytes
 
 
 class Layout:
@@ -190,7 +179,7 @@ class Layout:
         paths, shapes, dtypes, filled = self._columns
         try:
             found = [tensors[path] for path in paths]
-            if not (have_dtypes(found, dtypes) and have_shapes(found, shapes)):
+            if not have_specs(found, shapes, dtypes):
                 return None
             stored = found if filled is None else [found[i] for i in filled]
             pointers = list(map(torch.Tensor.data_ptr, stored))
@@ -220,28 +209,6 @@ class Layout:
     def paths(self) -> list[Path]:
         """Every key path: stored, tied, and values."""
         return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
-
-    @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of small entries that lie side by side without padding and differ in their first dimension only."""
-        runs: list[tuple[int, int]] = []
-        for i, entry in enumerate(self.entries):
-            if runs:
-                start, stop = runs[-1]
-                before = self.entries[stop - 1]
-                if (
-                    entry.dtype in _CATABLE
-                    and before.dtype is entry.dtype
-                    and len(before.shape) == len(entry.shape) > 0
-                    and before.shape[1:] == entry.shape[1:]
-                    and before.offset + before.nbytes == entry.offset
-                    and 0 < entry.nbytes < LARGE_NUMEL
-                    and 0 < before.nbytes < LARGE_NUMEL
-                ):
-                    runs[-1] = (start, i + 1)
-                    continue
-            runs.append((i, i + 1))
-        return tuple(runs)
 
     @cached_property
     def encoded(self) -> bytes:

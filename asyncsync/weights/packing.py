@@ -6,26 +6,23 @@ Once :func:`pack` has returned, the trainer may change its tensors, and whatever
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.layout import pack_values
-from asyncsync.weights.slab import Slab, run_of
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["cuda_events", "pack", "pack_slab_values"]
 
 PROGRESS_BYTES = 4 << 20
-_is_cpu = attrgetter("is_cpu")
 
 
 def pack(
     slab: Slab,
     flat: FlatWeights,
-    ready: Mapping[torch.device, Any] | None = None,
     progress: Callable[[], None] | None = None,
     tensors: list[torch.Tensor] | None = None,
 ) -> None:
@@ -33,7 +30,6 @@ def pack(
 
     Args:
         slab: a slab of ``Layout.of(flat)``.
-        ready: what :func:`cuda_events` returned where the sources were last written; None for CPU sources.
         progress: called from this thread whenever a few megabytes more of ``slab.packed`` are there; CPU only. The
             slab's ``values`` must be there already, as they go out first.
         tensors: what ``Layout.arrange(flat)`` returned, if that is known.
@@ -45,31 +41,19 @@ def pack(
         tensors = [flat.tensors[e.path] for e in layout.entries]
     if not tensors:
         return
-    if ready is not None:
-        _pack_cuda(slab, tensors, ready)
+    if flat.ready is not None:
+        _pack_cuda(slab, tensors, flat.ready)
         return
     views = slab.views
-    if progress is None and len(layout.runs) == len(tensors):
-        copy_tensors(views, tensors)
-        return
-    on_cpu = all(map(_is_cpu, tensors))
-    destinations: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    begun = 0
-    with torch.inference_mode():
-        for start, stop in layout.runs:
-            if stop - start > 1 and on_cpu:
-                torch.cat(tensors[start:stop], out=run_of(slab.buffer, layout, start, stop))
-            else:
-                destinations += views[start:stop]
-                sources += tensors[start:stop]
-            if progress is not None and (end := layout.entries[stop - 1].end) - begun >= PROGRESS_BYTES:
-                copy_tensors(destinations, sources)
-                destinations, sources, begun = [], [], end
+    start = begun = 0
+    if progress is not None:
+        for i, entry in enumerate(layout.entries, 1):
+            if (end := entry.offset + entry.nbytes) - begun >= PROGRESS_BYTES:
+                copy_tensors(views[start:i], tensors[start:i])
+                start, begun = i, end
                 slab.packed = end
                 progress()
-    if destinations:
-        copy_tensors(destinations, sources)
+    copy_tensors(views[start:], tensors[start:])
     slab.packed = layout.nbytes
 
 

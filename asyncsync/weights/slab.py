@@ -1,7 +1,7 @@
 """Slab: the weights of one version as one contiguous, 64-byte-aligned byte buffer.
 
-A :class:`Slab` has a typed view per entry of its layout. :func:`asyncsync.weights.packing.pack` fills it,
-:class:`asyncsync.weights.pool.SlabPool` hands it out, and takes it back when nothing can touch it any more.
+A :class:`Slab` has a typed view per entry of its layout. :func:`asyncsync.weights.packing.pack` fills it, a
+:class:`SlabPool` hands it out, and takes it back when nothing can touch it any more.
 
 Usage::
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Collection
 
 import torch
 from tensordict import TensorDict
@@ -26,61 +26,26 @@ from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout, unpack_values
 from asyncsync.weights.tree import Path, nest
 
-__all__ = ["FOREIGN", "Ranges", "Slab", "SlabOwner", "allocate", "is_foreign", "run_of"]
+__all__ = ["FOREIGN", "Slab", "SlabPool", "is_foreign"]
 
 # Slabs of at least so many bytes are mappings of their own, which go back to the system at once. Those that come and go
 # in malloc's heap while a worker reads would tear it into pieces: a worker of 12 MiB grew by 250 MiB.
 MAPPED_BYTES = 1 << 20
 
-
-class Ranges:
-    """Where memory that slabs use again begins and ends, in which Parameters may lie meanwhile."""
-
-    def __init__(self) -> None:
-        # Replaced, not changed: mappings may end in a garbage collection while another thread reads this.
-        self._ranges: tuple[tuple[int, int, object], ...] = ()
-        self._lock = threading.RLock()
-
-    def __len__(self) -> int:
-        return len(self._ranges)
-
-    def __contains__(self, address: int) -> bool:
-        for begin, end, _ in self._ranges:  # noqa: SIM110 (called for every Parameter)
-            if begin <= address < end:
-                return True
-        return False
-
-    def add(self, begin: int, end: int) -> object:
-        """Returns a token: another mapping may be at the same address by the time this one is known to have ended."""
-        token = object()
-        with self._lock:
-            self._ranges = (*self._ranges, (begin, end, token))
-        return token
-
-    def discard(self, token: object) -> None:
-        with self._lock:
-            self._ranges = tuple([one for one in self._ranges if one[2] is not token])
-
-
-FOREIGN = Ranges()
+# Where memory that slabs use again begins and ends, in which Parameters may lie meanwhile. By a token: another mapping
+# may be at the same address by the time this one is known to have ended.
+FOREIGN: dict[object, tuple[int, int]] = {}
 
 
 def is_foreign(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in memory that a slab uses again: another process's, or this one's."""
-    return tensor.is_cpu and tensor.untyped_storage().data_ptr() in FOREIGN
-
-
-class SlabOwner(Protocol):
-    """What a slab reports to: its pool."""
-
-    def exported(self, slab: Slab) -> None:
-        """A piece of the slab is about to leave."""
-
-    def returned(self, slab: Slab) -> None:
-        """One of these pieces is used no more."""
-
-    def released(self, slab: Slab) -> None:
-        """The last reference is gone."""
+    if not tensor.is_cpu:
+        return False
+    address = tensor.untyped_storage().data_ptr()
+    for begin, end in list(FOREIGN.values()):  # noqa: SIM110 (called for every Parameter)
+        if begin <= address < end:
+            return True
+    return False
 
 
 class Slab:
@@ -94,7 +59,6 @@ class Slab:
         leased: workers read this very memory, and it is leased to them until they release it; see
             :mod:`asyncsync.protocol.leases`.
         in_place: such a slab that workers do not copy out: they request a lease before they read it.
-        short_lease: such a slab in a worker that applies it where it is, and copies it out when it has acknowledged it.
         may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
         holds_parameters, holds_all_parameters: some Parameters have their memory here, or all that can.
         exposed: a user's code had views of the slab, and may have written them.
@@ -105,15 +69,15 @@ class Slab:
 
     leased = False
     in_place = False
-    short_lease = False
     may_hold_parameters = False
     holds_parameters = False
     holds_all_parameters = False
     exposed = False
     origin: int | None = None
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabOwner | None = None) -> None:
+    def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
         self.layout = layout
+        self.nbytes = layout.nbytes
         self.buffer = buffer
         self.values = b""
         self.descriptor: bytes | None = None
@@ -126,10 +90,6 @@ class Slab:
         self._views: list[torch.Tensor] | None = None
         self._pieces: list[memoryview] | None = None
         self._contents: bytes | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.nbytes
 
     @property
     def is_used(self) -> bool:
@@ -151,14 +111,19 @@ class Slab:
         """A typed view per entry of the layout."""
         if self._views is None:
             with normal_tensors():
-                self._views = _views(self.buffer, self.layout)
+                self._views = [
+                    self.buffer[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape)
+                    if e.nbytes
+                    else torch.empty(e.shape, dtype=e.dtype, device="cpu")
+                    for e in self.layout.entries
+                ]
         return self._views
 
     @property
     def pieces(self) -> list[memoryview]:
         """The bytes of each entry of the layout."""
         if self._pieces is None:
-            self._pieces = [self.memory[e.offset : e.end] for e in self.layout.entries]
+            self._pieces = [self.memory[e.offset : e.offset + e.nbytes] for e in self.layout.entries]
         return self._pieces
 
     def tensors(self) -> dict[Path, torch.Tensor]:
@@ -183,7 +148,7 @@ class Slab:
 
     def copy(self) -> Slab:
         """An independent slab with the same content, of no pool."""
-        twin = Slab(self.layout, allocate(self.nbytes, pinned=False))
+        twin = Slab(self.layout, _allocate(self.nbytes, pinned=False))
         self.copy_to(twin)
         return twin
 
@@ -230,27 +195,133 @@ class Slab:
         self._contents = None
 
 
-def _views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    views: list[torch.Tensor] = []
-    for start, stop in layout.runs:
-        area = run_of(buffer, layout, start, stop)
-        if stop - start == 1:
-            views.append(area)
+class SlabPool:
+    """Slabs that can be used again. Allocating a large buffer, and faulting it in, costs more than copying into it.
+
+    A pool has at most one spare slab. A slab whose bytes a socket still holds is *draining*. ``slabs`` counts those
+    that hold memory: in use, draining and spare; ``peak`` is the most there have ever been at once. ``on_idle`` is
+    called when a slab has drained, in whichever thread released its last piece.
+    """
+
+    def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
+        self.on_idle = on_idle
+        self.peak = 0
+        self._in_use = 0
+        self._draining: set[Slab] = set()
+        self._spare: Slab | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        # Pieces come back in pyzmq's collector thread, or in a garbage collection that interrupts any line below, also
+        # one that holds the lock. So a piece that comes back is only noted, and counted when the lock is free.
+        self._came_back: deque[Slab] = deque()
+
+    @property
+    def slabs(self) -> int:
+        return self._in_use + len(self._draining) + (self._spare is not None)
+
+    def draining(self, nbytes: int) -> bool:
+        """True if no spare fits, but a slab of this size is about to come back."""
+        if not self._draining and not self._came_back:
+            return False
+        self._count_returned()
+        with self._lock:
+            fits = self._spare is not None and self._spare.buffer.numel() == nbytes
+            return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
+
+    def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
+        """Whether one more slab may be taken now; a :class:`asyncsync.transports.slots.SlotPool` has a limit."""
+        return True
+
+    def __contains__(self, slab: Slab) -> bool:
+        return slab.pool is self
+
+    def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
+        """Whether :meth:`acquire` takes no time to speak of."""
+        return True
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        return Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
+
+    def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
+        """A slab for this layout, with one reference; its content is undefined."""
+        with self._lock:
+            slab, self._spare = self._spare, None
+            self._in_use += 1
+        if self._came_back:
+            self._count_returned()
+        if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
+            slab.reuse(layout)
         else:
-            views += area.split_with_sizes([e.shape[0] for e in layout.entries[start:stop]])
-    return views
+            try:
+                if slab is not None:  # its memory goes before the new one's comes
+                    self._drop(slab)
+                    slab = None
+                slab = self._make(layout, pinned=pinned)
+            except BaseException:
+                with self._lock:
+                    self._in_use -= 1
+                raise
+            self.peak = max(self.peak, self.slabs)
+        return slab
+
+    def close(self) -> None:
+        """Drop the spare slab, and every slab that comes back from now on."""
+        with self._lock:
+            self.on_idle = None
+            self._closed = True
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            self._drop(spare)
+        self._count_returned()
+
+    # Whoever takes the lock counts, after releasing it, what came back meanwhile.
+
+    def exported(self, slab: Slab) -> None:
+        with self._lock:
+            slab.exports += 1
+        self._count_returned()
+
+    def released(self, slab: Slab) -> None:
+        with self._lock:
+            self._in_use -= 1
+            if slab.exports:
+                self._draining.add(slab)
+            else:
+                self._keep(slab)
+        if self._came_back:
+            self._count_returned()
+
+    def returned(self, slab: Slab) -> None:
+        self._came_back.append(slab)
+        self._count_returned()
+
+    def _count_returned(self) -> None:
+        """Count the pieces that have come back; if the lock is taken, its holder counts them after releasing it."""
+        while self._came_back and self._lock.acquire(blocking=False):
+            notify = None
+            try:
+                while self._came_back:
+                    slab = self._came_back.popleft()
+                    slab.exports -= 1
+                    if not slab.exports and slab in self._draining:
+                        self._draining.discard(slab)
+                        self._keep(slab)
+                        notify = self.on_idle
+            finally:
+                self._lock.release()
+            if notify is not None:
+                notify()
+
+    def _keep(self, slab: Slab) -> None:
+        surplus, self._spare = (slab, None) if self._closed else (self._spare, slab)
+        if surplus is not None:
+            self._drop(surplus)
+
+    def _drop(self, slab: Slab) -> None:
+        """A slab that will not be used again."""
 
 
-def run_of(buffer: torch.Tensor, layout: Layout, start: int, stop: int) -> torch.Tensor:
-    """The memory of one of the layout's runs, as one tensor."""
-    first, last = layout.entries[start], layout.entries[stop - 1]
-    if not first.nbytes:
-        return torch.empty(first.shape, dtype=first.dtype, device="cpu")
-    area = buffer[first.offset : last.offset + last.nbytes].view(first.dtype)
-    return area.view(first.shape if stop - start == 1 else (-1, *first.shape[1:]))
-
-
-def allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Memory for a slab."""
     # The device is given: the user's default device may be another.
     with normal_tensors():

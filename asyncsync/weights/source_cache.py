@@ -14,7 +14,7 @@ import torch
 
 from asyncsync.weights.copying import PLAIN, memory_of
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.tree import FlatWeights, Path, have_dtypes, have_shapes
+from asyncsync.weights.tree import FlatWeights, Path, have_specs
 
 __all__ = ["CACHED_BYTES", "FEW", "MOST", "AddressCache", "SourceCache"]
 
@@ -32,43 +32,41 @@ class AddressCache:
     """
 
     def __init__(self) -> None:
+        self.views: list[memoryview] | None = None  # the bytes of the tensors that are noted, if they are known
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._pointers: list[int] = []
-        self._views: list[memoryview] | None = None
+        self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []
         self._is_more = False  # to copy these takes more than to copy bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
         """The bytes of each tensor, valid until a tensor gets other memory. None where it takes more than to copy
         bytes, and for many tensors that are seen for the first time: they may be others again the next time."""
-        if not self._are_noted(tensors):
-            self._tensors, self._pointers, self._views, self._is_more = [], [], None, False
-            if len(tensors) > MOST:
+        if not self.again(tensors):
+            self.note(tensors if len(tensors) <= MOST else [])
+            if not self._tensors or len(tensors) > FEW:
                 return None
-            try:
-                pointers = list(map(torch.Tensor.data_ptr, tensors))
-            except RuntimeError:  # torch knows no memory of such a tensor
-                return None
-            self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
-            if len(tensors) > FEW:
-                return None
-        if self._views is None and not self._is_more:
+        if self.views is None and not self._is_more:
             # A tensor that is there twice would get one value, and then another.
             if all(map(_is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
-                self._views = [memory_of(tensor) for tensor in tensors]
+                self._shapes, self._dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
+                self.views = [memory_of(tensor) for tensor in tensors]
             else:
                 self._is_more = True
-        return self._views
+        return self.views
 
-    @property
-    def is_known(self) -> bool:
-        """Whether :meth:`again` may succeed."""
-        return self._views is not None
+    def note(self, tensors: list[torch.Tensor]) -> None:
+        """These are the tensors from now on, and lie where they are."""
+        self._tensors, self._pointers, self.views, self._is_more = [], [], None, False
+        try:
+            pointers = list(map(torch.Tensor.data_ptr, tensors))
+        except RuntimeError:  # torch knows no memory of such a tensor
+            return
+        self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
 
-    def again(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """:meth:`of`, if these are the tensors of the last time, and lie where they did; None: perhaps they do not."""
-        return self._views if self._views is not None and self._are_noted(tensors) else None
-
-    def _are_noted(self, tensors: list[torch.Tensor]) -> bool:
+    def again(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are the tensors of the last time, and lie where they did: then :attr:`views`, if they are
+        known, are what :meth:`of` returns."""
         known = self._tensors
         if not known or len(tensors) != len(known) or not all(map(is_, tensors, map(call, known))):
             return False
@@ -77,7 +75,9 @@ class AddressCache:
                 return False
         except RuntimeError:
             return False
-        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+        if any(map(torch.Tensor.is_neg, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
+            return False
+        return self.views is None or have_specs(tensors, self._shapes, self._dtypes)
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
@@ -93,22 +93,13 @@ class SourceCache:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._memory = AddressCache()
-        self._views: list[memoryview] | None = None  # in the order of the tensors
-        self._ordered: list[memoryview] = []  # the same in the order of the layout
         self._paths: list[Path] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._dtypes: list[torch.dtype] = []
+        self._ordered: list[memoryview] | None = None  # the bytes in the order of the layout
 
     def again(self, flat: FlatWeights) -> list[memoryview] | None:
         """The bytes of these weights, an item per entry of the layout, valid until a tensor gets other memory; None:
         they may be other tensors."""
-        if flat.values:
-            return None
-        found = list(flat.tensors.values())
-        views = self._memory.again(found)
-        if views is None or views is not self._views:
-            return None
-        if not (have_shapes(found, self._shapes) and have_dtypes(found, self._dtypes)):
+        if self._ordered is None or flat.values or not self._memory.again(list(flat.tensors.values())):
             return None
         return self._ordered if list(flat.tensors) == self._paths else None
 
@@ -122,15 +113,8 @@ class SourceCache:
             or not all(map(_is_cpu, flat.tensors.values()))
         ):
             return
-        self._views = None
-        if (views := self._memory.of(list(flat.tensors.values()))) is None:
-            return
-        paths = list(flat.tensors)
-        at = {path: i for i, path in enumerate(paths)}
-        order = [at[entry.path] for entry in layout.entries]
-        entries = {entry.path: entry for entry in layout.entries}
-        self._paths = paths
-        self._shapes = [entries[path].shape for path in paths]
-        self._dtypes = [entries[path].dtype for path in paths]
-        self._ordered = [views[i] for i in order]
-        self._views = views
+        self._ordered = None
+        if (views := self._memory.of(list(flat.tensors.values()))) is not None:
+            self._paths = list(flat.tensors)
+            at = {path: i for i, path in enumerate(self._paths)}
+            self._ordered = [views[at[entry.path]] for entry in layout.entries]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import attrgetter, eq
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,7 @@ __all__ = [
     "collision",
     "dotted",
     "flatten",
-    "have_dtypes",
-    "have_shapes",
+    "have_specs",
     "nest",
     "uncompiled",
 ]
@@ -58,6 +57,9 @@ class FlatWeights:
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     ready: Mapping[torch.device, Any] | None = field(default=None, compare=False)
+
+    def keys(self) -> set[Path]:
+        return {*self.tensors, *self.values}
 
 
 def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
@@ -115,15 +117,10 @@ def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: Fl
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
-def have_shapes(tensors: Iterable[torch.Tensor], shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether these are the tensors' shapes, of as many tensors."""
+def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether these are the tensors' shapes and dtypes, of as many tensors."""
     # One at a time: a list of a thousand torch.Sizes would set off the garbage collector at every update.
-    return all(map(eq, map(_shape_of, tensors), shapes))
-
-
-def have_dtypes(tensors: Iterable[torch.Tensor], dtypes: list[torch.dtype]) -> bool:
-    """Whether these are the tensors' dtypes."""
-    return list(map(_dtype_of, tensors)) == dtypes
+    return all(map(eq, map(_shape_of, tensors), shapes)) and all(map(is_, map(_dtype_of, tensors), dtypes))
 
 
 @lru_cache(16)

@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.trajectories import FLAGS, Key
+
 __all__ = [
     "action_keys",
     "action_spec",
     "batch_size_of",
     "close",
     "device_of",
+    "done_flags",
     "done_keys",
+    "draw_action",
     "is_torchrl",
     "make_environment",
     "moved",
@@ -38,7 +42,6 @@ __all__ = [
     "truncated_keys",
 ]
 
-Key = str | tuple[str, ...]
 Factory = Callable[..., Any]
 
 
@@ -56,30 +59,29 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     given = dict(kwargs or {})
     if isinstance(create_env_fn, str):
         return _gym(create_env_fn, **given)
-    if isinstance(create_env_fn, type) or not (_is_environment(create_env_fn) or _is_gymnasium(create_env_fn)):
-        if not callable(create_env_fn):
+    environment = create_env_fn
+    if isinstance(environment, type) or not (_is_environment(environment) or _is_gymnasium(environment)):
+        if not callable(environment):
             raise TypeError(
                 f"create_env_fn must be an environment, a callable that returns one, or a Gymnasium id, not "
-                f"{create_env_fn!r}"
+                f"{environment!r}"
             )
-        environment = create_env_fn(**given)
-    else:
-        environment = create_env_fn
-        if given and not hasattr(environment, "update_kwargs"):
+        environment = environment(**given)
+    elif given:
+        if not hasattr(environment, "update_kwargs"):
             raise ValueError(
                 f"create_env_kwargs are for a callable, but create_env_fn is a {type(environment).__name__} already: "
                 "pass the class or a function instead"
             )
-        if given:
-            environment.update_kwargs(given)
-    if not _is_environment(environment):
-        if not _is_gymnasium(environment):
-            raise TypeError(
-                f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as "
-                "TorchRL's have them, or to be a Gymnasium environment"
-            )
-        environment = _gym(environment)
-    return environment
+        environment.update_kwargs(given)
+    if _is_environment(environment):
+        return environment
+    if _is_gymnasium(environment):
+        return _gym(environment)
+    raise TypeError(
+        f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as TorchRL's "
+        "have them, or to be a Gymnasium environment"
+    )
 
 
 def _is_environment(thing: Any) -> bool:
@@ -134,20 +136,14 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
     spec = getattr(environment, "observation_spec", None)
     keys: list[Key]
     if spec is None or not hasattr(spec, "keys"):
-        flags = {"done", "terminated", "truncated"}
         found = [(key, path_of(key)) for key in root.keys(True, True)]
-        keys = [key for key, path in found if path[-1] not in flags and not path[0].startswith("_")]
+        keys = [key for key, path in found if path[-1] not in FLAGS and not path[0].startswith("_")]
     else:
-        keys = list(spec.keys(True, True) if _lists_nested(spec.keys) else spec.keys())
+        try:
+            keys = list(spec.keys(True, True))  # nested ones, and leaves only, as of TensorDict's and TorchRL's
+        except TypeError:
+            keys = list(spec.keys())
     return [key for key in keys if not (counted and path_of(key)[-1] == "step_count")]
-
-
-def _lists_nested(keys: Callable[..., Any]) -> bool:
-    """Whether this ``keys`` takes ``(include_nested, leaves_only)``, as TensorDict's and TorchRL's do."""
-    try:
-        return "include_nested" in inspect.signature(keys).parameters
-    except ValueError:  # a builtin's
-        return False
 
 
 def path_of(key: Key) -> tuple[str, ...]:
@@ -162,14 +158,18 @@ def action_keys(environment: Any) -> list[Key]:
     return [getattr(environment, "action_key", "action")]
 
 
+def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
+    """The keys under ``"next"`` of all done flags. An environment without ``done_keys`` has those that its reset shows;
+    one that shows none is taken to have ``"done"``."""
+    keys = getattr(environment, "done_keys", None)
+    return [key for key in FLAGS if key in root.keys()] or ["done"] if keys is None else list(keys)  # noqa: SIM118
+
+
 def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     """The keys under ``"next"`` that mark a trajectory's end: ``"done"`` where there is one, else what stands in for
     it."""
-    keys = getattr(environment, "done_keys", None)
-    if keys is None:
-        keys = [key for key in ("done", "terminated", "truncated") if key in root.keys()] or ["done"]  # noqa: SIM118
     groups: dict[tuple[str, ...], list[Key]] = {}
-    for key in keys:
+    for key in done_flags(environment, root):
         groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
     chosen: list[Key] = []
     for group in groups.values():
@@ -182,7 +182,7 @@ def own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> fr
     """What a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards, done
     flags."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
-    ends = {(*path_of(key)[:-1], name) for key in done_keys for name in ("done", "terminated", "truncated")}
+    ends = {(*path_of(key)[:-1], name) for key in done_keys for name in FLAGS}
     return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, done_keys), *ends})
 
 
@@ -194,10 +194,7 @@ def state_end_keys(done_keys: list[Key]) -> list[Key]:
 
 def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     """The done keys named ``"truncated"``."""
-    keys = getattr(environment, "done_keys", None)
-    if keys is None:
-        keys = [key for key in ("truncated",) if key in root.keys()]  # noqa: SIM118
-    return [key for key in keys if path_of(key)[-1] == "truncated"]
+    return [key for key in done_flags(environment, root) if path_of(key)[-1] == "truncated"]
 
 
 def action_spec(environment: Any) -> Any:
@@ -219,11 +216,13 @@ def rand_action(environment: Any, root: TensorDictBase) -> None:
         if out is not None and out is not root:
             root.update(out)
         return
-    actions = action_spec(environment).rand()
-    if isinstance(actions, TensorDictBase):
-        root.update(actions)
-    else:
-        root.set(action_keys(environment)[0], actions)
+    draw_action(action_spec(environment), action_keys(environment)[0], root)
+
+
+def draw_action(spec: Any, key: Key, root: TensorDictBase) -> TensorDictBase:
+    """Write a random action of a spec into ``root``: a tensor under this key, or a TensorDict of several."""
+    actions = spec.rand()
+    return root.update(actions) if isinstance(actions, TensorDictBase) else root.set(key, actions)
 
 
 def set_seed(environment: Any, seed: int, static_seed: bool) -> int:

@@ -10,23 +10,18 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from asyncsync.collectors.envs.gym_specs import (
-    DONE_KEYS,
     BoxSpec,
     Buffers,
-    CategoricalSpec,
     CompositeSpec,
-    Leaf,
     Spec,
     leaves_of,
 )
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
-from asyncsync.collectors.trajectories import beside
+from asyncsync.collectors.trajectories import FLAGS
 
 __all__ = ["GymEnv"]
 
 Array = np.ndarray[Any, Any]
-NUMBERS = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.bool_))
-FLAGS = frozenset((bool, np.bool_))
 
 
 class GymEnv:
@@ -52,6 +47,9 @@ class GymEnv:
 
     Every step's result is complete: of a finished environment, ``"next"`` holds the last observation, and the
     TensorDict for the next step the first one of the next trajectory. None is lost, none is doubled.
+
+    ``observation_spec``, ``full_action_spec``, ``reward_spec`` and ``done_spec`` describe them; ``action_spec`` is the
+    action's only entry, or, if it has several or its space is a ``Dict``, all of them by key.
 
     Args:
         env: an id (or ``EnvSpec``), an environment, or a vector environment. A vector environment that resets finished
@@ -118,49 +116,30 @@ class GymEnv:
                 env.close()
             raise
         self.action_keys: list[NestedKey] = [leaf.key for leaf in self._actions]
-        self.done_keys: list[NestedKey] = list(DONE_KEYS)
+        self.done_keys: list[NestedKey] = list(FLAGS)
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
-        self._action_shapes = [(*self.batch_size, *leaf.spec.shape) for leaf in self._actions]
+        self._describe()
+        observations: dict[Any, Spec] = self.observation_spec
+        self._groups = {key[0] for key in observations if not isinstance(key, str)}
         self._forms = [
-            (leaf.key, (*self.batch_size, *leaf.spec.shape), torch.empty(0, dtype=leaf.spec.dtype).numpy().dtype)
-            for leaf in self._observations
+            (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
         ]
 
-    # -- what the entries look like -----------------------------------------------------------------------------------
+    def _describe(self) -> None:
+        """Set the specs, which are on the environment's device."""
 
-    def _composite(self, leaves: Sequence[tuple[NestedKey, Spec]]) -> CompositeSpec:
-        device = self.device or torch.device("cpu")
-        specs = {key: spec.to(device).batched(self.batch_size) for key, spec in leaves}
-        return CompositeSpec(specs, self.batch_size, self.device)
+        def composite(specs: dict[NestedKey, Spec]) -> CompositeSpec:
+            device = self.device or torch.device("cpu")
+            batched = {key: spec.to(device).batched(self.batch_size) for key, spec in specs.items()}
+            return CompositeSpec(batched, self.batch_size, self.device)
 
-    @property
-    def observation_spec(self) -> CompositeSpec:
-        """The observation's entries by key."""
-        return self._composite([(leaf.key, leaf.spec) for leaf in self._observations])
-
-    @property
-    def full_action_spec(self) -> CompositeSpec:
-        """The action's entries by key."""
-        return self._composite([(leaf.key, leaf.spec) for leaf in self._actions])
-
-    @property
-    def action_spec(self) -> Spec | CompositeSpec:
-        """The action; if it has several entries, or its space is a ``Dict``, all of them by key."""
-        full = self.full_action_spec
-        return full if self._actions[0].path else full[self._actions[0].key]
-
-    @property
-    def reward_spec(self) -> Spec:
-        """float32 ``[*batch_size, 1]``."""
+        self.observation_spec = composite({leaf.key: leaf.spec for leaf in self._observations})
+        self.full_action_spec = full = composite({leaf.key: leaf.spec for leaf in self._actions})
+        self.action_spec: Spec | CompositeSpec = full if self._actions[0].path else full[self._actions[0].key]
         bound = np.full(1, np.inf, np.float32)
-        return self._composite([("reward", BoxSpec(-bound, bound, torch.float32))])["reward"]
-
-    @property
-    def done_spec(self) -> CompositeSpec:
-        """bool ``[*batch_size, 1]`` each."""
-        two = np.full(1, 2)
-        return self._composite([(key, CategoricalSpec(two, two * 0, torch.bool)) for key in DONE_KEYS])
+        self.reward_spec = composite({"reward": BoxSpec(-bound, bound, torch.float32)})["reward"]
+        self.done_spec = composite({key: BoxSpec(np.zeros(1), np.ones(1), torch.bool) for key in FLAGS})
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -189,9 +168,7 @@ class GymEnv:
             assert self._resets is not None  # a single environment is reset or not
             mask = mask.reshape(self.batch_size)
             first = self._first(self._resets.reset(mask.cpu().numpy()))
-            for key in first.keys(True, True):
-                new = first.get(key)
-                tensordict.set(key, torch.where(beside(mask, new), new, tensordict.get(key)))
+            tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -211,19 +188,11 @@ class GymEnv:
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        action = self._action(tensordict, given)
-        try:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-        except Exception as error:
-            self._check_actions(tensordict, error)
-            raise
+        observation, reward, terminated, truncated, info = self.env.step(self._action(tensordict, given))
         buffers = Buffers(self.batch_size, self._forms)
-        if not self._are_plain(reward, terminated, truncated):
-            named = {"reward": reward, "terminated": terminated, "truncated": truncated}
-            reward, terminated, truncated = (self._number(name, value) for name, value in named.items())
-        buffers.reward[...] = reward
-        buffers.terminated[...] = terminated
-        buffers.truncated[...] = truncated
+        self._write_numbers(buffers.reward, reward, "reward")
+        self._write_numbers(buffers.terminated, terminated, "terminated")
+        self._write_numbers(buffers.truncated, truncated, "truncated")
         finished = np.logical_or(buffers.terminated, buffers.truncated, out=buffers.finished)
         self._write(buffers.next_views, observation)  # before a reset, which may write over it
         if np.count_nonzero(finished):  # a tenth of finished.any()'s time
@@ -236,7 +205,7 @@ class GymEnv:
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
                 root[key] = zeroed(value, finished)
-        for key in buffers.groups & given.keys():  # a policy may have written into the environment's groups of entries
+        for key in self._groups & given.keys():  # a policy may have written into the environment's groups of entries
             root[key] = given[key].copy().update(root[key])
         tensordict.set("next", self._container(after))
         return tensordict, self._container(root)
@@ -277,6 +246,7 @@ class GymEnv:
     def to(self, device: torch.device | str | int) -> Self:
         """Have results on a device; returns itself."""
         self.device = torch.device(device)
+        self._describe()
         return self
 
     def close(self) -> None:
@@ -318,27 +288,19 @@ class GymEnv:
         """What to call the environment in an error."""
         return type(self.env.unwrapped).__name__
 
-    def _are_plain(self, reward: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether results have the usual types; :meth:`_number` takes time for others."""
-        shape = self.batch_size
-        if not shape:
-            return type(reward) in NUMBERS and type(terminated) in FLAGS and type(truncated) in FLAGS
-        return (
-            type(reward) is type(terminated) is type(truncated) is np.ndarray
-            and reward.shape == terminated.shape == truncated.shape == shape
-            and not (reward.dtype.hasobject or terminated.dtype.hasobject or truncated.dtype.hasobject)
-        )
-
-    def _number(self, name: str, value: Any) -> Any:
-        """A result that may be one number, or one for each environment. Not None, which would pass for False, nor
+    def _write_numbers(self, out: Array, value: Any, name: str) -> None:
+        """Write a result that is one number, or one for each environment. Not None, which would pass for False, nor
         another shape, which would be broadcast."""
-        shape, array = self.batch_size, np.asarray(value)
-        wanted = f"{self._name}: step() must return {'one number' if not shape else f'{shape[0]} numbers'} as {name}"
-        if array.dtype.kind not in "biuf" and (array.dtype.kind != "O" or None in array.ravel().tolist()):
-            raise TypeError(f"{wanted}, not {value!r}")
-        if array.size != 1 if not shape else array.shape not in ((), shape):
-            raise ValueError(f"{wanted}, not an array of shape {array.shape}")
-        return array.reshape(()) if not shape else array
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf" or array.shape != out.shape:
+            count = f"{out.size} numbers" if out.shape else "one number"
+            wanted = f"{self._name}: step() must return {count} as {name}"
+            if array.dtype.kind not in "biufO" or None in array.ravel().tolist():
+                raise TypeError(f"{wanted}, not {value!r}")
+            if array.size != 1 if not out.shape else array.shape not in ((), out.shape):
+                raise ValueError(f"{wanted}, not an array of shape {array.shape}")
+            array = array if out.shape else array.reshape(())
+        out[...] = array
 
     def _container(self, items: dict[str, Any]) -> TensorDict:
         # TensorDict's constructor checks and converts each entry, which takes as long as a step of a small environment;
@@ -348,22 +310,22 @@ class GymEnv:
 
     def _action(self, tensordict: TensorDictBase, items: dict[str, Any]) -> Any:
         values = []
-        for leaf, shape in zip(self._actions, self._action_shapes, strict=True):
+        for leaf in self._actions:
             # From the dictionary where it can be: TensorDict.get takes its time.
             action = items.get(leaf.key) if isinstance(leaf.key, str) else tensordict.get(leaf.key, None)
             if action is None:
                 raise KeyError(
                     f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
                 )
-            if action.shape != shape:
+            if action.shape != (shape := self.full_action_spec[leaf.key].shape):
                 raise ValueError(
-                    f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {shape}: {leaf.spec}"
+                    f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
                     " (choices are one-hot unless categorical_action_encoding=True)"
                 )
             try:
                 value: Any = leaf.spec.read(action.detach().cpu().numpy())
             except ValueError as error:
-                raise self._no_choice(leaf, error) from None
+                raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
             values.append(int(value) if leaf.whole and not self.batch_size else value)
         if not self._actions[0].path:
             return values[0]
@@ -374,14 +336,3 @@ class GymEnv:
                 group = group.setdefault(name, {})
             group[leaf.path[-1]] = value
         return nested
-
-    def _check_actions(self, tensordict: TensorDictBase, error: Exception) -> None:
-        """After a step that raised: raise what its actions may be to blame for."""
-        for leaf in self._actions:
-            try:
-                leaf.spec.check(tensordict.get(leaf.key).detach().cpu().numpy())
-            except ValueError as wrong:
-                raise self._no_choice(leaf, wrong) from error
-
-    def _no_choice(self, leaf: Leaf, error: ValueError) -> ValueError:
-        return ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}")

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict
+
+from asyncsync.collectors.trajectories import FLAGS
 
 __all__ = [
-    "DONE_KEYS",
     "BoxSpec",
     "Buffers",
     "CategoricalSpec",
@@ -32,8 +33,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-INT64 = np.dtype(np.int64)
-DONE_KEYS = ("done", "terminated", "truncated")
 
 
 class Spec(ABC):
@@ -57,10 +56,6 @@ class Spec(ABC):
     def read(self, action: Array) -> Array:
         """The NumPy view of an action as the environment takes it. Raises ValueError, whose message goes on after the
         action's key."""
-
-    def check(self, action: Array) -> None:  # noqa: B027
-        """After a step that raised: check what :meth:`read` leaves to the environment, whose error may be obscure.
-        Raises ValueError."""
 
     def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """A value of zeros; ``shape`` comes before the spec's own."""
@@ -123,15 +118,14 @@ class BoxSpec(Spec):
 
 
 class CategoricalSpec(Spec):
-    """Whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space starts.
-    With ``binary``, actions of 0 and 1 of any dtype are taken: a Bernoulli distribution's floats, say."""
+    """Choices: whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space
+    starts."""
 
-    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype, *, binary: bool = False) -> None:
+    def __init__(self, nvec: Array, start: Array, dtype: torch.dtype) -> None:
         super().__init__(nvec.shape, dtype)
         self.nvec = nvec
         self._start = start if start.any() else None
-        self._binary = binary
-        self._n = int(nvec.max(initial=0))
+        self._end = nvec.astype(np.uint64)
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         drawn = torch.rand((*shape, *self.shape), dtype=torch.float64, device=self.device)
@@ -142,30 +136,19 @@ class CategoricalSpec(Spec):
         np.copyto(out, value if self._start is None else value - self._start, casting="same_kind")
 
     def read(self, action: Array) -> Array:
-        if self._binary:
-            return action
-        index = action if action.dtype is INT64 else self._index(action)
-        if index.ndim == self.nvec.ndim:  # of a batch, it would take longer than many an environment takes for a step
-            self.check(index)
-        if self._start is not None:
-            return index + self._start
-        return index if action.dtype.kind == "b" else action  # Gymnasium's spaces do not contain bool
-
-    def check(self, action: Array) -> None:
-        if self._binary or (not action.ndim and 0 <= action.item() < self._n):
-            return
-        wrong = (action < 0) | (action >= self.nvec)
-        if wrong.any():
-            index, n = action[wrong].flat[0], np.broadcast_to(self.nvec, action.shape)[wrong].flat[0]
-            raise ValueError(f"has the index {index}, but the choice is among {n}, from 0 to {n - 1}")
-
-    def _index(self, action: Array) -> Array:
         if action.dtype.kind not in "biu":
             raise ValueError(
                 f"has dtype {action.dtype}, but a choice is an index of an integer dtype or bool: take the argmax, or "
                 "sample, where these are scores (or use one-hot actions: categorical_action_encoding=False)"
             )
-        return action.astype(INT64)
+        index = action.astype(np.int64, copy=False)
+        wrong = index.view(np.uint64) >= self._end  # what is negative, too
+        if np.count_nonzero(wrong):
+            found, n = index[wrong].flat[0], np.broadcast_to(self.nvec, index.shape)[wrong].flat[0]
+            raise ValueError(f"has the index {found}, but the choice is among {n}, from 0 to {n - 1}")
+        if self._start is not None:
+            return index + self._start
+        return index if action.dtype.kind == "b" else action  # Gymnasium's spaces do not contain bool
 
 
 class OneHotSpec(Spec):
@@ -194,52 +177,41 @@ class MultiOneHotSpec(Spec):
 
     def __init__(self, nvec: Array, start: Array) -> None:
         super().__init__((int(nvec.sum()),), torch.int64)
-        self.nvec = nvec
-        ends = np.cumsum(nvec)
-        self._parts = [slice(int(end - n), int(end)) for n, end in zip(nvec, ends, strict=True)]
         self._choices = [OneHotSpec(int(n), first) for n, first in zip(nvec, start, strict=True)]
+        self._ends = np.cumsum(nvec)[:-1]
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         batch = (*shape, *self.shape[:-1])
         return torch.cat([choice.to(self.device).rand(batch) for choice in self._choices], -1)
 
     def write(self, out: Array, value: Any) -> None:
-        value = _array(value, (*out.shape[:-1], len(self._parts)))
-        for index, (part, choice) in enumerate(zip(self._parts, self._choices, strict=True)):
-            choice.write(out[..., part], value[..., index])
+        values = np.moveaxis(_array(value, (*out.shape[:-1], len(self._choices))), -1, 0)
+        for choice, part, one in zip(self._choices, np.split(out, self._ends, -1), values, strict=True):
+            choice.write(part, one)
 
     def read(self, action: Array) -> Array:
-        pairs = zip(self._parts, self._choices, strict=True)
-        return np.stack([choice.read(action[..., part]) for part, choice in pairs], -1)
+        parts = np.split(action, self._ends, -1)
+        return np.stack([choice.read(part) for choice, part in zip(self._choices, parts, strict=True)], -1)
 
 
-class CompositeSpec(Mapping[NestedKey, Spec]):
+class CompositeSpec(dict[NestedKey, Spec]):
     """Specs by key; nested keys are tuples."""
 
     def __init__(self, specs: Mapping[NestedKey, Spec], batch_size: torch.Size, device: torch.device | None) -> None:
-        self._specs: dict[Any, Spec] = dict(specs)
+        super().__init__(specs)
         self.shape = batch_size
         self.device = device
 
-    def __getitem__(self, key: NestedKey) -> Spec:
-        return self._specs[key]
-
-    def __iter__(self) -> Iterator[NestedKey]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
     def rand(self) -> TensorDict:
         """A random value of each."""
-        return TensorDict({key: spec.rand() for key, spec in self._specs.items()}, self.shape, device=self.device)
+        return TensorDict({key: spec.rand() for key, spec in self.items()}, self.shape, device=self.device)
 
     def zero(self) -> TensorDict:
         """Zeros."""
-        return TensorDict({key: spec.zero() for key, spec in self._specs.items()}, self.shape, device=self.device)
+        return TensorDict({key: spec.zero() for key, spec in self.items()}, self.shape, device=self.device)
 
     def __repr__(self) -> str:
-        return f"CompositeSpec({self._specs})"
+        return f"CompositeSpec({super().__repr__()})"
 
 
 class Leaf(NamedTuple):
@@ -279,8 +251,7 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
     if isinstance(space, spaces.Box):
         return BoxSpec(space.low, space.high, _torch_dtype(space.dtype, name))
     if isinstance(space, spaces.MultiBinary):
-        nvec = np.full(space.shape, 2)
-        return CategoricalSpec(nvec, np.zeros_like(nvec), _torch_dtype(space.dtype, name), binary=True)
+        return BoxSpec(np.zeros(space.shape), np.ones(space.shape), _torch_dtype(space.dtype, name))
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         nvec = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
         start = np.broadcast_to(np.asarray(space.start), nvec.shape)
@@ -306,25 +277,19 @@ class Buffers:
     def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
         # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
         column, shape = (*batch_size, 1), tuple(batch_size)
-
-        def observations() -> tuple[dict[Any, Any], list[Array]]:
-            views = [np.empty(size, dtype) for _, size, dtype in forms]
-            tensors: dict[Any, Any] = {}
-            nested: TensorDict | None = None
+        self.next_views, self.first_views = ([np.empty(size, dtype) for _, size, dtype in forms] for _ in range(2))
+        self.next: dict[Any, Any] = {}
+        self.first: dict[Any, Any] = {}
+        for tensors, views in ((self.next, self.next_views), (self.first, self.first_views)):
             for (key, _, _), view in zip(forms, views, strict=True):
                 if isinstance(key, str):
                     tensors[key] = torch.from_numpy(view)
-                    continue
-                nested = TensorDict({}, batch_size=batch_size) if nested is None else nested
-                nested.set(key, torch.from_numpy(view))
-            return tensors if nested is None else tensors | dict(nested.items()), views
-
-        self.next, self.next_views = observations()
-        self.first, self.first_views = observations()
-        self.groups = {key for key, value in self.first.items() if isinstance(value, TensorDictBase)}
-        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in DONE_KEYS)
+                else:
+                    group = tensors.setdefault(key[0], TensorDict({}, batch_size=batch_size))
+                    group.set(key[1:], torch.from_numpy(view))
+        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in FLAGS)
         self.next["reward"] = torch.from_numpy(reward)
-        for key, flag in zip(DONE_KEYS, flags, strict=True):
+        for key, flag in zip(FLAGS, flags, strict=True):
             self.next[key] = torch.from_numpy(flag)
             self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
         self.reward: Array = reward.reshape(shape)

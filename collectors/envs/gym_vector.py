@@ -27,10 +27,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Resets:
-    """How the environments of a vector that have finished begin anew: here, by a reset with a mask."""
+    """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
+    waits for. ``is_gymnasiums``: whether it takes one in any mode, and then returns all observations."""
 
     def __init__(self, env: Any) -> None:
+        from gymnasium import vector
+
         self.env = env
+        self.is_gymnasiums = isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
     def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
         """The last observations of finished environments that the step itself has not returned, each with its
@@ -40,22 +44,15 @@ class Resets:
     def first(self, observation: Any, finished: Array) -> Any:
         """After :meth:`last`: the observations for the next step, first ones for finished environments. ``observation``
         is the step's, and may be changed; ``finished`` is bool [num_envs]."""
-        return self.reset(finished)
+        # A mask that is the environment's own: ours changes with the next step.
+        first = self.reset(finished.copy())
+        return first if self.is_gymnasiums else _merged(finished, first, observation)
 
     def reset(self, mask: Array) -> Any:
         """Reset the environments of a mask, bool [num_envs], at any other time. Of the batch returned, only their rows
         count."""
         observation, _ = self.env.reset(options={"reset_mask": mask})
         return observation
-
-
-class Disabled(Resets):
-    """The environment waits for the caller's reset."""
-
-    def first(self, observation: Any, finished: Array) -> Any:
-        # A mask that is the environment's own: ours changes with the next step.
-        first = self.reset(finished.copy())
-        return first if _is_gymnasiums(self.env) else _merged(finished, first, observation)
 
 
 class SameStep(Resets):
@@ -74,7 +71,7 @@ class SameStep(Resets):
         return observation
 
     def reset(self, mask: Array) -> Any:
-        if not _is_gymnasiums(self.env):
+        if not self.is_gymnasiums:
             raise NotImplementedError(
                 f"{self.env} resets its environments by itself (autoreset mode SAME_STEP); some of them cannot be "
                 "reset at another time: use an environment with AutoresetMode.DISABLED"
@@ -85,6 +82,10 @@ class SameStep(Resets):
 class CartPole(Resets):
     """Gymnasium's CartPoleVectorEnv resets in the next step only. All its state is in three arrays, so finished
     environments are reset here at once, with the generator that it would use a step later."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.is_gymnasiums = True
 
     def reset(self, mask: Array) -> Any:
         env = self.env
@@ -142,17 +143,10 @@ def _resets_of_kind(kind: Any, metadata: Mapping[str, Any]) -> type[Resets] | No
 
     mode = metadata.get("autoreset_mode")
     if mode is AutoresetMode.DISABLED:
-        return Disabled
+        return Resets
     if mode is AutoresetMode.SAME_STEP:
         return SameStep
     return CartPole if kind is CartPoleVectorEnv else None
-
-
-def _is_gymnasiums(env: Any) -> bool:
-    """Whether it resets by a mask in any mode, and then returns all observations."""
-    from gymnasium import vector
-
-    return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
 
 def _merged(mask: Array, first: Any, observation: Any) -> Any:
@@ -186,6 +180,6 @@ def zeroed(value: Any, finished: Array) -> Any:
     ended = torch.from_numpy(finished.copy())
 
     def zero(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(beside(ended, x), torch.zeros_like(x), x)
+        return x.masked_fill(beside(ended, x), 0)
 
     return value.apply(zero) if isinstance(value, TensorDictBase) else zero(value)

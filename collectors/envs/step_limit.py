@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.trajectories import beside
+from asyncsync.collectors.trajectories import FLAGS, beside
 
 __all__ = ["StepLimit", "limited"]
 
@@ -34,9 +34,6 @@ _COUNTED = (
     "max_frames_per_traj counts steps under the key 'step_count', which the environment has already: leave "
     "max_frames_per_traj out and give the environment's own counter its limit, or remove that counter"
 )
-
-
-FLAGS = ("done", "terminated", "truncated")
 
 
 class StepLimit:
@@ -92,9 +89,7 @@ class StepLimit:
 
     def _ends(self, root: TensorDictBase) -> list[Any]:
         """The done keys: those that the environment has or shows, and the limit's."""
-        keys = getattr(self.environment, "done_keys", None)
-        if keys is None:  # one that shows none in a reset is taken to have "done"
-            keys = [name for name in FLAGS if name in root.keys()] or ["done"]  # noqa: SIM118
+        keys = environments.done_flags(self.environment, root)
         if not set(FLAGS) & set(keys):
             raise KeyError(self._no_flag(keys))
         return [*keys, *({"truncated"} - set(keys))]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from asyncsync.collectors.workers.channel import dumps, loads
-from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout
 
@@ -51,7 +50,9 @@ class Calls:
             for worker, number in numbers.items():
                 try:
                     answer = group.wait(partial(group.replies.get, number), max(0.0, deadline - time.monotonic()))
-                except AckTimeout:
+                except AckTimeout as error:
+                    if error is group.failure:  # a worker's own
+                        raise
                     raise AckTimeout(
                         f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
                         "was asked for all the same; timeout= gives it longer"
@@ -73,7 +74,7 @@ class Calls:
 
 
 def _result(worker: int, failure: Any, result: Any) -> Any:
-    if isinstance(failure, Failure):
+    if failure is not None:
         raise failure.error(f"worker {worker}")
     return loads(result)
 

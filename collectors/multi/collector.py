@@ -44,9 +44,10 @@ from asyncsync.collectors.arguments import (
     with_partial,
 )
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import Chooses, family
+from asyncsync.collectors.construct import FAMILIES, Chooses
+from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import Calls
-from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.group_collector import GroupCollector
 from asyncsync.collectors.multi.starting import (
     check_shared,
@@ -133,7 +134,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return partial(family("sync" if sync else "async"), *args, **kwargs)
+        return partial(FAMILIES["sync" if sync else "async"], *args, **kwargs)
 
     def __init__(
         self,
@@ -226,12 +227,11 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         check_devices(dict(flattened(devices | own_devices)))
         placed = [dict(zip(devices, values, strict=True)) for values in spread(devices, count)]
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
-        chosen = [exact_device(d["device"] if d["policy_device"] is None else d["policy_device"]) for d in placed]
-        self.policy_device = chosen
         self._acting_devices: dict[int, set[torch.device]] = {}
-        self.storing_device = [
-            exact_device(d["device"] if d["storing_device"] is None else d["storing_device"]) for d in placed
-        ]
+        self.policy_device, self.storing_device = (
+            [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
+            for name in ("policy_device", "storing_device")
+        )
 
         self.policy = policy
         if policy is None and worker_idx is not None and policies[0] is not None:

@@ -13,63 +13,29 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from anyio import Semaphore
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import BaseCollector, is_caller
+from asyncsync.collectors.multi.batches import BatchArguments, Made
 from asyncsync.collectors.multi.calls import CALL_SECONDS
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
 from asyncsync.errors import ClosedError
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import WorkThread, finish
+from asyncsync.runtime.threads import elsewhere
 
-__all__ = ["BatchArguments", "Driver", "Made"]
+__all__ = ["Driver"]
 
 logger = logging.getLogger("asyncsync")
 
-
-@dataclass
-class BatchArguments:
-    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
-    worker's rollouts; ``total_frames`` is math.inf where there is no end."""
-
-    frames: list[int]
-    total_frames: float
-    init_random_frames: int
-    split_trajs: bool
-    track_traj_ids: bool
-    replay_buffer: Any
-    update_at_each_batch: bool
-    max_weight_update_interval: int
-    postproc: Callable[[Any], Any] | None = None
-
-
-@dataclass
-class Made:
-    """A batch whose rollouts are done, until its caller has it.
-
-    Attributes:
-        places, place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it is None where frames go to a replay buffer.
-        is_finished: whether the user's code has processed it.
-        is_lost: whether an interruption has struck the user's code.
-    """
-
-    places: SharedPlaces
-    place: SharedPlace | None
-    results: list[RolloutResult]
-    batch: TensorDictBase | None = None
-    is_assembled: bool = False
-    is_finished: bool = False
-    is_lost: bool = False
+WATCHER_SECONDS = 1.0
+"""How long the end waits until it is known why the workers have ended; they have by then."""
 
 
 class _Caller:
@@ -79,12 +45,14 @@ class _Caller:
         thread: the identifier of its thread.
         has_turn: whether the others wait for this one.
         begins: whether what is raised from now on ends collection.
-        made: its batch, once that is there; ``has_batch``: whether it has taken that.
+        made: its batch, from when that is there to when it is handed out.
+        is_served: whether another thread processes the batch for it.
+        is_gone: whether it waits for nothing more.
     """
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.has_turn = self.begins = self.has_batch = False
+        self.has_turn = self.begins = self.is_served = self.is_gone = False
         self.made: Made | None = None
 
 
@@ -101,8 +69,7 @@ class Driver(ABC):
         free: watches the workers while they run free; None: they do not.
     """
 
-    joins_parts = True
-    """Whether parts that do not lie in one place are copied to make a batch."""
+    _places: list[SharedPlaces]  # where batches come to lie
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
@@ -119,7 +86,7 @@ class Driver(ABC):
         self._made: Made | None = None
         self._batches_since = [0] * len(arguments.frames)  # each worker's weights
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
-        self._callers: list[_Caller] = []
+        self._callers: set[_Caller] = set()
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
 
@@ -134,8 +101,7 @@ class Driver(ABC):
         process keeps the turn until :meth:`_leave`."""
         await self._turn.acquire()
         try:
-            self._check_iterable()
-            if self._exhausted:
+            if self._is_over():
                 return
             caller.begins = True
             caller.made = self.left.popleft() if self.left else await self.produce()
@@ -143,25 +109,38 @@ class Driver(ABC):
         finally:
             if not caller.has_turn:
                 self._turn.release()
+            if caller.is_gone:  # its loop was closed just now
+                self._give_up(caller)
 
-    @property
-    def _exhausted(self) -> bool:
-        return self._made is None and not self.left and self.frames >= self._arguments.total_frames
-
-    def _check_iterable(self) -> None:
-        if self._exhausted and self.free is None:
-            return  # also after shutdown()
-        self._collector._check_open()
+    def _is_over(self) -> bool:
+        """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer
+        meanwhile; ClosedError: it was shut down before, or this is a forked process."""
+        if self.free is None and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
+            return True
         self._group.check()
+        if self.free is None:
+            return False
         self.count_free()
         if self.free is not None:
             raise RuntimeError("this collector runs free: its frames are in the replay buffer")
+        return self._is_over()
 
-    def _request(self, worker: int, place: SharedPlace | None, frames_before: int) -> None:
+    def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
         """Request a rollout with the current serial number."""
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
         self.busy[worker] = request = RolloutRequest(self._serial, random, place)
         self._group.request(worker, request)
+
+    def _done(self, places: SharedPlaces, place: SharedPlace, results: list[RolloutResult]) -> Made:
+        """The batch of these rollouts, counted."""
+        self.frames += sum([result.frames for result in results])
+        self.count += 1
+        for result in results:
+            self._batches_since[result.worker] += 1
+        is_written = self._arguments.replay_buffer is not None
+        if not is_written:
+            places.learn(place, results)
+        return Made(place, results, is_assembled=is_written)
 
     def _is_due(self, worker: int) -> bool:
         """Whether this worker is to have the policy's current weights before its next rollout."""
@@ -189,7 +168,7 @@ class Driver(ABC):
             yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
     def _next(self) -> list[TensorDictBase | None]:
-        if self._is_over():
+        if self._is_in_vain():
             return []
         caller = _Caller()
         if any(other.thread == caller.thread for other in list(self._callers)):
@@ -199,7 +178,7 @@ class Driver(ABC):
                 "cancel that task and await its end"
             )
         try:
-            self._callers.append(caller)
+            self._callers.add(caller)
             loop_thread.run(partial(self._serve, caller))
             return [] if caller.made is None else [self._taken(caller, caller.made)]
         except Exception:
@@ -207,40 +186,42 @@ class Driver(ABC):
                 self._collector.shutdown()
             raise
         finally:
-            self._leave_surely(caller)
+            try:
+                self._leave(caller)
+            except BaseException:  # Ctrl-C
+                self._leave(caller)
+                raise
 
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
-        if self._is_over():
+        if self._is_in_vain():
             raise StopAsyncIteration
         caller = _Caller()
         try:
-            self._callers.append(caller)
+            self._callers.add(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
             if (made := caller.made) is not None:
                 if caller.has_turn:  # if cancelled, the batch is finished for the next caller
-                    thread = WorkThread("asyncsync-collector-batch")
-                    finished = thread.submit(partial(self._finish, made))
-                    thread.abandon()  # after that
-                    await finish(finished)
+                    await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
                 return self._taken(caller, made)
         except Exception:
             if caller.begins:
                 await self._collector._shutdown_elsewhere()
             raise
         finally:
-            self._leave_surely(caller)
+            try:
+                self._leave(caller)
+            except BaseException:  # Ctrl-C
+                self._leave(caller)
+                raise
         raise StopAsyncIteration
 
-    def _is_over(self) -> bool:
-        """Whether there are no more batches. Raises RuntimeError: the caller itself pauses the workers that it would
-        wait for; ClosedError: after the end, or in a forked process."""
+    def _is_in_vain(self) -> bool:
+        """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
+        itself pauses the workers that it would wait for; ClosedError: after the end, or in a forked process."""
         if self._pauses and is_caller(self._pauses):
             raise RuntimeError(f"this {self._name} is paused by this thread: leave the pause() block before collecting")
-        if self._collector.closed or not self._group.is_ours:
-            self._check_iterable()
-            return True
-        return False
+        return (self._collector.closed or not self._group.is_ours) and self._is_over()
 
     @property
     def _processes(self) -> bool:
@@ -249,10 +230,8 @@ class Driver(ABC):
 
     def _takes_long(self, made: Made) -> bool:
         """Whether what is left to do with this batch takes time, or runs the user's code."""
-        if made.is_finished:
-            return False
-        in_one_piece = made.is_assembled or self._arguments.replay_buffer is not None or not self.joins_parts
-        return self._processes or not (in_one_piece or made.places.is_complete(made.place, made.results))
+        in_one_piece = made.is_assembled or len(made.results) == 1 or made.place.is_complete(made.results)
+        return not made.is_finished and (self._processes or not in_one_piece)
 
     @abstractmethod
     def assembled(self, made: Made) -> TensorDictBase:
@@ -261,18 +240,29 @@ class Driver(ABC):
     def _taken(self, caller: _Caller, made: Made) -> TensorDictBase | None:
         if not made.is_finished:
             self._finish(made)
-        made.places.release(made.place)
-        caller.has_batch = True
+        made.place.release()
+        caller.made = None
         return made.batch
+
+    def _finish_for(self, caller: _Caller, made: Made) -> None:
+        """Finish the batch of a coroutine, whose loop may be closed meanwhile."""
+        caller.is_served = True
+        try:
+            if not caller.is_gone:
+                self._finish(made)
+        finally:
+            caller.is_served = False
+            if caller.is_gone:
+                self._leave(caller)
 
     def _finish(self, made: Made) -> None:
         """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
         it strikes the user's code."""
-        if self._arguments.replay_buffer is None and not made.is_assembled:
+        if not made.is_assembled:
             made.batch = self.assembled(made)
         made.is_assembled = True
         in_place = all(result.in_place for result in made.results)
-        if made.batch is not None and (self._processes or not in_place or made.places.has_private(made.place)):
+        if made.batch is not None and (self._processes or not in_place or made.place.has_private):
             made.is_lost = self._processes
             try:
                 with self._collector._weights.holds():  # its model may be updated here
@@ -283,26 +273,20 @@ class Driver(ABC):
         made.is_finished = True
         made.is_lost = False
 
-    def _leave_surely(self, caller: _Caller) -> None:
-        try:
-            self._leave(caller)
-        except BaseException:  # Ctrl-C
-            self._leave(caller)
-            raise
-
     def _leave(self, caller: _Caller) -> None:
-        """The caller has its batch, or leaves it to the next one. Idempotent."""
+        """The caller has its batch, or leaves it to the next one. From any thread. Idempotent."""
+        self._callers.discard(caller)
+        caller.is_gone = True
+        if not caller.is_served and (caller.has_turn or caller.made is not None):
+            self._group.call_soon(self._give_up, caller)
+
+    def _give_up(self, caller: _Caller) -> None:
+        """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
         made, caller.made = caller.made, None
         if made is not None and made.is_lost:
-            made.places.release(made.place)
-        elif made is not None and not caller.has_batch:
+            made.place.release()
+        elif made is not None:
             self.left.append(made)
-        if caller.has_turn:
-            self._group.call_soon(self._give_turn, caller)
-        if caller in self._callers:
-            self._callers.remove(caller)
-
-    def _give_turn(self, caller: _Caller) -> None:
         if caller.has_turn:
             caller.has_turn = False
             self._turn.release()
@@ -315,10 +299,11 @@ class Driver(ABC):
         self.count_free()
         if self.free is None:
             self._group.run_free(self._arguments.total_frames, self._arguments.init_random_frames)
-            loop_thread.run(self._begin_watching)
 
-    async def _begin_watching(self) -> None:
-        self.free = asyncio.create_task(self._watch())
+            async def begin() -> None:
+                self.free = asyncio.create_task(self._watch())
+
+            loop_thread.run(begin)
 
     async def _watch(self) -> None:
         """Wait for the workers that run free, so that a failure is logged at once."""
@@ -331,10 +316,10 @@ class Driver(ABC):
             with suppress(ReferenceError):  # it was forgotten
                 self._collector._free_error = error
 
-    def wait_for_watcher(self, timeout: float) -> None:
+    def wait_for_watcher(self) -> None:
         """After the workers' end: wait until their failure, if there was one, is known."""
         if (watcher := self.free) is not None and not watcher.done():
-            loop_thread.run(lambda: asyncio.wait([watcher], timeout=timeout))
+            loop_thread.run(lambda: asyncio.wait([watcher], timeout=WATCHER_SECONDS))
 
     def count_free(self) -> None:
         """Count the frames of workers that run free; if they have all, end that."""
@@ -377,6 +362,8 @@ class Driver(ABC):
 
     def close(self) -> None:
         """After the workers' end: drop what was under way, and all places."""
+        for places in self._places:
+            places.close()
         self._made = None
         self.left.clear()
         self.busy, self._results = {}, {}

@@ -18,11 +18,12 @@ from torch import nn
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, _part
+from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
-from asyncsync.collectors.multi.driver import BatchArguments, Driver
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.inspection import GroupInspection
-from asyncsync.collectors.weights.in_process import fitted
-from asyncsync.collectors.weights.plan import Planned, belongs_to
+from asyncsync.collectors.weights.acting import fitted
+from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
@@ -212,15 +213,12 @@ class GroupCollector(GroupInspection, BaseCollector):
 
     def _acting(self, model_id: str) -> Any:
         if self._goes_with_workers(model_id):
-            return super()._acting(model_id)
+            return self.get_model(model_id)
         served = sorted(self._sender_schemes) or "none"
-        raise ValueError(
+        raise UnknownModel(
             f"unknown model_id {model_id!r}: this {type(self).__name__} has schemes for {served}; pass "
             "weight_sync_schemes={model_id: scheme} for what its workers are to receive"
         )
-
-    def _registered(self, model_id: str) -> Any:
-        return super()._acting(model_id)
 
     def _goes_with_workers(self, model_id: str) -> bool:
         # Batches are postprocessed here, unless workers write them to a replay buffer.
@@ -233,7 +231,7 @@ class GroupCollector(GroupInspection, BaseCollector):
             self._acting("policy")  # raises: nothing would bring them to the workers
         is_other = given is not None and isinstance(self.policy, nn.Module)
         if is_other and (prepared := fitted(self.policy, given)) is not None:
-            self._local.apply(prepared.apply, DEFAULT_TIMEOUT)
+            self._weights.apply(prepared.apply, DEFAULT_TIMEOUT)
         self.update_policy_weights_(given)
 
     def _workers_of(self, device: torch.device) -> list[int]:
@@ -248,31 +246,26 @@ class GroupCollector(GroupInspection, BaseCollector):
         try:
             super()._carry_out(update, wait)
         except PartialSendError as error:
-            if (failure := loop_thread.run(partial(self._failure_behind, error))) is not None:
-                raise failure  # noqa: B904 - it has its cause
+            loop_thread.run(partial(self._look_behind, error))
             raise
 
     async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         try:
             await super()._carry_out_async(update, wait)
         except PartialSendError as error:
-            if (failure := await loop_thread.awaitable(partial(self._failure_behind, error))) is not None:
-                raise failure  # noqa: B904 - it has its cause
+            await loop_thread.awaitable(partial(self._look_behind, error))
             raise
 
-    async def _failure_behind(self, error: PartialSendError) -> BaseException | None:
-        """What has ended a worker that the update has not reached: its own exception, or how its process ended."""
+    async def _look_behind(self, error: PartialSendError) -> None:
+        """Raises what has ended a worker that the update has not reached: its own exception, or how its process
+        ended."""
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
-            return None
+            return
         try:
             await self._group.until(lambda: None, FAILURE_SECONDS)
-        except AckTimeout:
-            return None
-        except BaseException as failure:
-            if failure is not self._group.failure:  # the caller's cancellation, or the collector's end
+        except AckTimeout as failure:
+            if failure is self._group.failure:
                 raise
-            return failure
-        return None
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
@@ -332,7 +325,7 @@ class GroupCollector(GroupInspection, BaseCollector):
         deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
         try:
             self._group.end(max(0.1, deadline - time.monotonic()), close_env)
-            self._driver.wait_for_watcher(1.0)
+            self._driver.wait_for_watcher()
         finally:
             if self._group.is_over:
                 for finalizer in self._finalizers:

@@ -6,16 +6,15 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver, Made
+from asyncsync.collectors.multi.driver import Driver
 
 __all__ = ["MultiAsyncCollector"]
 
 
 class AsyncDriver(Driver):
     """A batch is one worker's rollout."""
-
-    joins_parts = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -28,13 +27,7 @@ class AsyncDriver(Driver):
                 self._ask_if_wanted(worker)
             result = await self._group.until(lambda: results.popleft() if results else None)
             worker = result.worker
-            places, place = self._places[worker], self.busy.pop(worker).place
-            self._made = Made(places, place, [result])
-            self.frames += result.frames
-            self.count += 1
-            self._batches_since[worker] += 1
-            if self._arguments.replay_buffer is None:
-                places.learn(place, [result])
+            self._made = self._done(self._places[worker], self.busy.pop(worker).place, [result])
         worker = self._made.results[0].worker
         if self._is_due(worker):
             await self._update([worker])
@@ -51,15 +44,10 @@ class AsyncDriver(Driver):
             self._request(worker, place, frames)
 
     def assembled(self, made: Made) -> TensorDictBase:
-        if made.place is not None and made.places.is_complete(made.place, made.results):
-            return made.places.whole(made.place)
-        [batch] = made.places.parts(made.place, made.results)
+        if made.place.is_complete(made.results):
+            return made.place.whole()
+        [batch] = made.place.parts(made.results)
         return batch
-
-    def close(self) -> None:
-        super().close()
-        for places in self._places:
-            places.close()
 
 
 class MultiAsyncCollector(MultiCollector):

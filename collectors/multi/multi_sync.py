@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.arguments import warn_rounding
+from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver, Made
+from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.workers.group import RolloutResult
 
 __all__ = ["MultiSyncCollector"]
@@ -28,26 +29,21 @@ class SyncDriver(Driver):
         self._dim = dim
         self._threshold = threshold
         self._workers = range(len(self._arguments.frames))
-        self._places = self._group.places(self._workers, dim)
+        self._places = [self._group.places(self._workers, dim)]
 
     async def produce(self) -> Made:
         if not self.busy:
             if any(self._is_due(worker) for worker in self._workers):
                 await self._update(None)
-            place = self._places.next()
+            place = self._places[0].next()
             self._serial += 1
             for worker in self._workers:
                 self._request(worker, place, self.frames)
         place = self.busy[0].place
         await self._group.until(self._are_done)
         results = [self._results[worker] for worker in self._workers]
-        self.frames += sum(result.frames for result in results)
-        self.count += 1
-        self._batches_since = [before + 1 for before in self._batches_since]
         self.busy, self._results = {}, {}
-        if self._arguments.replay_buffer is None:
-            self._places.learn(place, results)
-        return Made(self._places, place, results)
+        return self._done(self._places[0], place, results)
 
     def _are_done(self) -> bool:
         """Whether all rollouts are. When enough of them are, the others are cut."""
@@ -60,12 +56,12 @@ class SyncDriver(Driver):
         return done == count
 
     def assembled(self, made: Made) -> TensorDictBase:
-        places, place, results = made.places, made.place, made.results
-        if place is None or not places.is_complete(place, results):
-            return self._joined(places.parts(place, results), results)
-        batch = places.whole(place)
+        place, results = made.place, made.results
+        if not place.is_complete(results):
+            return self._joined(place.parts(results), results)
+        batch = place.whole()
         if self._dim is None:
-            for part, missing in zip(batch, places.missing(place, results), strict=True):
+            for part, missing in zip(batch, place.missing(results), strict=True):
                 if missing:  # the rollout was cut before: frames of an earlier batch lie there
                     lacking = part[..., -missing:]
                     lacking.zero_()
@@ -90,10 +86,6 @@ class SyncDriver(Driver):
             ends = torch.tensor([result.steps for result in results]).reshape(-1, *[1] * (len(shape) - 1))
             batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
         return batch
-
-    def close(self) -> None:
-        super().close()
-        self._places.close()
 
 
 class MultiSyncCollector(MultiCollector):

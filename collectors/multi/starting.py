@@ -21,7 +21,7 @@ from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import WorkThread
+from asyncsync.runtime.threads import elsewhere
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["check_shared", "connect", "described", "make_finalizers", "wait_until_built", "ways_of_weights"]
@@ -31,7 +31,9 @@ def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float
     """Raises AckTimeout: workers were not ready in time; whatever a worker raises."""
     try:
         group.wait(lambda: len(group.infos) == count, max(0.0, deadline - time.monotonic()))
-    except AckTimeout:
+    except AckTimeout as error:
+        if error is group.failure:  # a worker's own
+            raise
         missing = sorted(set(range(count)) - set(group.infos))
         raise AckTimeout(
             f"workers {missing} of this {owner} were not ready in time: importing libraries and making environments "
@@ -44,31 +46,29 @@ def connect(
 ) -> None:
     """Connect both sides at the same time, by ``deadline`` of ``time.monotonic()``. ``senders`` connects this side
     within so many seconds; ``end_senders`` ends that when the workers fail."""
-    thread = WorkThread("asyncsync-collector-connect")
-    begun: list[asyncio.Future[None]] = []
+    name = "asyncsync-collector-connect"
+
+    def left() -> float:
+        return max(0.0, deadline - time.monotonic())
 
     def ended(sending: asyncio.Future[None]) -> None:
         sending.exception()  # retrieved: whoever fails first is raised
         group.nudge()
 
     async def both() -> None:
-        begun.append(sending := thread.submit(lambda: senders(max(0.0, deadline - time.monotonic()))))
+        sending = asyncio.ensure_future(elsewhere(name, lambda: senders(left())))
         sending.add_done_callback(ended)
-        await group.until(
-            lambda: sending.done() and (group.connected or sending.exception() is not None),
-            max(0.0, deadline - time.monotonic()) + 1.0,
-        )
+        try:
+            await group.until(
+                lambda: sending.done() and (group.connected or sending.exception() is not None), left() + 1.0
+            )
+        except BaseException:
+            await elsewhere(name, lambda: end_senders(1.0))
+            await asyncio.wait([sending], timeout=3.0)
+            raise
         sending.result()
 
-    try:
-        loop_thread.run(both)
-    except BaseException:
-        end_senders(1.0)
-        if begun:
-            loop_thread.run(lambda: asyncio.wait(begun, timeout=5.0))
-        raise
-    finally:
-        thread.abandon()
+    loop_thread.run(both)
 
 
 def check_shared(replay_buffer: Any) -> None:

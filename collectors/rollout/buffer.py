@@ -14,8 +14,8 @@ What an ``allocate``, such as the one by which workers put batches into shared m
 
 - It is called once per rollout, right before the first step is written, and never for a rollout without a layout.
 - ``layout`` compares and hashes by value, and pickles: the same environment and policy give an equal layout every time.
-- It returns a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)`` and the leaf's dtype, as
-  :meth:`BatchLayout.build` makes it. They may be strided views, and uninitialised.
+- It returns None (any memory will do), or a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)``
+  and the leaf's dtype, as :meth:`BatchLayout.build` makes it. They may be strided views, and uninitialised.
 - ``finish`` returns that very TensorDict if the rollout was complete and every step fitted, ``batch[..., :t]`` of it if
   the rollout was ended early. Otherwise its contents are meaningless.
 - An exception that it raises ends the rollout and propagates; the next rollout calls it again.
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of_steps, with_time
+from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of, with_time
 
 __all__ = ["RolloutBuffer"]
 
@@ -45,7 +45,7 @@ class RolloutBuffer:
     Args:
         steps: capacity of a rollout.
         device: where leaves are copied to (``storing_device``); None: each stays on the device where it was created.
-        allocate: gives memory for a layout; see the module's documentation.
+        allocate: gives memory for a layout, or None: any will do; see the module's documentation.
 
     Attributes:
         count: steps of this rollout so far.
@@ -56,7 +56,7 @@ class RolloutBuffer:
         steps: int,
         batch_size: torch.Size,
         device: torch.device | None = None,
-        allocate: Callable[[BatchLayout], TensorDictBase] = empty_batch,
+        allocate: Callable[[BatchLayout], TensorDictBase | None] = lambda layout: None,
     ) -> None:
         self.device = device
         self.allocate = allocate
@@ -118,11 +118,12 @@ class RolloutBuffer:
                     f"{tuple(self._batch_size)}: look for a policy or an environment that returns TensorDicts of "
                     "another shape"
                 )
-            layout = layout_of_steps(step, self._steps, self.device)
+            layout = layout_of(step, self._steps, self.device)
             if layout is None:
                 return
             self._writer = _Writer(layout, step)
-        batch = self.allocate(self._writer.layout)
+        if (batch := self.allocate(self._writer.layout)) is None:
+            batch = empty_batch(self._writer.layout)
         self._writer.attach(batch)
         self._batch = batch
 

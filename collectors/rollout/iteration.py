@@ -171,19 +171,18 @@ class Iteration:
         self._thread.submit(run)
         return future
 
-    def run_free(self) -> BaseException | None:
-        """Collect all batches, in the background; returns what has ended that, unless the collector's end has."""
+    def run_free(self) -> None:
+        """Collect all batches, in the background. What ends that is kept, unless it is the collector's end."""
         try:
-            for _ in self.iterator():
-                pass
+            try:
+                for _ in self.iterator():
+                    pass
+            finally:
+                self._end_profile()
         except BaseException as error:
-            if isinstance(error, ClosedError) and self._collector.closed:
-                return None
-            logger.exception("collection in the background has ended with an error")
-            return error
-        finally:
-            self._end_profile()
-        return None
+            if not (isinstance(error, ClosedError) and self._collector.closed):
+                logger.exception("collection in the background has ended with an error")
+                self._collector._free_error = error
 
     # -- checkpoints for another program; no step is under way ---------------------------------------------------------
 
@@ -215,7 +214,7 @@ class Iteration:
         if "versions" in state:
             collector._carry_on(state["versions"])
         if "policy_state_dict" in state:
-            collector._local.apply(load_policy)
+            collector._weights.apply(load_policy)
         rollouts.frames = state.get("frames", rollouts.frames)
         self.count = state.get("iter", self.count)
         if rollouts.arguments.track_traj_ids:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 from asyncsync.collectors.base import is_caller
 from asyncsync.errors import AckTimeout, ClosedError
-from asyncsync.runtime.threads import interruptibly
+from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly
 
 __all__ = ["RolloutLock"]
 
@@ -69,20 +69,15 @@ class RolloutLock:
     def _end_turn(self) -> None:
         """End the turn, whatever interrupts this; the interruption is raised afterwards."""
         interrupt: BaseException | None = None
-        afterwards: Callable[[], None] | None = None
-        ended = False
-        while not ended:
+        while self.is_mine:
             try:
                 with self._changed:
-                    self._roller = None
-                    self._inside = False
-                    afterwards, self._afterwards = self._afterwards or afterwards, None
+                    self._roller, self._inside = None, False
                     self._changed.notify_all()
-                    ended = True
             except BaseException as error:
                 interrupt = error
-        if afterwards is not None:
-            afterwards()
+        if self._afterwards is not None:
+            self._afterwards()
         if interrupt is not None:
             raise interrupt
 
@@ -113,11 +108,12 @@ class RolloutLock:
 
     def _wait_in_line(self) -> None:
         # Without a limit: a block in standing() may last any time; only the wait for its beginning has a timeout.
-        self._wait_for(lambda: not self._asking or self.closed)
+        while self._asking and not self.closed:
+            self._changed.wait(LOOK_SECONDS)
         if self.closed:
             raise ClosedError(f"this {self._name} has been shut down")
 
-    def _wait_for(self, met: Callable[[], bool], timeout: float | None = None) -> bool:
+    def _wait_for(self, met: Callable[[], bool], timeout: float) -> bool:
         return interruptibly(lambda seconds: self._changed.wait_for(met, seconds), timeout)
 
     @contextmanager

@@ -50,10 +50,7 @@ class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
                 "RandomPolicy has no action_spec yet: pass one, or hand the policy to a collector together with the "
                 "environment"
             )
-        action = self.action_spec.rand()
-        if isinstance(action, TensorDictBase):
-            return td.update(action)
-        return td.set(self.action_key, action)
+        return environments.draw_action(self.action_spec, self.action_key, td)
 
 
 class CallablePolicy(nn.Module):

@@ -24,13 +24,12 @@ from torch import nn
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.environment import Key
 from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import wrapped
-from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool, beside
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
 from asyncsync.collectors.weights.acting import ActingWeights
 
 __all__ = ["LAG_SECONDS", "Rollouts"]

@@ -1,42 +1,71 @@
-"""The weights that act in this process: the schemes by which they come from the collector or trainer above, blocks in
-which they do not change, and which version they are."""
+"""The weights that act in this process: the schemes by which they come from the collector or trainer above, updates of
+the collector's own models, blocks in which they do not change, and which version they are."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
-from asyncsync.arguments import check_timeout
-from asyncsync.bus.core import BusCore
-from asyncsync.collectors.weights.senders import as_blocking, buses_of, connect_all, shut_down_all
+from tensordict import TensorDictBase
+
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.collectors.weights.senders import as_blocking, buses_of, check_name, connect_all, shut_down_all
+from asyncsync.errors import AckTimeout
+from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
-from asyncsync.model.readers import Hold
+from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.update import Prepared
+from asyncsync.runtime.threads import settle, until_done
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import NoSyncCore
 
-__all__ = ["ActingWeights", "Holds"]
+__all__ = ["ActingWeights", "Holds", "fitted"]
+
+Change = concurrent.futures.Future[None]
+
+POLL_SECONDS = 0.05
+
+
+def fitted(model: Any, source: Any) -> Prepared | None:
+    """What copies these weights into the model, checked; None: the model is their source itself. Raises
+    SchemaMismatch."""
+    if source is model:
+        return None
+    is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
+    strategy = WeightStrategy("state_dict" if is_state_dict else "tensordict")
+    prepared = Binding(model, strategy).prepare_flat(flat_weights(strategy, source))
+    prepared.resolve()
+    return prepared
 
 
 class ActingWeights:
-    """The acting weights of one collector, held by each of its steps. What schemes receive is applied between two
-    steps.
+    """The acting weights of one collector, held by each of its steps, whichever thread steps. What schemes receive, and
+    updates of the collector's own models, are applied between two steps.
 
     Attributes:
+        gate: of the collector's own models.
         schemes: those that receive, by model id.
         own: how many updates were applied here without schemes.
         counted_above: how many versions updaters above have counted; None: nobody is above.
-        newest_above: reads the newest version published for this collector; None: only its schemes know of one.
+        newest_above: reads the newest version published for this collector, by the count of :meth:`received`; None:
+            only its schemes know of one.
     """
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self) -> None:
+        self.gate = Gate()
         self.schemes: dict[str, WeightSyncScheme] = {}
         self.own = 0
         self.counted_above: Callable[[], int] | None = None
         self.newest_above: Callable[[], int] | None = None
-        self._gate = gate
-        self._gates = [gate]  # and those of the buses
+        self._changes: deque[tuple[Change, Callable[[], None]]] = deque()
+        self._gates = [self.gate]  # and those of the buses
         self._buses: list[Bus] = []  # of the schemes, each once
         self._joined: dict[str, SchemeCore] = {}  # by the user, with the collector as their context
         self._main: BusCore | None = None  # whose versions frames are labelled with
@@ -69,11 +98,8 @@ class ActingWeights:
                 except LookupError as error:
                     raise ValueError(f"weight_recv_schemes[{model_id!r}]: {error}") from error
                 scheme._check_fresh("receiver")
-            elif scheme.model_id != model_id:
-                raise ValueError(
-                    f"weight_recv_schemes[{model_id!r}] was initialised with model_id={scheme.model_id!r}: "
-                    "use one name, or leave init_on_receiver() to the collector"
-                )
+            else:
+                check_name("weight_recv_schemes", model_id, scheme)
         begun = []
         try:
             for model_id, scheme in fresh.items():
@@ -90,7 +116,7 @@ class ActingWeights:
     def _find_buses(self) -> None:
         self._buses = buses_of(self.schemes.values())
         known = self._joined | self.schemes
-        self._gates = [self._gate, *(bus._gate for bus in buses_of(known.values()) if bus._gate is not None)]
+        self._gates = [self.gate, *(bus._gate for bus in buses_of(known.values()) if bus._gate is not None)]
         moving = buses_of([known[m] for m in ("policy", *known) if m in known])
         self._main = moving[0] if moving else None
 
@@ -110,6 +136,68 @@ class ActingWeights:
             if not isinstance(scheme, NoSyncCore):
                 scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
 
+    # -- updates without schemes --------------------------------------------------------------------------------------
+
+    def apply(self, update: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Run ``update`` now, or as soon as the step under way has ended; returns when it has run.
+
+        Raises AckTimeout: the step took longer than ``timeout`` seconds, and nothing was changed; RuntimeError: called
+        from within a step, which would wait for itself.
+        """
+        change, begun = self._offer(update), time.monotonic()
+        try:
+            while not until_done(change, POLL_SECONDS):
+                self._poll(change, begun, timeout)
+        finally:
+            change.cancel()  # an interrupted caller changes nothing afterwards
+        change.result()
+
+    async def apply_async(self, update: Callable[[], None], timeout: float) -> None:
+        """:meth:`apply` without blocking the running loop while a step is under way elsewhere."""
+        change, begun = self._offer(update), time.monotonic()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        change.add_done_callback(lambda _: settle(ended))
+        try:
+            while not change.done():
+                await asyncio.wait([ended], timeout=POLL_SECONDS)
+                self._poll(change, begun, timeout)
+        finally:
+            change.cancel()
+        change.result()
+
+    def _poll(self, change: Change, begun: float, timeout: float) -> None:
+        """Look after an update that somebody awaits. Raises AckTimeout: it has not begun within the timeout."""
+        self.gate.poll()  # if Ctrl-C has ended it half way, perhaps no other thread passes the gate
+        if time.monotonic() - begun >= timeout and change.cancel():
+            raise AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
+
+    def _offer(self, update: Callable[[], None]) -> Change:
+        if self.gate.held_by_caller:
+            raise RuntimeError(
+                "weights change between two steps, and this is called from within one (by the policy or the "
+                "environment): call it from a hook, or from the code that iterates over the collector"
+            )
+        change: Change = concurrent.futures.Future()
+        self._changes.append((change, update))
+        # In place of a pending one, which would do the same. Each change has its own end.
+        self.gate.offer(self._run, lambda error: None)
+        return change
+
+    def _run(self) -> None:
+        """Run all updates that wait. By the gate, one thread at a time is here, and no step is under way."""
+        while self._changes:
+            change, update = self._changes[0]
+            # An update that a KeyboardInterrupt struck half way is running still, and is applied again before any step
+            # reads the weights; one that was complete is not: its source may be another one by now.
+            if change.running() or (not change.done() and change.set_running_or_notify_cancel()):
+                try:
+                    update()
+                except Exception as error:
+                    change.set_exception(error)
+                else:
+                    change.set_result(None)
+            self._changes.popleft()
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def holds(self) -> Holds:
@@ -117,34 +205,16 @@ class ActingWeights:
         return Holds(self._gates)
 
     def version(self) -> int:
-        """The version with which frames are labelled: the acting one; with a trainer above, that of its schemes plus
-        what its updaters have counted."""
-        if self.counted_above is None:
-            return self.applied()
-        return self.received() + self.counted_above()
+        """The version with which frames are labelled. With a trainer above, that of its schemes plus what its updaters
+        have counted; else that of schemes, or where nothing brings weights, the count of updates applied here."""
+        if self.counted_above is not None:
+            return self.received() + self.counted_above()
+        return self.own if self._main is None else self.received()
 
     def received(self) -> int:
         """The version that has come by schemes: of several buses, that of the policy's, or of the first. Each counts
         its own; in a tree of collectors, its root does."""
         return 0 if self._main is None else self._main._shown_origin()
-
-    def applied(self) -> int:
-        """The version that acts: :meth:`received`, or where nothing brings weights from above the count of updates
-        applied here."""
-        return self.own if self._main is None else self.received()
-
-    def newest(self) -> int:
-        """The newest version that the trainer is known to have published, by the count of :meth:`applied`."""
-        if self.newest_above is not None:
-            return self.newest_above()
-        return self.own if self._main is None else self.applied() + self._main._target() - self._main.version
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds, outside any hold, until this version or a newer one acts. Raises AckTimeout;
-        ClosedError, Fenced: it will not come."""
-        check_timeout(timeout)
-        if isinstance(self._main, Bus):
-            self._main._wait_origin(version, timeout)
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
         """Wait, outside any hold, until the acting weights are at most ``max_lag`` versions behind the newest, on each
@@ -153,38 +223,31 @@ class ActingWeights:
         for bus in self._buses:
             while (target := bus._target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
-        while self.newest_above is not None and (newest := self.newest_above()) - self.applied() > max_lag:
-            self.wait(newest - max_lag, timeout)
+        newest_above, main = self.newest_above, self._main
+        if newest_above is None or not isinstance(main, Bus):  # nothing here follows that count
+            return
+        while (newest := newest_above()) - self.received() > max_lag:
+            main._wait_origin(newest - max_lag, timeout)
 
 
-class Holds:
+class Holds(ExitStack):
     """Several gates held at once, as one context manager for one use."""
 
-    __slots__ = ("_gates", "_open")
-
     def __init__(self, gates: list[Gate]) -> None:
+        super().__init__()
         self._gates = gates
-        self._open: list[Hold] = []
 
     @property
     def awaited(self) -> bool:
         """Whether an update waits for the end of this block."""
         return any(gate.pending for gate in self._gates)
 
-    def __enter__(self) -> Holds:
+    def __enter__(self) -> Self:
         try:
             for gate in self._gates:
-                self._open.append(hold := gate.hold())
+                self.push(hold := gate.hold())  # before it is entered, so that an interruption leaves none open
                 hold.__enter__()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._open:
-            try:
-                self._open[-1].__exit__(None, None, None)
-            finally:  # the others, too, whatever this one raises
-                self._open.pop()
-                self.__exit__()

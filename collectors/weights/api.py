@@ -18,8 +18,7 @@ import torch
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.collectors.weights.acting import ActingWeights
-from asyncsync.collectors.weights.in_process import LocalUpdates, fitted
+from asyncsync.collectors.weights.acting import ActingWeights, fitted
 from asyncsync.collectors.weights.legacy_updaters import (
     WeightUpdaterBase,
     WorkerIds,
@@ -46,8 +45,7 @@ class WeightsAPI:
     def __init__(self) -> None:
         self._weight_updater: WeightUpdaterBase | None = None
         self._senders = Senders({})
-        self._local = LocalUpdates()
-        self._weights = ActingWeights(self._local.gate)
+        self._weights = ActingWeights()
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -61,15 +59,12 @@ class WeightsAPI:
         return find_model(self, model_id, self.policy)
 
     def _acting(self, model_id: str) -> Any:
-        """The model of this name that acts in this process. Raises ValueError: none does."""
-        try:
-            return self.get_model(model_id)
-        except LookupError as error:
-            raise ValueError(f"unknown model_id {model_id!r}: {error}") from error
+        """The model of this name that acts in this process. Raises UnknownModel: none does."""
+        return self.get_model(model_id)
 
     def _registered(self, model_id: str) -> Any:
-        """The model of this name whose weights are meant where none are given. Raises ValueError: there is none."""
-        return self._acting(model_id)
+        """The model of this name whose weights are meant where none are given. Raises UnknownModel."""
+        return self.get_model(model_id)
 
     def _apply_locally(self, weights: Mapping[str, Any]) -> None:
         """Copy weights, between two steps, into this collector's own models, all of them or none, and count the version
@@ -141,14 +136,10 @@ class WeightsAPI:
             NotConnected, SchemaMismatch: as the schemes' ``connect``.
         """
         # Between two steps: those under way do not hold the new gates, those that follow do.
-        self._local.apply(lambda: self._weights.register(weight_recv_schemes, self), timeout)
+        self._weights.apply(lambda: self._weights.register(weight_recv_schemes, self), timeout)
         self._pass_versions_on()
         if synchronize_weights:
             self._weights.connect(weight_recv_schemes, timeout)
-
-    def _connect_receivers(self, schemes: Mapping[str, Any], timeout: float) -> None:
-        """For those registered with ``synchronize_weights=False``. Raises NotConnected, SchemaMismatch."""
-        self._weights.connect(schemes, timeout)
 
     def _joined_by(self, scheme: Any) -> None:
         """A receiver's scheme has this collector as its context."""
@@ -273,7 +264,7 @@ class WeightsAPI:
             with self._publishing(update.workers):
                 self._senders.send(update.sent, update.workers, update.timeout if wait else None)
         if update.applied:
-            self._local.apply(partial(self._apply_locally, update.applied), update.timeout)
+            self._weights.apply(partial(self._apply_locally, update.applied), update.timeout)
 
     async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
@@ -282,7 +273,7 @@ class WeightsAPI:
             with self._publishing(update.workers):
                 await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
         if update.applied:
-            await self._local.apply_async(partial(self._apply_locally, update.applied), update.timeout)
+            await self._weights.apply_async(partial(self._apply_locally, update.applied), update.timeout)
 
     @contextmanager
     def _publishing(self, workers: list[int] | None) -> Iterator[None]:
@@ -341,12 +332,12 @@ class WeightsAPI:
                 "call receive_weights() without arguments, or send from above"
             )
         else:
-            self._local.apply(self._weights.take_in)
+            self._receive_weights_scheme()
 
     def _take(self, given: Any) -> None:
         """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
         source = self._registered("policy") if given is None else given
-        self._local.apply(lambda: self._apply_locally({"policy": source}))
+        self._weights.apply(lambda: self._apply_locally({"policy": source}))
         if "policy" in self._senders.schemes:
             self.update_policy_weights_(source)
 
@@ -358,7 +349,7 @@ class WeightsAPI:
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
                 "register_scheme_receiver()"
             )
-        self._local.apply(self._weights.take_in)
+        self._weights.apply(self._weights.take_in)
 
     @property
     def cascades(self) -> bool:

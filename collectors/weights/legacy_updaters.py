@@ -58,9 +58,9 @@ class WeightUpdaterBase:
     """
 
     _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
-    # Of the class, because the constructors of subclasses need not call ours.
     _collector: weakref.ref[Any] | None = None
-    _post_hooks: list[Callable[[], None]] | None = None
+    post_hooks: list[Callable[[], None]]
+    """The hooks called after each push."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         warnings.warn(
@@ -69,7 +69,9 @@ class WeightUpdaterBase:
             DeprecationWarning,
             stacklevel=2,
         )
-        return super().__new__(cls)
+        updater = super().__new__(cls)
+        updater.post_hooks = []  # here, because the constructors of subclasses need not call ours
+        return updater
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
@@ -122,13 +124,6 @@ class WeightUpdaterBase:
     def register_post_hook(self, hook: Callable[[], None]) -> None:
         """Call this after each push, in this process, in the order of registration."""
         self.post_hooks.append(hook)
-
-    @property
-    def post_hooks(self) -> list[Callable[[], None]]:
-        """The hooks called after each push."""
-        if self._post_hooks is None:
-            self._post_hooks = []
-        return self._post_hooks
 
     # -- pushing ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +235,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         if collector is None:
             copy_and_count()
         else:
-            collector._local.apply(copy_and_count)
+            collector._weights.apply(copy_and_count)
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):

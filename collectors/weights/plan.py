@@ -16,6 +16,7 @@ from asyncsync.schemes.sources import follow
 
 __all__ = [
     "Planned",
+    "UnknownModel",
     "_RegisteredModels",
     "as_update",
     "belongs_to",
@@ -24,6 +25,11 @@ __all__ = [
     "find_model",
     "worker_indices",
 ]
+
+
+class UnknownModel(LookupError, ValueError):
+    """There is no model of this name: a LookupError of ``get_model()``, and a wrong argument of an update."""
+
 
 _ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
 
@@ -86,13 +92,13 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
     """The model of this name: ``"policy"``; an attribute path from the collector, such as ``postproc`` or
     ``env.transform[0].module``; or one from the policy, such as ``actor`` for ``policy.actor``.
 
-    ``policy`` is the one that is meant: the one that acts, or the one that was registered. Raises LookupError.
+    ``policy`` is the one that is meant: the one that acts, or the one that was registered. Raises UnknownModel.
     """
     kind = type(collector).__name__
     ways = [(collector, model_id), (policy, model_id)]
     if belongs_to("policy", model_id):
         if policy is None:
-            raise LookupError(
+            raise UnknownModel(
                 f"this {kind} has no policy in this process: pass the weights to send, or give the constructor a policy"
             )
         ways = [(policy, model_id.removeprefix("policy").removeprefix("."))]
@@ -101,7 +107,7 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
             return follow(start, path)
         except (AttributeError, LookupError, TypeError):
             continue
-    raise LookupError(
+    raise UnknownModel(
         f"{kind} has no model {model_id!r}: a model id is 'policy', an attribute path from the policy ('actor' for "
         "policy.actor), or one from the collector ('env.transform[0].module', 'postproc')"
     )
@@ -119,10 +125,7 @@ class _RegisteredModels:
         find = self._find()
         if find is None:
             raise LookupError(f"the collector of model {model_id!r} is gone")
-        try:
-            return find(model_id)
-        except ValueError as error:
-            raise LookupError(str(error)) from error
+        return find(model_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.bus.sharing import join_buses
+from asyncsync.bus.member import join_buses
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import BlockingNoSync, NoSyncCore
 from asyncsync.schemes.sources import resolve_model
 
-__all__ = ["Senders", "as_blocking", "buses_of", "connect_all", "shut_down_all"]
+__all__ = ["Senders", "as_blocking", "buses_of", "check_name", "connect_all", "shut_down_all"]
 
 
 def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSyncScheme]:
@@ -147,16 +147,21 @@ def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
 
 
 def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
-    if scheme.model_id != model_id:
-        raise ValueError(
-            f"weight_sync_schemes[{model_id!r}] was initialised with model_id={scheme.model_id!r}: "
-            "use one name, or leave init_on_sender() to the collector"
-        )
+    check_name("weight_sync_schemes", model_id, scheme)
     count = scheme._bus.num_workers
     if num_workers is not None and count not in (None, num_workers):
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
             f"{num_workers}: leave num_workers (or init_on_sender()) to the collector"
+        )
+
+
+def check_name(argument: str, model_id: str, scheme: WeightSyncScheme) -> None:
+    """Raises ValueError: the user has initialised the scheme for another model."""
+    if scheme.model_id != model_id:
+        raise ValueError(
+            f"{argument}[{model_id!r}] was initialised with model_id={scheme.model_id!r}: use one name, or leave its "
+            "initialisation to the collector"
         )
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
+from asyncsync.collectors.workers.channel import mapped
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
-from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, mapped
+from asyncsync.collectors.workers.shared_batches import Arrangement, Lease
 from asyncsync.net.memory_file import MemoryPlace, open_place
 from asyncsync.weights.copying import normal_tensors
 
@@ -27,21 +29,16 @@ class _Mapped:
     def __init__(self, place: MemoryPlace) -> None:
         number = open_place(place, TRAINER, REMEDY, writable=True)
         try:
-            self._memory = mapped(number, place.size)
+            self._memory = mapped(number, place.size, shared=True)
         finally:
             os.close(number)
-        self._leased: weakref.ref[memoryview] | None = None
+        self.leased: Callable[[], memoryview | None] = lambda: None  # the memory, while some tensor keeps it alive
 
     def lease(self) -> memoryview:
         """The memory. Tensors that are made of it keep this very object alive."""
         memory = memoryview(self._memory)  # type: ignore[arg-type]
-        self._leased = weakref.ref(memory)
+        self.leased = weakref.ref(memory)
         return memory
-
-    @property
-    def leased(self) -> memoryview | None:
-        """The leased memory, while some tensor keeps it alive."""
-        return None if self._leased is None else self._leased()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies anywhere in this slot."""
@@ -52,39 +49,36 @@ class _Mapped:
 class BatchWriter:
     """Writes a worker's batches."""
 
+    _arrangement: Arrangement
+    _index: int
+
     def __init__(self) -> None:
-        self._index = 0
-        self._arrangements: dict[int, Arrangement] = {}
-        self._slots: dict[tuple[int, int], _Mapped] = {}
+        self._slots: dict[int, _Mapped] = {}  # by inode
         self._slot: _Mapped | None = None
-        self._arrangement: Arrangement | None = None
         self._views: list[torch.Tensor] | None = None
 
-    def learn(self, number: int, arrangement: Arrangement, index: int) -> None:
-        """Note a new arrangement, of which this worker's part is ``index``. No lease of an older one comes any more."""
-        self._index = index
-        self._arrangements = {number: arrangement}
+    def learn(self, arrangement: Arrangement, index: int) -> None:
+        """Note the arrangement of all leases that follow, of which this worker's part is ``index``."""
+        self._arrangement, self._index = arrangement, index
         self._slots.clear()
 
     def open(self, lease: Lease | None) -> None:
         """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
         WeightSyncError, OSError: the slot cannot be mapped."""
-        self._slot = self._arrangement = self._views = None
+        self._slot = self._views = None
         if lease is None:
             return
-        for key in [key for key in self._slots if key[1] not in lease.alive]:
-            del self._slots[key]
-        key = (lease.place.device, lease.place.inode)
-        if key not in self._slots:
-            self._slots[key] = _Mapped(lease.place)
-        slot = self._slots[key]
-        if slot.leased is None:
-            self._slot, self._arrangement = slot, self._arrangements[lease.arrangement]
+        self._slots = {inode: slot for inode, slot in self._slots.items() if inode in lease.alive}
+        slot = self._slots.get(lease.place.inode)
+        if slot is None:
+            slot = self._slots[lease.place.inode] = _Mapped(lease.place)
+        if slot.leased() is None:
+            self._slot = slot
             self._views = self._arrangement.tensors(slot.lease(), self._index)
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
         """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
-        if self._views is None or self._arrangement is None or layout != self._arrangement.parts[self._index]:
+        if self._views is None or layout != self._arrangement.parts[self._index]:
             return None
         return layout.build(self._views)
 
@@ -96,7 +90,6 @@ class BatchWriter:
         if views is None or found is None:
             return False, found
         assert self._slot is not None
-        assert self._arrangement is not None
         leased = self._arrangement.parts[self._index]
         if found.steps > leased.steps or replace(found, steps=leased.steps) != leased:
             return False, found
@@ -116,11 +109,8 @@ class BatchWriter:
     def kept(self, steps: int) -> TensorDictBase | None:
         """After the caller has dropped the written batch: a copy of its ``steps``, if other code here keeps tensors of
         it, since what the trainer writes there later would change them."""
-        memory = None if self._slot is None else self._slot.leased
-        if memory is None or self._arrangement is None:
-            return None
-        part = self._arrangement.parts[self._index].build(self._arrangement.tensors(memory, self._index))
-        return part[..., :steps].clone()
+        memory = None if self._slot is None else self._slot.leased()
+        return None if memory is None else self._arrangement.batch(memory, self._index)[..., :steps].clone()
 
 
 def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:

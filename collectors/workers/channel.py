@@ -28,7 +28,7 @@ from asyncsync.errors import AckTimeout
 from asyncsync.net.memory_file import create, seal
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "loads"]
+__all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "loads", "mapped"]
 
 MAX_PACKET = 32 << 10
 _HEAD = struct.Struct("<QQ")  # parts, and bytes of all of them with their lengths
@@ -120,24 +120,17 @@ def encode(message: Any) -> Packet:
     """A packet of the library's own objects and parcels."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
-    table = memoryview(struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts)))
-    pieces: list[Any] = []
-    for part in (table, *parts):
-        pieces += (part, bytes(-part.nbytes % _ALIGNED))
+    parts: list[Any] = [pickled, *(buffer.raw() for buffer in buffers)]
+    table = struct.pack(f"<{len(parts)}Q", *map(len, parts))
+    pieces: list[Any] = [piece for part in (table, *parts) for piece in (part, bytes(-len(part) % _ALIGNED))]
     size = sum(len(piece) for piece in pieces)
     head = _HEAD.pack(len(parts), size)
     if _HEAD.size + size <= MAX_PACKET:
         return Packet(b"".join([head, *pieces]), None)
     file = create(size)
     try:
-        position = 0
-        for piece in pieces:
-            rest = memoryview(piece)
-            while rest:
-                written = os.pwrite(file, rest, position)
-                rest = rest[written:]
-                position += written
+        with os.fdopen(file, "wb", closefd=False) as writer:
+            writer.writelines(pieces)
         seal(file)
     except BaseException:
         os.close(file)
@@ -147,24 +140,24 @@ def encode(message: Any) -> Packet:
 
 def _decode(data: bytes, file: int | None) -> Any:
     count, size = _HEAD.unpack_from(data)
-    memory: Any
-    if file is None:
-        memory = bytearray(memoryview(data)[_HEAD.size :])  # tensors are written to
-    else:
-        with normal_tensors():  # a private mapping, which needs no descriptor as Python's own mmap objects do
-            memory = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=size, dtype=torch.uint8).numpy()
+    # Tensors in it are written to.
+    memory: Any = bytearray(memoryview(data)[_HEAD.size :]) if file is None else mapped(file, size, shared=False)
     rest = memoryview(memory)
     sizes = struct.unpack_from(f"<{count}Q", rest)
-    position = _after(8 * count)
-    parts = []
+    position, parts = 8 * count, []
     for length in sizes:
+        position += -position % _ALIGNED
         parts.append(rest[position : position + length])
-        position = _after(position + length)
+        position += length
     return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
 
 
-def _after(position: int) -> int:
-    return position + -position % _ALIGNED
+def mapped(file: int, size: int, *, shared: bool) -> np.ndarray[Any, Any]:
+    """A memory file as an array, without a descriptor, which Python's own mmap objects need."""
+    with normal_tensors():
+        memory = torch.from_file(f"/proc/self/fd/{file}", shared=shared, size=size, dtype=torch.uint8)
+    found: np.ndarray[Any, Any] = memory.numpy()
+    return found
 
 
 # -- channels ----------------------------------------------------------------------------------------------------------

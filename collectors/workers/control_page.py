@@ -28,6 +28,19 @@ REMEDY = "a collector's workers run on its host, as the same user and in the sam
 _STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 5, 16
 
 
+class _Number:
+    """A number that the trainer alone writes, by its slot."""
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def __get__(self, page: ControlPage, owner: type) -> int:
+        return page._slots[self._slot]
+
+    def __set__(self, page: ControlPage, number: int) -> None:
+        page._slots[self._slot] = number
+
+
 class ControlPage:
     """The control page, in the trainer or in a worker. ``place``: where the trainer's is; None: make one. Raises
     WeightSyncError: there is none, or it cannot be opened."""
@@ -53,6 +66,9 @@ class ControlPage:
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
+    paused = _Number(_PAUSE)  # whether workers stand still before their next step
+    counted = _Number(_COUNTED)  # versions of the policy that reached the workers without a scheme
+
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step, and close their environments or not."""
         self._slots[_STOP] = 1 if close_env else 2
@@ -65,15 +81,6 @@ class ControlPage:
     def closes_env(self) -> bool:
         """Whether a worker that ends closes its environment."""
         return self._slots[_STOP] != 2
-
-    @property
-    def paused(self) -> bool:
-        """Whether workers that run free stand still before their next step."""
-        return bool(self._slots[_PAUSE])
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._slots[_PAUSE] = paused
 
     def cut(self, serial: int) -> None:
         """End rollouts with this serial number, or a smaller one, after the step under way."""
@@ -89,21 +96,11 @@ class ControlPage:
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Write the newest version for these workers."""
-        for worker in workers:
-            if self._slots[_NEWEST + worker] < version:
-                self._slots[_NEWEST + worker] = version
+        for slot in (_NEWEST + worker for worker in workers):
+            self._slots[slot] = max(self._slots[slot], version)
 
     def newest(self, worker: int) -> int:
         return self._slots[_NEWEST + worker]
-
-    @property
-    def counted(self) -> int:
-        """Versions of the policy that reached the workers without a scheme."""
-        return self._slots[_COUNTED]
-
-    @counted.setter
-    def counted(self, counted: int) -> None:
-        self._slots[_COUNTED] = counted
 
     def count(self) -> None:
         """Add one to :attr:`counted`."""

@@ -2,15 +2,16 @@
 
 What is raised in the trainer has the worker's type where that can be, a note that names the worker, and a
 :class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. What does not survive the way (an
-exception that cannot be pickled, or whose class is not importable here) is a RemoteError itself.
+exception that cannot be pickled, whose class is not importable here, or whose attributes cannot be set) is itself a
+RemoteError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import traceback
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.errors import PeerLost, RemoteError
@@ -18,57 +19,43 @@ from asyncsync.errors import PeerLost, RemoteError
 __all__ = ["Failure", "died"]
 
 
-@dataclass
-class Failure:
-    """An exception, ready to travel."""
+class Failure(NamedTuple):
+    """An exception, ready to travel: described, and pickled where that can be."""
 
-    type_name: str
-    message: str
-    remote_traceback: str
+    described: RemoteError
     pickled: bytes | None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         kind = type(error)
         text = "".join(traceback.format_exception(error))
-        pickled: bytes | None = None
-        if isinstance(error, Exception):
-            try:
-                pickled = dumps(error.with_traceback(None))
-                loads(pickled)
-            except Exception:
-                pickled = None
-        try:
+        message, pickled = "(its message cannot be shown)", None
+        with contextlib.suppress(Exception):
             message = str(error)
-        except Exception:
-            message = "(its message cannot be shown)"
-        return cls(f"{kind.__module__}.{kind.__qualname__}", message, text, pickled)
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                pickled = dumps(error.with_traceback(None))
+        return cls(RemoteError(f"{kind.__module__}.{kind.__qualname__}", message, text), pickled)
 
     def error(self, where: str) -> Exception:
         """The exception to be raised here; ``where`` names the worker that it is from."""
-        remote = RemoteError(self.type_name, self.message, self.remote_traceback)
-        error: Any = None
+        note = f"It was raised in {where}."
         if self.pickled is not None:
-            try:
-                error = loads(self.pickled)
-            except Exception:
-                error = None
-        if not isinstance(error, Exception):
-            remote.add_note(f"It was raised in {where}.")
-            return remote
-        error.__cause__ = remote
-        error.add_note(f"It was raised in {where}.")
-        return error
+            with contextlib.suppress(Exception):
+                error: Exception = loads(self.pickled)
+                error.__cause__ = self.described  # which a frozen dataclass refuses
+                error.add_note(note)
+                return error
+        self.described.add_note(note)
+        return self.described
 
 
 def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
     """The error for a worker process that has ended and sent no failure."""
     how = f"ended with exit code {code}"
     if code is not None and code < 0:
-        try:
+        with contextlib.suppress(ValueError):
             how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-        except ValueError:
-            pass
     text = f"{where} {how}; collection is over. What it wrote to stderr may tell why"
     if code == -signal.SIGKILL:
         text += "; the kernel kills processes so when memory runs out"

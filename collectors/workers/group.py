@@ -3,7 +3,7 @@
     group.start(specifications, schemes, replay_buffer)
     group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
     result = await group.until(lambda: group.results and group.results.popleft())
-    batch = places.whole(place)                        # in the caller's thread
+    batch = place.whole()                              # in the caller's thread
     group.end(5.0)
 
 A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there. A group
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class RolloutRequest(NamedTuple):
-    """A rollout that a worker is to do, into ``place``; None: it comes by value. ``random``: with random actions
-    instead of the policy's."""
+    """A rollout that a worker is to do, into ``place``: for its driver, one of :meth:`WorkerGroup.places`. ``random``:
+    with random actions instead of the policy's."""
 
     serial: int
     random: bool

@@ -5,7 +5,7 @@ applied between two steps, or at once while the main thread waits. A second thre
 of the trainer's process, and ends this process when the trainer's time for that is over.
 
 Messages come through a channel: first ``("build", specification)``. Others are answered between two rollouts:
-``("rollout", serial, random, lease)``, ``("learn", number, arrangement, index)``, ``("follow", root, index)``,
+``("rollout", serial, random, lease)``, ``("learn", arrangement, index)``, ``("follow", root, index)``,
 ``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code raises
 is sent back, and ends the process.
 """
@@ -121,10 +121,9 @@ class WorkerLoop:
         self.ended = threading.Event()
         self.is_orphaned = False
         self._channel = channel
-        self._index = index
         self._schemes = schemes
         self._writer = BatchWriter()
-        self._worker: RolloutWorker | None = None
+        self._worker = RolloutWorker(index, self.page, self._writer, self.stand_still, self.serve)
 
     def stand_still(self) -> None:
         """Report a pause, and return when it is over. Calls that need the end of a rollout are refused meanwhile."""
@@ -146,15 +145,11 @@ class WorkerLoop:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def build(self, replay_buffer: Any) -> None:
-        kind, *rest = self._receive()  # the trainer sends it first, unless it ends before that
-        if kind == "stop" or self.page.stopped:
+        message = self._receive()  # the trainer sends the specification first, unless it ends before that
+        if message[0] == "stop" or self.page.stopped:
             raise Stopped
-        [pickled] = rest
-        self._worker = worker = RolloutWorker(
-            loads(pickled), self._index, self.page, self._writer, self.stand_still, self.serve
-        )
-        self._send("built", *worker.build(replay_buffer, self._schemes))
-        worker.connect()
+        self._send("built", *self._worker.build(loads(message[1]), replay_buffer, self._schemes))
+        self._worker.connect()
         self._send("connected")
 
     def listen(self, watched: list[Any]) -> None:
@@ -166,22 +161,18 @@ class WorkerLoop:
                 [limit] = struct.unpack("d", bell.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._interrupt()
+            self._worker.interrupt(ORPHAN_SECONDS)
         self.is_orphaned = True
         if not self.page.stopped:  # nobody else has: the main thread sees it before its next step
             self.page.stop()
         self._channel.shutdown()
         self.sweep()
-        self._interrupt()
+        self._worker.interrupt(ORPHAN_SECONDS)
         self.ended.wait(ORPHAN_SECONDS)
         self.sweep(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(1)
-
-    def _interrupt(self) -> None:
-        if self._worker is not None:
-            self._worker.interrupt(ORPHAN_SECONDS)
 
     def sweep(self, patience: float = 0.0) -> None:
         """Remove what a trainer that was killed has left. Its locks may stay taken for ``patience`` seconds: until it
@@ -198,8 +189,7 @@ class WorkerLoop:
                 time.sleep(SWEEP_AGAIN)
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
 
     def report(self, error: BaseException) -> None:
         try:
@@ -230,7 +220,6 @@ class WorkerLoop:
     def _handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
         worker = self._worker
-        assert worker is not None
         if kind == "rollout":
             _index, serial, in_place, steps, frames, batch, layout = worker.rollout(RolloutRequest(*rest))
             payload = None if batch is None else Parcel.of(batch)
@@ -238,7 +227,7 @@ class WorkerLoop:
         elif kind == "learn":
             self._writer.learn(*rest)
         elif kind == "call":
-            self._answer(worker, *rest)
+            self._answer(*rest)
         elif kind == "follow":
             worker.follow(*rest)
         elif kind == "run":
@@ -247,9 +236,9 @@ class WorkerLoop:
         elif kind == "stop":
             raise Stopped
 
-    def _answer(self, worker: RolloutWorker, number: int, name: str, arguments: bytes) -> None:
+    def _answer(self, number: int, name: str, arguments: bytes) -> None:
         try:
-            result = Parcel.of(worker.call(name, *loads(arguments)))
+            result = Parcel.of(self._worker.call(name, *loads(arguments)))
         except Exception as error:
             # Such as a seed that the environment refuses, or what cannot be pickled: that ends nothing.
             self._send("reply", number, Failure.of(error), None)

@@ -86,13 +86,9 @@ class WorkerProcess:
                     self._waiting.popleft().close()
             except ConnectionError:
                 self.is_open = False
-            if not self.is_open:  # those that wait see the worker's end by its sentinel
-                self._forget()
+            while self._waiting and not self.is_open:  # who waits for an answer sees the worker's end by its sentinel
+                self._waiting.popleft().close()
             return not self._waiting
-
-    def _forget(self) -> None:
-        while self._waiting:
-            self._waiting.popleft().close()
 
     def ring(self, seconds: float) -> None:
         """Have the worker end within this time."""
@@ -109,8 +105,8 @@ class WorkerProcess:
         if self.bell.closed:
             return
         self.is_open = False
+        self.flush()
         with self._sending:
-            self._forget()
             self.channel.close()
         self.bell.close()
         if self.is_alive and self.process.exitcode is None:
@@ -129,11 +125,10 @@ def check_platform(owner: str) -> None:
         )
 
 
-def check_start_method(name: str) -> str:
+def check_start_method(name: str) -> None:
     """Raises ValueError: not a way to start workers."""
     if name not in ("spawn", "forkserver"):
         raise ValueError(
             f"start_method must be 'spawn' or 'forkserver', not {name!r}: a forked worker would inherit the trainer's "
             "threads and event loop, half alive"
         )
-    return name

@@ -26,7 +26,7 @@ from asyncsync.collectors.workers.failures import Failure, died
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.main import run_worker
 from asyncsync.collectors.workers.process import WorkerProcess
-from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces, Slots
+from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime import loop_thread
 
@@ -42,6 +42,11 @@ BY_ITSELF, TERMINATED = 0.7, 0.9
 KILLED_SECONDS = 1.0
 # A worker ends itself this long after its trainer should have ended it.
 GRACE_SECONDS = 2.0
+
+
+def _on_page(name: str) -> Any:
+    """A number on the control page, as the group's own."""
+    return property(lambda group: getattr(group._page, name), lambda group, n: setattr(group._page, name, n))
 
 
 class ProcessGroup(WorkerGroup):
@@ -63,7 +68,6 @@ class ProcessGroup(WorkerGroup):
         self._calls = itertools.count()
         self._pid = os.getpid()
         self._page = ControlPage()
-        self._arrangements = 0
         self.results: deque[RolloutResult] = deque()
         self.infos: dict[int, WorkerInfo] = {}
         self.states: dict[int, str] = {}
@@ -119,23 +123,21 @@ class ProcessGroup(WorkerGroup):
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def _watch_worker(self, worker: WorkerProcess) -> None:
-        assert self._loop is not None
         if worker.is_alive:
-            self._loop.add_reader(worker.sentinel, self._on_end, worker)
-            self._loop.add_reader(worker.channel.fileno(), self._on_readable, worker)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(worker.sentinel, self._on_end, worker)
+            loop.add_reader(worker.channel.fileno(), self._on_readable, worker)
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
     def request(self, worker: int, request: RolloutRequest) -> None:
         serial, random, place = request
-        self.post(worker, ("rollout", serial, random, None if place is None else place.lease))
+        self.post(worker, ("rollout", serial, random, place.lease))
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
-        def teach(arrangement: Arrangement) -> Slots:
-            self._arrangements += 1
+        def teach(arrangement: Arrangement) -> None:
             for index, worker in enumerate(workers):
-                self.post(worker, ("learn", self._arrangements, arrangement, index))
-            return Slots(self._arrangements, arrangement)
+                self.post(worker, ("learn", arrangement, index))
 
         return SharedPlaces(dim, teach)
 
@@ -174,21 +176,8 @@ class ProcessGroup(WorkerGroup):
 
     # -- numbers on the control page ----------------------------------------------------------------------------------
 
-    @property
-    def frames(self) -> int:
-        return self._page.frames
-
-    @frames.setter
-    def frames(self, frames: int) -> None:
-        self._page.frames = frames
-
-    @property
-    def counted(self) -> int:
-        return self._page.counted
-
-    @counted.setter
-    def counted(self, counted: int) -> None:
-        self._page.counted = counted
+    frames = _on_page("frames")
+    counted = _on_page("counted")
 
     def count_version(self) -> None:
         self._page.count()
@@ -215,8 +204,8 @@ class ProcessGroup(WorkerGroup):
             self.call_soon(self._send_later, worker)
 
     def _send_later(self, worker: WorkerProcess) -> None:
-        if worker.is_alive and worker.is_open and self._loop is not None:
-            self._loop.add_writer(worker.channel.fileno(), self._on_writable, worker)
+        if worker.is_alive and worker.is_open:
+            asyncio.get_running_loop().add_writer(worker.channel.fileno(), self._on_writable, worker)
 
     def _on_writable(self, worker: WorkerProcess) -> None:
         try:
@@ -225,8 +214,8 @@ class ProcessGroup(WorkerGroup):
             error.add_note(f"What {worker.name} is to do cannot be sent.")
             self._fail(error)
             is_done = True
-        if is_done and self._loop is not None:
-            self._loop.remove_writer(worker.channel.fileno())
+        if is_done:
+            asyncio.get_running_loop().remove_writer(worker.channel.fileno())
 
     def call(self, worker: int, name: str, arguments: bytes) -> int:
         self.check()
@@ -259,8 +248,8 @@ class ProcessGroup(WorkerGroup):
 
     def _on_readable(self, worker: WorkerProcess) -> None:
         self._read(worker)
-        if not worker.is_open and self._loop is not None:
-            self._loop.remove_reader(worker.channel.fileno())
+        if not worker.is_open:
+            asyncio.get_running_loop().remove_reader(worker.channel.fileno())
         self._notify()
 
     def _read(self, worker: WorkerProcess) -> None:
@@ -290,10 +279,11 @@ class ProcessGroup(WorkerGroup):
             if self.failure is None:
                 self.failure = failure.error(worker.name)
                 if self.ending:
-                    logger.error("%s failed while it was ending: %s", worker.name, failure.remote_traceback)
+                    logger.error("%s failed while it was ending: %s", worker.name, failure.described.remote_traceback)
             else:  # most often the same mistake, which the first one's error shows in full
-                logger.warning("%s has failed as well: %s: %.200s", worker.name, failure.type_name, failure.message)
-                logger.info("its traceback: %s", failure.remote_traceback)
+                one = failure.described
+                logger.warning("%s has failed as well: %s: %.200s", worker.name, one.type_name, one.remote_message)
+                logger.info("its traceback: %s", one.remote_traceback)
         elif kind == "built":
             self.infos[worker.index] = WorkerInfo(*message[1:])
         elif kind == "result":
@@ -304,7 +294,6 @@ class ProcessGroup(WorkerGroup):
             self.states[worker.index] = kind
 
     def _on_end(self, worker: WorkerProcess) -> None:
-        assert self._loop is not None
         self._read(worker)
         self._unwatch(worker)
         worker.is_alive = False
@@ -314,10 +303,10 @@ class ProcessGroup(WorkerGroup):
         self._notify()
 
     def _unwatch(self, worker: WorkerProcess) -> None:
-        if not worker.bell.closed and self._loop is not None:
-            self._loop.remove_reader(worker.sentinel)
-            self._loop.remove_reader(worker.channel.fileno())
-            self._loop.remove_writer(worker.channel.fileno())
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.sentinel)
+        loop.remove_reader(worker.channel.fileno())
+        loop.remove_writer(worker.channel.fileno())
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

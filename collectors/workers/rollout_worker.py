@@ -1,7 +1,7 @@
 """RolloutWorker: the one thing that a worker of a collector does, wherever it runs.
 
-    worker = RolloutWorker(specification, index, page, writer, stand_still, serve)
-    info = worker.build(replay_buffer, schemes)
+    worker = RolloutWorker(index, page, writer, stand_still, serve)
+    info = worker.build(specification, replay_buffer, schemes)
     worker.connect()
     result = worker.rollout(RolloutRequest(serial=1, random=False, place=None))
     state = worker.call("state")
@@ -75,14 +75,12 @@ class RolloutWorker:
 
     def __init__(
         self,
-        specification: Specification,
         index: int,
         page: ControlPage,
         writer: BatchWriter,
         stand_still: Callable[[], None],
         serve: Callable[[], None],
     ) -> None:
-        self._specification = specification
         self._index = index
         self._page = page
         self._writer = writer
@@ -91,14 +89,13 @@ class RolloutWorker:
         self._collector: Any = None
         self._schemes: Mapping[str, Any] = {}
         self._nested = self._writes = self._connecting = False
-        self._hook = specification.post_collect_hook
+        self._hook: Callable[[TensorDictBase], None] | None = None
         self._serial = 0
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def build(self, replay_buffer: Any, schemes: Mapping[str, Any]) -> WorkerInfo:
+    def build(self, given: Specification, replay_buffer: Any, schemes: Mapping[str, Any]) -> WorkerInfo:
         """Make the collector with its environment. Raises whatever these raise, and Stopped."""
-        given = self._specification
         torch.set_num_threads(given.threads)
         if given.init_fn is not None:
             given.init_fn()
@@ -107,11 +104,12 @@ class RolloutWorker:
         self._collector = collector = given.kind(given.create_env_fn, **arguments)
         self._nested = collector.acts_elsewhere
         collector._attach(self, self._writer.allocate)
+        self._hook = given.post_collect_hook
         if self._hook is None:
             self._hook = None if self._nested else collector.post_collect_hook  # of a partial
         elif self._writes:
             collector.post_collect_hook = self._hook
-        self._schemes = schemes
+        self._schemes, self._timeout = schemes, given.timeout
         collector.register_scheme_receiver(schemes, synchronize_weights=False)
         if given.follows:
             self.follow(self._page.place, self._index)
@@ -123,7 +121,7 @@ class RolloutWorker:
     def connect(self) -> None:
         """Wait for the first weights."""
         if self._schemes:
-            self._collector._connect_receivers(self._schemes, self._specification.timeout)
+            self._collector._weights.connect(self._schemes, self._timeout)
         self._connecting = False
 
     def interrupt(self, timeout: float) -> None:
@@ -145,15 +143,20 @@ class RolloutWorker:
         if self._page.paused:
             self._stand_still()
         self._writer.open(place)
+        batch, frames = self._collect(is_random)
         if self._writes:
-            return RolloutResult(self._index, self._serial, False, 0, self._write(is_random), None, None)
-        batch, frames, is_plain = self._next(is_random)
+            return RolloutResult(self._index, self._serial, False, 0, frames, None, None)
+        collector = self._collector
+        # The trainer postprocesses the whole batch. This is for what a partial has set in each worker's collector.
+        processes = not self._nested and (collector.postproc is not None or collector.split_trajs)
+        if processes:
+            batch = processed(batch, collector.postproc, split_trajs=collector.split_trajs)
         if self._hook is not None:
             self._hook(batch)
         steps = batch.batch_size[-1]
         in_place, layout = self._writer.close(batch)
-        if layout is not None and is_plain:  # of a whole rollout, if this one was cut
-            layout = replace(layout, steps=self._collector.frames_per_batch)
+        if layout is not None and not (self._nested or processes):  # of a whole rollout, if this one was cut
+            layout = replace(layout, steps=collector.frames_per_batch)
         if in_place:
             del batch
             batch = self._writer.kept(steps)
@@ -161,29 +164,14 @@ class RolloutWorker:
             return RolloutResult(self._index, self._serial, True, steps, frames, None, None)
         return RolloutResult(self._index, self._serial, False, steps, frames, batch, layout)
 
-    def _next(self, is_random: bool) -> tuple[TensorDictBase, int, bool]:
-        """A batch, its number of frames, and whether it is a rollout as it was collected."""
-        collector = self._collector
-        batch, frames = collector._rollout_for_parent(is_random, writes=False)
-        self._check()
-        if self._nested:
-            return batch, frames, False
-        # The trainer postprocesses the whole batch. This is for what a partial has set in each worker's collector.
-        if collector.postproc is None and not collector.split_trajs:
-            return batch, frames, True
-        return processed(batch, collector.postproc, split_trajs=collector.split_trajs), frames, False
-
-    def _check(self) -> None:
+    def _collect(self, is_random: bool) -> tuple[Any, int]:
+        """A batch (none if it goes to the replay buffer), and its number of frames."""
+        batch, frames = self._collector._rollout_for_parent(is_random, self._writes)
         if self._page.stopped:
             raise Stopped
-
-    def _write(self, is_random: bool) -> int:
-        """One rollout into the replay buffer; returns how many frames it had."""
-        frames: int
-        _, frames = self._collector._rollout_for_parent(is_random, writes=True)
-        self._check()
-        self._page.add_frames(frames)
-        return frames
+        if self._writes:
+            self._page.add_frames(frames)
+        return batch, frames
 
     # -- what its collector reads between two steps --------------------------------------------------------------------
 
@@ -214,7 +202,7 @@ class RolloutWorker:
             if self._page.paused:
                 self._stand_still()
             self._serve()
-            self._write(self._page.frames < random_frames)
+            self._collect(self._page.frames < random_frames)
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 

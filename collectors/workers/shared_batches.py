@@ -20,21 +20,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout
-from asyncsync.collectors.workers.channel import loads
+from asyncsync.collectors.workers.channel import loads, mapped
 from asyncsync.collectors.workers.group import RolloutResult
 from asyncsync.net.memory_file import MemoryPlace, create, no_memory, seal
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["Arrangement", "Lease", "SharedPlaces", "Slots", "mapped"]
+__all__ = ["Arrangement", "Lease", "SharedPlace", "SharedPlaces", "Slots"]
 
 ALIGNMENT = 64
+SPARE = 2  # free slots that are left open: the one that is written, and the one that is read
 MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
 
 
@@ -88,10 +88,9 @@ class Arrangement:
             count = len(self.parts)
             leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
             return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
-        n, dim = len(first.batch_size), self.dim
+        n, dim, total = len(first.batch_size), self.dim, sum(self._extents)
         if dim == n:
-            return replace(first, steps=sum(part.steps for part in self.parts))
-        total = sum(part.batch_size[dim] for part in self.parts)
+            return replace(first, steps=total)
         size = torch.Size([*first.batch_size[:dim], total, *first.batch_size[dim + 1 :]])
         leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
         return replace(first, batch_size=size, leaves=leaves)
@@ -103,20 +102,11 @@ class Arrangement:
         nodes = [node.path for part in self.parts for node in part.nodes]
         return any(name.startswith("_") for path in leaves + nodes for name in path)
 
-    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """One worker's part of a leaf of the whole batch: a view."""
-        if self.dim is None:
-            return tensor.select(0, index)
-        start = sum(self._extent(before) for before in self.parts[:index])
-        return tensor.narrow(self.dim, start, self._extent(self.parts[index]))
-
-    def part_of(self, batch: TensorDictBase, index: int) -> TensorDictBase:
-        """One worker's part of the whole batch: a view."""
-        return self.parts[index].build([self.part(batch.get(leaf.path), index) for leaf in self.layout.leaves])
-
-    def _extent(self, part: BatchLayout) -> int:
+    @cached_property
+    def _extents(self) -> list[int]:
+        """How much of ``dim`` each part has."""
         assert self.dim is not None
-        return part.steps if self.dim == len(part.batch_size) else part.batch_size[self.dim]
+        return [[*part.batch_size, part.steps][self.dim] for part in self.parts]
 
     @cached_property
     def _leaves(self) -> list[tuple[torch.Size, torch.dtype, int, int]]:
@@ -144,25 +134,26 @@ class Arrangement:
                     found.append(torch.empty(shape, dtype=dtype))
                 else:
                     found.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape))
-        return found if index is None else [self.part(tensor, index) for tensor in found]
+        if index is None:
+            return found
+        if self.dim is None:
+            return [tensor.select(0, index) for tensor in found]
+        begin, extent = sum(self._extents[:index]), self._extents[index]
+        return [tensor.narrow(self.dim, begin, extent) for tensor in found]
+
+    def batch(self, memory: Any, index: int | None = None) -> TensorDict:
+        """The whole batch in this memory, or one worker's part of it."""
+        layout = self.layout if index is None else self.parts[index]
+        return layout.build(self.tensors(memory, index))
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A slot that a worker may write its part into. ``arrangement`` is a number; ``alive`` has the inodes of all slots
-    that will be leased again: the worker unmaps others."""
+    """A slot that a worker may write its part into. ``alive`` has the inodes of all slots that will be leased again:
+    the worker unmaps others."""
 
     place: MemoryPlace
-    arrangement: int
     alive: tuple[int, ...]
-
-
-def mapped(number: int, size: int) -> np.ndarray[Any, Any]:
-    """The file's memory as an array, without a descriptor, which Python's own mmap objects need."""
-    with normal_tensors():
-        memory = torch.from_file(f"/proc/self/fd/{number}", shared=True, size=size, dtype=torch.uint8)
-    found: np.ndarray[Any, Any] = memory.numpy()
-    return found
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
@@ -185,63 +176,44 @@ class _Slot:
 
     def __init__(self, size: int) -> None:
         size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self.file: int | None = create(size)
-        self._close = weakref.finalize(self, os.close, self.file)
-        self._close.atexit = False
+        file = create(size)
+        self.close_file = weakref.finalize(self, os.close, file)
+        self.close_file.atexit = False
         try:
-            seal(self.file)
-            self.memory = mapped(self.file, size)
+            seal(file)
+            self.memory = mapped(file, size, shared=True)
         except (OSError, RuntimeError) as error:
-            self._close()
+            self.close_file()
             raise no_memory(size, error) from error
-        self.place = MemoryPlace.of(self.file)
+        self.place = MemoryPlace.of(file)
         self.forked = _forked
         self.views: list[weakref.ref[memoryview]] = []
 
-    @property
-    def is_read(self) -> bool:
-        """Whether a tensor of the slot lives here."""
-        return any(view() is not None for view in self.views)
-
-    def close_file(self) -> None:
-        """Close the descriptor: every process that needs the file has mapped it."""
-        self._close()
-
 
 class Slots:
-    """The slots of arrangement ``number``, always used by the same workers. ``spare`` free ones are left open for later
-    use: the one that is written, and the one that is read."""
+    """The slots of an arrangement, always used by the same workers."""
 
-    def __init__(self, number: int, arrangement: Arrangement, spare: int = 2) -> None:
-        self.number = number
+    def __init__(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
-        self._spare = spare
         self._free: deque[_Slot] = deque()
+        self._leased: set[_Slot] = set()
         self._held: set[_Slot] = set()
-        self._pinned: set[_Slot] = set()
 
     def lease(self) -> tuple[_Slot, Lease]:
-        """A slot to be written. Raises MemoryError."""
+        """A slot to be written, which is leased until :meth:`release`. Raises MemoryError."""
         slot = self._free.popleft() if self._free else _Slot(self.arrangement.size)
-        alive = tuple(other.place.inode for other in [slot, *self._free, *(self._held | self._pinned)])
-        return slot, Lease(slot.place, self.number, alive)
-
-    def pin(self, slot: _Slot) -> None:
-        """Keep the slot from being leased again before :meth:`release`, whatever becomes of its tensors."""
-        self._pinned.add(slot)
+        self._leased.add(slot)
+        alive = [*self._free, *(self._held | self._leased)]
+        return slot, Lease(slot.place, tuple(other.place.inode for other in alive))
 
     def release(self, slot: _Slot) -> None:
         """Let the slot be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
-        self._pinned.discard(slot)
+        self._leased.discard(slot)
         self._returned(slot)
 
-    def batch(self, slot: _Slot) -> TensorDictBase:
-        """The whole batch in this slot. The slot is used again when its last tensor has gone."""
-        slot.close_file()
-        batch = self.arrangement.layout.build(self.tensors(slot))
-        return batch.clone() if len(self._held) > MAX_HELD else batch
-
-    def tensors(self, slot: _Slot) -> list[torch.Tensor]:
+    def batch(self, slot: _Slot, index: int | None = None) -> TensorDictBase:
+        """The whole batch in this slot, or one worker's part."""
+        slot.close_file()  # every process that needs the file has mapped it
         memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
         slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]
@@ -250,14 +222,15 @@ class Slots:
             self._free.remove(slot)
         # The tensors hold this very object; the slots are not kept alive by what users keep.
         weakref.finalize(memory, _returned, weakref.ref(self), slot).atexit = False
-        return self.arrangement.tensors(memory)
+        batch = self.arrangement.batch(memory, index)
+        return batch.clone() if len(self._held) > MAX_HELD else batch
 
     def _returned(self, slot: _Slot) -> None:
         # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
-        if slot in self._pinned or slot.is_read:
+        if slot in self._leased or any(view() is not None for view in slot.views):
             return
         self._held.discard(slot)
-        if slot.forked == _forked and len(self._free) < self._spare and slot not in self._free:
+        if slot.forked == _forked and len(self._free) < SPARE and slot not in self._free:
             self._free.append(slot)
 
 
@@ -267,90 +240,89 @@ def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
         found._returned(slot)
 
 
-class SharedPlace(NamedTuple):
-    """A slot for one batch: one of ``slots``. ``lease`` is what is sent to the workers."""
+class SharedPlace:
+    """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
+    the workers."""
 
-    slots: Slots
-    slot: _Slot
-    lease: Lease
+    lease: Lease | None = None
+
+    def __init__(self, slots: Slots | None) -> None:
+        self.slots = slots
+        if slots is not None:
+            self._slot, self.lease = slots.lease()
+
+    @property
+    def has_private(self) -> bool:
+        """Whether a batch may have entries whose names begin with an underscore."""
+        return self.slots is None or self.slots.arrangement.has_private
+
+    def is_complete(self, results: Sequence[RolloutResult]) -> bool:
+        """Whether all these parts lie here as one batch, so that nothing is left to copy."""
+        if self.slots is None or not all(result.in_place for result in results):
+            return False
+        return self.slots.arrangement.dim is None or not any(self.missing(results))
+
+    def whole(self) -> TensorDictBase:
+        """The whole batch: every part lies here."""
+        assert self.slots is not None
+        return self.slots.batch(self._slot)
+
+    def parts(self, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
+        """The part of each worker, as long as its rollout was."""
+        found = []
+        for index, result in enumerate(results):
+            if result.in_place:
+                assert self.slots is not None
+                found.append(self.slots.batch(self._slot, index)[..., : result.steps])
+            else:
+                found.append(loads(result.payload))
+        return found
+
+    def missing(self, results: Sequence[RolloutResult]) -> list[int]:
+        """How many steps each part here lacks, since its rollout was cut."""
+        assert self.slots is not None
+        return [part.steps - r.steps for part, r in zip(self.slots.arrangement.parts, results, strict=True)]
+
+    def release(self) -> None:
+        """The batch has been handed out, or nobody wants it: let the slot be used again when no tensor of it is left.
+        From any thread. Idempotent."""
+        if self.slots is not None:
+            self.slots.release(self._slot)
 
 
 class SharedPlaces:
     """Where the rollouts of some workers lie so that together they are one batch, along ``dim`` as in
     :class:`Arrangement`. The first batch has no slot: its layout is not known before.
 
-    ``teach`` makes slots for an arrangement, and sends that to the workers, which forget the one before.
+    ``teach`` sends a new arrangement to the workers, which forget the one before.
     """
 
-    def __init__(self, dim: int | None, teach: Callable[[Arrangement], Slots]) -> None:
+    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
         self._dim = dim
         self._teach = teach
         self._slots: Slots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
-    def next(self) -> SharedPlace | None:
-        """The place of the next batch, for the requests of all these workers; None: their parts come by value."""
-        slots = self._slots
-        if slots is None:
-            return None
-        slot, lease = slots.lease()
-        slots.pin(slot)
-        return SharedPlace(slots, slot, lease)
+    def next(self) -> SharedPlace:
+        """The place of the next batch, for the requests of all these workers."""
+        return SharedPlace(self._slots)
 
-    def is_complete(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> bool:
-        """Whether all these parts lie in this place as one batch, so that nothing is left to copy."""
-        if place is None or not all(result.in_place for result in results):
-            return False
-        parts = place.slots.arrangement.parts
-        return self._dim is None or all(result.steps == part.steps for result, part in zip(results, parts, strict=True))
-
-    def whole(self, place: SharedPlace) -> TensorDictBase:
-        """The whole batch as it lies in this place: every part is there."""
-        return place.slots.batch(place.slot)
-
-    def parts(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
-        """The part of each worker, as long as its rollout was."""
-        whole = None
-        if place is not None and any(result.in_place for result in results):
-            whole = place.slots.batch(place.slot)
-        found = []
-        for index, result in enumerate(results):
-            if result.in_place:
-                assert place is not None
-                assert whole is not None
-                found.append(place.slots.arrangement.part_of(whole, index)[..., : result.steps])
-            else:
-                found.append(loads(result.payload))
-        return found
-
-    def has_private(self, place: SharedPlace | None) -> bool:
-        """Whether a batch in this place may have entries whose names begin with an underscore."""
-        return place is None or place.slots.arrangement.has_private
-
-    def missing(self, place: SharedPlace, results: Sequence[RolloutResult]) -> list[int]:
-        """How many steps each part in this place lacks, since its rollout was cut."""
-        return [part.steps - r.steps for part, r in zip(place.slots.arrangement.parts, results, strict=True)]
-
-    def release(self, place: SharedPlace | None) -> None:
-        """The batch has been handed out, or nobody wants it: let the place be used again when no tensor of it is left.
-        From any thread. Idempotent."""
-        if place is not None:
-            place.slots.release(place.slot)
-
-    def learn(self, place: SharedPlace | None, results: Sequence[RolloutResult]) -> None:
+    def learn(self, place: SharedPlace, results: Sequence[RolloutResult]) -> None:
         """Learn the layouts of these rollouts, for later places. To be called once for each batch."""
         unlike, self._unlike = self._unlike, None
         if all(result.in_place for result in results):
             return
-        known = () if place is None else place.slots.arrangement.parts
+        known = () if place.slots is None else place.slots.arrangement.parts
         layouts = [known[index] if result.in_place else result.layout for index, result in enumerate(results)]
         arrangement = Arrangement.of(layouts, self._dim)
+        current = None if self._slots is None else self._slots.arrangement
         if arrangement is None:
             self._slots = None
-        elif self._slots is None or (self._slots.arrangement != arrangement and unlike == arrangement):
+        elif current is None or (current != arrangement and unlike == arrangement):
             self._slots = None  # the workers forget these first
-            self._slots = self._teach(arrangement)
-        elif self._slots.arrangement != arrangement:  # one that comes once in a while is not worth a slot
+            self._teach(arrangement)
+            self._slots = Slots(arrangement)
+        elif current != arrangement:  # one that comes once in a while is not worth a slot
             self._unlike = arrangement
 
     def close(self) -> None:

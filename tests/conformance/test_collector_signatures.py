@@ -50,3 +50,15 @@ def test_r227_a_subclass_shows_its_own() -> None:
             super().__init__(env, frames_per_batch=size)
 
     assert list(inspect.signature(Own).parameters) == ["env", "size"]
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_r227_a_wrong_argument_is_refused_in_the_name_of_the_class_that_was_called(kind: Any) -> None:
+    class Own(kind):  # type: ignore[misc]
+        pass
+
+    for called in (kind, Own):
+        with pytest.raises(TypeError, match=rf"^{called.__name__}\(\): got an unexpected keyword argument 'frames'"):
+            called(print, frames=8, frames_per_batch=8)
+        with pytest.raises(TypeError, match=rf"^{called.__name__}\(\): missing a required argument: 'create_env_fn'"):
+            called(frames_per_batch=8)

@@ -34,7 +34,7 @@ def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_it
                     assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
             assert all(frozenset({version, 9}) == values for values, version in stepping.found)
             assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
-            waiting = threading.Thread(target=leaf._weights.wait, args=(8, 10))
+            waiting = threading.Thread(target=leaf._weights._main._wait_origin, args=(8, 10))
             waiting.start()
             middle.update_policy_weights_(Model(7))
             waiting.join(0.1)

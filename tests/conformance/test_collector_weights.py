@@ -179,7 +179,7 @@ def test_r003_r006_r011_a_collector_without_schemes_updates_its_own_models(style
     update(leaf, style)
     assert step(leaf) == ({3}, 4)
     assert leaf.policy_version == 4
-    with pytest.raises(ValueError, match="unknown model_id"):
+    with pytest.raises(ValueError, match="has no model"):
         update(leaf, style, weights_dict={"policy": Model(4), "critic": Model(4)})
     with pytest.raises(ValueError, match="has no model 'critic'"):
         update(leaf, style, model_id="critic")

@@ -77,7 +77,7 @@ def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: 
         count += 1
         if count == 3:
             thread.start()
-            while not one._local.gate.pending:
+            while not one._weights.gate.pending:
                 time.sleep(0.001)
         return step_and_maybe_reset(td)
 
@@ -192,7 +192,7 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
         with leaf._weights.holds():
             thread.start()
-            while leaf._weights.newest() < 5:
+            while leaf._weights._main._target() < 5:
                 time.sleep(0.001)
             rolling.start()
         rolling.join(4)

@@ -335,7 +335,7 @@ async def test_a_mismatch_at_connect_changes_no_worker(api: Api) -> None:
 async def test_r085_shutdown_is_idempotent_and_releases_everything(api: Api, tmp_path: Path) -> None:
     files = open_files()
     async with api.crew(2, scheme=api.scheme(endpoint=f"ipc://{tmp_path}/bus")) as (sender, receivers, models):
-        assert sorted(os.listdir(tmp_path)) == ["bus", "bus.lane", "bus.lock"]
+        assert sorted(os.listdir(tmp_path)) == ["bus", "bus.lock", "bus.side"]
         hooks = len(models[0]._forward_hooks)
         for scheme in (sender, *receivers):
             with Clock(0.5):

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,6 +111,35 @@ async def test_the_loop_runs_while_a_batch_is_assembled_and_postprocessed() -> N
         assert collector.closed
 
 
+def test_a_batch_that_is_processed_for_a_closed_loop_is_the_next_callers() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    inside: list[int] = []
+
+    def postproc(batch: Any) -> Any:
+        inside.append(1 + sum(inside))
+        begun.set()
+        assert may_end.wait(20)
+        return batch.set("alone", torch.full(batch.batch_size, inside.pop() == 1))
+
+    with MultiAsyncCollector([make(length=99)], policy(), **options(postproc=postproc)) as collector:
+        loop = asyncio.new_event_loop()
+        waiting = collector._next_async()
+        task = loop.create_task(waiting)
+        while not begun.is_set():
+            loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        waiting.close()
+        begun.clear()
+        with ThreadPoolExecutor(1) as threads:
+            following = threads.submit(collector.next)
+            assert not begun.wait(0.5), "nobody else processes it, nor another one"
+            may_end.set()
+            found: list[Any] = [following.result(20), collector.next()]
+        assert [batch["observation"][0, 2] for batch in found] == [0, 6]
+        assert all(batch["alone"].all() for batch in found)
+
+
 class Alternating(Counting):
     """Each trajectory of three steps has another layout than the one before."""
 
@@ -141,7 +171,7 @@ def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest
     part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
     arrangement = batches.Arrangement.of([part], None)
     assert arrangement is not None
-    slot, lease = batches.Slots(1, arrangement, 2).lease()
+    slot, lease = batches.Slots(arrangement).lease()
     assert lease.place.size >= 48
     slot.close_file()
 

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from asyncsync.collectors.workers.shared_batches import SharedPlaces
+from asyncsync.collectors.workers.shared_batches import SharedPlace
 from asyncsync.errors import AckTimeout, ClosedError
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import Counting, make, options, policy
@@ -204,9 +204,10 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(SharedPlaces, "whole", at_once)
+        patch.setattr(SharedPlace, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
+    collector._group.wait(lambda: True)  # the interrupted batch is left there
     before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])

@@ -15,7 +15,7 @@ from torch import nn
 
 from asyncsync import PartialSendError, RemoteError, WeightSyncError
 from asyncsync.net import memory_file
-from asyncsync.transports.received import ReceivedPool
+from asyncsync.transports.private_memory import ReceivedPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import is_foreign
 from helpers.apis import Api, bare
@@ -262,23 +262,23 @@ async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
 ) -> None:
     source, model = Model(0, 4 << 20), Model(width=4 << 20)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
-        await sender.send_async(fill(source, 1))
         with monkeypatch.context() as patch:
-            write = os.pwrite
+            reserve = os.posix_fallocate
 
-            def refuse(file: int, data: Any, offset: int) -> int:
+            def refuse(file: int, offset: int, length: int) -> None:
                 if offset:
                     raise OSError(12, "Cannot allocate memory")
-                return int(write(file, data, offset))
+                reserve(file, offset, length)
 
-            patch.setattr("os.pwrite", refuse)
+            patch.setattr("os.posix_fallocate", refuse)
             with Clock(5), pytest.raises(PartialSendError) as caught:
-                await sender.send_async(fill(source, 2), timeout=10)
+                await sender.send_async(fill(source, 1), timeout=10)
             assert isinstance(error := caught.value.failed[0], RemoteError)
             assert "MemoryError" in str(error)
-        assert read(model) == read(receiver.weights) == {1}
-        await sender.send_async(fill(source, 3))
-        assert read(model) == {3}
+        assert read(model) == read(receiver.weights) == {0}
+        for value in (2, 3):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
 
 
 # -- arguments
@@ -299,4 +299,4 @@ def test_r013_map_above_travels_with_a_pickle_and_a_conversion(api: Api) -> None
         receiver = pickle.loads(pickle.dumps(each))
         receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
         assert receiver.receiver_transport.map_above == 123
-    assert api.make(api.scheme_class).create_transport().map_above == 16 << 20
+    assert api.make(api.scheme_class).create_transport().map_above == 4 << 20

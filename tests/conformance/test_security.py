@@ -23,7 +23,7 @@ import zmq.asyncio
 import asyncsync
 from asyncsync import NotConnected
 from asyncsync.collectors import MultiSyncCollector
-from asyncsync.protocol import codec, fields, messages
+from asyncsync.protocol import codec, messages
 from helpers.apis import Api
 from helpers.collecting_multi import make, options, policy
 from helpers.pairs import Model, fill, read, receiver_of, until
@@ -172,7 +172,7 @@ async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(a
 async def test_r202_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
-            await socket.send(bytes(fields.MAX_FRAME + 1), copy=False)
+            await socket.send(bytes(messages.MAX_FRAME + 1), copy=False)
             await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
             assert everybody.read == [{2}]
 
@@ -256,7 +256,7 @@ def test_r202_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can
         collector.next()
         named = {names()[inode] for inode in sockets(os.getpid()) - before if inode in names()}
         bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
-        assert named == {bus, f"{bus}.lane"}, "the bus's, on which nothing is unpickled"
+        assert named == {bus, f"{bus}.side"}, "the bus's, on which nothing is unpickled"
         open_in, with_names = holders(), names()
         for member in collector._group._workers:
             own = os.stat(member.channel.fileno()).st_ino

@@ -20,7 +20,6 @@ import asyncsync
 from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
 from asyncsync.protocol import messages
 from asyncsync.transports import attachments
-from asyncsync.transports.attachments import BORROWED_BYTES
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.slab import is_foreign
 from helpers.apis import Api, bare, in_thread, is_instant
@@ -130,7 +129,7 @@ async def test_r028_one_copy_into_a_slot_one_instruction_and_no_further_copy(api
 
 
 @pytest.mark.schemes("in place")
-@pytest.mark.parametrize("width", [64, BORROWED_BYTES // 4])
+@pytest.mark.parametrize("width", [64, 1 << 18])
 async def test_r028_small_weights_are_copied_out_and_their_slot_is_free_at_once(api: Api, width: int) -> None:
     scheme = api.scheme(slots=2, map_above=16 << 20)
     source, models = Model(0, width), [Model(width=width) for _ in range(2)]
@@ -144,23 +143,6 @@ async def test_r028_small_weights_are_copied_out_and_their_slot_is_free_at_once(
         await everybody.receivers[1].wait_version(6, timeout=5)
         assert everybody.read == [{5}, {5}]
         assert [addresses(model) for model in everybody.models] == before
-        assert pool(everybody.sender).peak <= 2
-
-
-@pytest.mark.schemes("in place")
-async def test_r028_a_slot_that_is_applied_where_it_is_comes_back_soon(api: Api) -> None:
-    scheme = api.scheme(slots=2, map_above=16 << 20)
-    source, models = Model(0, BORROWED_BYTES // 4), [Model(width=BORROWED_BYTES // 4) for _ in range(2)]
-    async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
-        before = [addresses(model) for model in models]
-        leases = bare(everybody.sender).bus._link.caught_up().leases.of
-        for value in range(1, 6):
-            await everybody.sender.send_async(fill(source, value))
-            assert everybody.read == [{value}, {value}]
-            await until(lambda: not any(map(len, leases.values())))
-        assert [addresses(model) for model in models] == before, "nothing was re-pointed"
-        assert not any(is_foreign(tensor) for model in models for tensor in model.parameters())
-        assert [read(receiver.weights) for receiver in everybody.receivers] == [{5}, {5}]
         assert pool(everybody.sender).peak <= 2
 
 
@@ -488,7 +470,7 @@ class Keeping(WeightStrategy):
 
 
 @pytest.mark.schemes("map_above")
-@pytest.mark.parametrize(("width", "map_above"), [(64, 0), (2 << 20, 0), (BORROWED_BYTES // 4, 16 << 20)])
+@pytest.mark.parametrize(("width", "map_above"), [(64, 0), (2 << 20, 0), (1 << 18, 16 << 20)])
 async def test_r218_nothing_that_anybody_was_given_is_overwritten(api: Api, width: int, map_above: int) -> None:
     source, model = Model(1, width), Model(width=width)
     scheme = api.scheme(slots=2, map_above=map_above)
@@ -933,7 +915,7 @@ class Healthy(Failing):
         pass
 
 
-# -- slabs that are applied where they are, and copied out then
+# -- slots that are copied, and slots that are read where they are
 
 
 class Sharing(WeightStrategy):
@@ -957,11 +939,9 @@ async def test_a_convert_that_moves_its_tensors_gets_the_next_version_all_the_sa
 @pytest.mark.schemes("shared")
 async def test_r085_a_worker_that_ends_before_an_update_could_be_applied_reads_the_slot_no_more(api: Api) -> None:
     source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
-    scheme = api.scheme(map_above=16 << 20)
+    scheme = api.scheme(map_above=0)
     async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
         link = bare(receiver).bus._link
-        link.subscriber.waits = lambda models: False  # as if the reader came after it had been looked for
-        await until(lambda: not link.subscriber.holdings.copies_later)
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)

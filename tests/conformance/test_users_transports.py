@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -19,8 +20,7 @@ from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channels import tagged
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, Api, in_thread
 from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Line, board
@@ -613,3 +613,33 @@ async def test_r192_a_cancelled_shutdown_still_lets_go_of_the_threads(named: tup
             with pytest.raises(asyncio.CancelledError):
                 await ending
     assert lines[0].calls == ["close", "close"]  # the threads have ended: the fixtures look
+
+
+def test_transports_that_do_not_close_share_one_second_where_their_loop_is_closed() -> None:
+    """What has to be closed after the end of a loop is closed all at once: four times as many take no longer."""
+    may = threading.Event()
+
+    class Stuck(BoardTransport):
+        def setup_connection_and_weights_on_sender(self) -> None:
+            pass
+
+        def close(self) -> None:
+            assert may.wait(50)
+
+    async def connect() -> None:
+        with pytest.raises(NotConnected):
+            await sender.connect(timeout=0.05)
+
+    with board() as (name, lines):
+        lines.kind = Stuck
+        sender = BoardScheme(name, num_workers=6)
+        sender.init_on_sender(model_id="policy", model=Model(0))
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(connect())
+        loop.close()
+        begun = time.monotonic()
+        asyncio.run(sender.shutdown())
+        try:
+            assert time.monotonic() - begun < 4
+        finally:
+            may.set()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import asyncsync.runtime.loop_calls
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 from helpers import blocking_scenarios as scenarios
@@ -66,7 +65,7 @@ def test_r192_an_exception_at_any_moment_of_a_call_loses_nothing(name: str) -> N
         sender.send(sender.model.fill(2))
         last = 0
         for place, result, raised in strike_everywhere(
-            [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread, asyncsync.runtime.loop_calls],
+            [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread],
             calls[name],
             strike,
         ):

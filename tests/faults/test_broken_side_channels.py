@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.net.packets import MAX_PACKET
-from asyncsync.net.side_channel import INTRODUCTION
+from asyncsync.net.side_channel import INTRODUCTION, MAX_PACKET
 from asyncsync.protocol import codec, messages
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
@@ -205,12 +204,12 @@ async def test_workers_have_a_side_channel_to_the_next_trainer_too(
     receiver = schemes.receiver(plan)
     await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())
     await eventually(lambda: receiver.bus._link.side_channel.open)
-    assert (tmp_path / "bus.lane").is_socket()
+    assert (tmp_path / "bus.side").is_socket()
     before = receiver.bus._link.side_channel
     if how == "killed":
         await first.kill()
         await eventually(lambda: before.closed)
-        assert (tmp_path / "bus.lane").is_socket()  # the next one finds it
+        assert (tmp_path / "bus.side").is_socket()  # the next one finds it
     else:
         await first.shutdown()
         assert os.listdir(tmp_path) == []
@@ -247,9 +246,9 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
 
 
 async def test_a_side_channel_that_cannot_be_made_is_done_without(tmp_path: Path, schemes: Schemes) -> None:
-    (tmp_path / "bus.lane").mkdir()
+    (tmp_path / "bus.side").mkdir()
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=f"ipc://{tmp_path}/bus")
     await all_well(sender, receivers)
     assert not side_channels(sender).of
     await sender.shutdown()
-    assert os.listdir(tmp_path) == ["bus.lane"]
+    assert os.listdir(tmp_path) == ["bus.side"]

@@ -137,7 +137,7 @@ def check_idle(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncScheme) -> 
         and not sender.bus._link.publishing.order.locked()
         and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
         and all(not r.bus._link.applying.wanted for r in receivers)
-        and all(not link.conditions.waiters for link in links)
+        and all(not link.waiters for link in links)
         and all(link.failure is None for link in links)
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import os
 import signal
@@ -14,8 +15,8 @@ import pytest
 from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
-from asyncsync.errors import ClosedError, PartialSendError, PeerLost, RemoteError
-from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, gone_within, make, options, policy
+from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, PeerLost, RemoteError
+from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, ask, gone_within, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -76,6 +77,53 @@ def test_an_exception_that_cannot_be_pickled_is_described() -> None:
         with pytest.raises(RemoteError, match="Unpicklable: what a pity") as caught:
             collector.next()
         assert "in step_and_maybe_reset" in caught.value.remote_traceback
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """No attribute of it can be set, neither its cause nor its notes."""
+
+    code: int
+
+    def __reduce__(self) -> Any:
+        return Frozen, (self.code,)
+
+
+def frozen() -> None:
+    raise Frozen(7)
+
+
+def test_an_exception_whose_attributes_cannot_be_set_is_described() -> None:
+    with pytest.raises(RemoteError, match=r"Frozen: 7") as caught:
+        MultiSyncCollector([make()], policy(), **options(init_fn=frozen))
+    assert "in frozen" in caught.value.remote_traceback
+    factory = make(fail_at=2, error=functools.partial(Frozen, 7))
+    with MultiSyncCollector([factory], policy(), **options()) as collector:
+        with pytest.raises((RemoteError, dataclasses.FrozenInstanceError)) as caught_later:
+            collector.next()
+        error: Any = caught_later.value
+        remote = error if isinstance(error, RemoteError) else error.__cause__
+        assert "in step_and_maybe_reset" in remote.remote_traceback
+
+
+def impatient() -> Any:
+    raise AckTimeout("the worker itself has waited in vain")
+
+
+@pytest.mark.parametrize("where", ["while it is built", "in a call", "behind an update"])
+def test_a_workers_own_timeout_is_raised_as_it_is(where: str) -> None:
+    def fail() -> None:
+        init_fn = impatient if where == "while it is built" else None
+        with MultiSyncCollector([make(fail_at=2, error=impatient)], policy(), **options(init_fn=init_fn)) as collector:
+            ask(collector)
+            if where == "in a call":
+                collector.state_dict()
+            assert gone_within(collector._group.pids, 10)
+            collector.update_policy_weights_(timeout=20)
+
+    with pytest.raises(AckTimeout, match="the worker itself") as caught:
+        fail()
+    assert isinstance(caught.value.__cause__, RemoteError)
 
 
 def test_an_exit_in_the_environment_is_no_exit_here() -> None:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors import Collector
+from asyncsync.collectors import Collector, MultiAsyncCollector
+from asyncsync.collectors.multi import driver
 from asyncsync.model.gate import Gate
-from helpers.blocking_interrupts import sigint_raises
+from helpers import blocking_interrupts
+from helpers.blocking_interrupts import sigint_raises, strike_everywhere
+from helpers.collecting_multi import make, options, policy
 from helpers.collecting_weights import Level, LevelEnv, update
 
 
@@ -72,7 +75,7 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         def step_and_maybe_reset(self, td: Any) -> Any:
             if self.steps == 5:
                 begin.set()
-                while not one._local.gate.pending:
+                while not one._weights.gate.pending:
                     pass
             return super().step_and_maybe_reset(td)
 
@@ -80,7 +83,7 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         if when == "while it is applied":
             one._apply_locally = strike.before(one._apply_locally)  # type: ignore[method-assign]
         else:
-            one._local._changes = Changes(strike)
+            one._weights._changes = Changes(strike)
         ended = threading.Event()
 
         def other() -> None:
@@ -142,3 +145,31 @@ def test_a_hold_that_is_interrupted_while_it_is_left_keeps_nobody_waiting(
         assert one.next()["action"].unique().tolist() == [6.0]
         del kept
         gc.collect()
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_wherever_the_wait_for_a_batch_is_interrupted_the_next_call_goes_on(processed: bool) -> None:
+    """Nothing comes twice, and only one batch may be lost: that which was just handed out, or processed."""
+
+    def interrupt() -> None:
+        raise blocking_interrupts.Strike
+
+    given = options(postproc=lambda batch: batch) if processed else options()
+    with MultiAsyncCollector([make(length=10**6)], policy(), **given) as collector:
+        batches: list[Any] = [iter(collector)]
+
+        def following() -> Any:
+            return next(batches[-1])
+
+        for _ in range(8):
+            batch = following()
+        after, lost = batch["observation"][-1, 2] + 1, 0
+        for _, result, raised in strike_everywhere([driver], following, interrupt):
+            if raised is not None:
+                batches.append(iter(collector))
+            batch = result if raised is None else following()
+            skipped = int(batch["observation"][0, 2] - after)
+            assert skipped == 0 or (raised is not None and skipped == batch.numel())
+            lost += skipped > 0
+            after = batch["observation"][-1, 2] + 1
+        assert lost <= (10 if processed else 4)

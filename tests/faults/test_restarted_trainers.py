@@ -337,7 +337,7 @@ async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_co
     with pytest.raises(NotConnected):
         await other.connect(timeout=0)
     assert not directory.exists()
-    assert sorted(os.listdir(live)) == ["bus", "bus.lane", "bus.lock"]
+    assert sorted(os.listdir(live)) == ["bus", "bus.lock", "bus.side"]
     another = schemes.sender(100)
     with pytest.raises(NotConnected):
         await another.connect(timeout=0)

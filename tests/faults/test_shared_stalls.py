@@ -87,15 +87,15 @@ def is_idle(sender: Any, *receivers: Any) -> bool:
     """Whether nothing that a call has taken is still out."""
     link, pool = sender.bus._link, sender.shared_transport.pool
     targets = {t.slab for slot in link.caught_up().targets.slots() for t in slot.targets}
-    lent = {slab for leases in link.caught_up().leases.of.values() for _, slab in leases}
+    lent = {slab for leases in link.caught_up().leases.of.values() for _, slab in leases.slabs.values()}
     return (
         pool.used == targets | lent
         and len(pool.used) <= 1
         and pool.slabs <= 2
         and not link.publishing.order.locked()
-        and not link.conditions.waiters
+        and not link.waiters
         and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.applying.wanted and not r.bus._link.conditions.waiters for r in receivers)
+        and all(not r.bus._link.applying.wanted and not r.bus._link.waiters for r in receivers)
         and all(s.bus._link.failure is None for s in (sender, *receivers))
     )
 

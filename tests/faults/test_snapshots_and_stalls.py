@@ -179,7 +179,7 @@ async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
     half_sent = threading.Event()
 
     def fail_half_way(
-        slab: Slab, flat: FlatWeights, ready: None, progress: Callable[[], None] | None, tensors: list[torch.Tensor]
+        slab: Slab, flat: FlatWeights, progress: Callable[[], None] | None, tensors: list[torch.Tensor]
     ) -> None:
         assert progress is not None
         slab.packed = slab.nbytes // 2

@@ -10,15 +10,14 @@ from asyncsync.bus.link import TICK
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.protocol import codec, fields, messages
+from asyncsync.protocol import codec, messages
 from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
 
 __all__ = ["EPOCH", "SMALL", "TICK", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
@@ -26,7 +25,7 @@ __all__ = ["EPOCH", "SMALL", "TICK", "Borrowed", "Desk", "Station", "layout", "n
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
 SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
-Sent = tuple[Instruction, Sequence[fields.Buffer]]
+Sent = tuple[Instruction, Sequence[messages.Buffer]]
 
 
 def nonce(incarnation: int) -> bytes:
@@ -47,7 +46,7 @@ def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) ->
     return slab
 
 
-def through_the_wire(instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> Sent:
+def through_the_wire(instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> Sent:
     return codec.decode([codec.encode(instruction), *map(bytes, payload)])
 
 
@@ -84,7 +83,7 @@ class Desk:
         *,
         route: bytes | None = None,
         attempt: int | None = None,
-        epoch: fields.Epoch | None = None,
+        epoch: messages.Epoch | None = None,
         have: dict[str, int] | None = None,
         local: bool | None = True,
     ) -> None:
@@ -138,10 +137,10 @@ class Desk:
             for slab in slabs.values():
                 slab.release()
 
-    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: fields.InUse = ()) -> None:
+    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: messages.InUse = ()) -> None:
         self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))  # type: ignore[attr-defined]
 
-    def applied(self, worker: int, last: int = 0, in_use: fields.InUse = (), **versions: int) -> None:
+    def applied(self, worker: int, last: int = 0, in_use: messages.InUse = (), **versions: int) -> None:
         self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
@@ -208,7 +207,6 @@ class Station:
         self.subscriber.attach = self._attach
         self.offered: dict[bytes, tuple[Slab, bool]] = {}
         self.borrowed: dict[bytes, Borrowed] = {}
-        self.borrows = False
         self.unavailable: set[str] = set()
         self.models: dict[str, dict[str, torch.Tensor]] = {}
         self.bindings: dict[str, Fickle] = {}
@@ -227,13 +225,13 @@ class Station:
                 sent.append(instruction)
         return sent
 
-    def receive(self, instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> None:
+    def receive(self, instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> None:
         self.subscriber.receive(*through_the_wire(instruction, payload), self.now)
 
     def welcome(
         self,
         *dtypes: torch.dtype,
-        epoch: fields.Epoch = EPOCH,
+        epoch: messages.Epoch = EPOCH,
         attempt: int | None = None,
         incarnation: int = 7,
         models: dict[str, Layout | None] | None = None,
@@ -254,7 +252,7 @@ class Station:
         serial: int,
         values: dict[str, tuple[int, float]],
         *,
-        epoch: fields.Epoch = EPOCH,
+        epoch: messages.Epoch = EPOCH,
         eager: bool = True,
         descriptor: bytes | None = None,
     ) -> None:
@@ -272,12 +270,9 @@ class Station:
         values: dict[str, tuple[int, float]],
         *,
         mapped: bool = True,
-        borrowed: bool = False,
-        epoch: fields.Epoch = EPOCH,
+        epoch: messages.Epoch = EPOCH,
     ) -> None:
-        """An update whose slabs the worker reads where they are, until it has applied them if ``borrowed``, or copies
-        out at once."""
-        self.borrows = borrowed
+        """An update whose slabs the worker reads where they are, or copies out at once."""
         parts = []
         for model, (version, value) in values.items():
             descriptor = f"{epoch} {model} {version}".encode()
@@ -306,7 +301,6 @@ class Station:
         if known is not None and known.references:
             return known.retain()
         slab = self.borrowed[part.descriptor] = Borrowed(layout, source.buffer)
-        slab.short_lease = self.borrows
         return slab
 
     def flush(self) -> None:

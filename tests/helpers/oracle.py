@@ -40,8 +40,8 @@ class Oracle:
                 assert not peer.lost
         lent = 0
         for leases in publisher.leases.of.values():
-            holders.update(slab for _, slab in leases)
-            lent += len(leases)
+            holders.update(slab for _, slab in leases.slabs.values())
+            lent += len(leases.slabs)
         packing = [slab for slab, _ in trainer.packing]
         holders.update(packing)
         for slab, count in holders.items():

@@ -72,7 +72,8 @@ def _address_space() -> int:
 
 
 def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    (line,) = (x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Pss:"))
+    return int(line.split()[1]) * 1024
 
 
 def release_too_early(self: Any, last: int, kept: Any) -> None:
@@ -237,7 +238,7 @@ class SharedWorker(_Hurt, Worker):
         self.scheme = None
 
     async def resident(self) -> int:
-        """Bytes of this process's resident memory."""
+        """Bytes of this process's resident memory; a page that is mapped twice counts once."""
         return _resident()
 
     async def stall_until(self, version: int) -> float:

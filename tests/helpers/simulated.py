@@ -16,16 +16,15 @@ from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.net.packets import split
-from asyncsync.protocol import fields, messages
+from asyncsync.net.side_channel import split
+from asyncsync.protocol import messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.pool import SlabPool
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 from helpers.machines import Borrowed
@@ -208,7 +207,7 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> fields.Epoch:
+    def epoch(self) -> messages.Epoch:
         return self._publisher.epoch
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
@@ -273,7 +272,7 @@ class SimulatedSideChannel:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
+    def write(self, buffers: Sequence[messages.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]

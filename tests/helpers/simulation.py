@@ -24,7 +24,7 @@ import torch
 
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.net.packets import join
+from asyncsync.net.side_channel import join
 from asyncsync.protocol import codec, messages
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
@@ -539,7 +539,7 @@ class Simulation(Oracle):
         for nonce, leases in publisher.leases.of.items():
             worker = next(w for w in self.workers if w.subscriber.session.nonce == nonce)
             used = {key for key, slab in worker.subscriber.holdings.leased.items() if slab.is_used}
-            for key, _ in leases:
+            for key in leases.slabs:
                 if not worker.active:
                     return f"{key} is still lent to {worker}, which is gone"
                 if key not in used:

@@ -1,0 +1,49 @@
+"""Batches of a collector with workers: what they are like, and one of them until its caller has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.workers.group import RolloutResult
+from asyncsync.collectors.workers.shared_batches import SharedPlace
+
+__all__ = ["BatchArguments", "Made"]
+
+
+@dataclass
+class BatchArguments:
+    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
+    worker's rollouts; ``total_frames`` is math.inf where there is no end."""
+
+    frames: list[int]
+    total_frames: float
+    init_random_frames: int
+    split_trajs: bool
+    track_traj_ids: bool
+    replay_buffer: Any
+    update_at_each_batch: bool
+    max_weight_update_interval: int
+    postproc: Callable[[Any], Any] | None = None
+
+
+@dataclass(eq=False)
+class Made:
+    """A batch whose rollouts are done, until its caller has it.
+
+    Attributes:
+        place: where its parts lie.
+        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer.
+        is_finished: whether the user's code has processed it.
+        is_lost: whether an interruption has struck the user's code.
+    """
+
+    place: SharedPlace
+    results: list[RolloutResult]
+    batch: TensorDictBase | None = None
+    is_assembled: bool = False
+    is_finished: bool = False
+    is_lost: bool = False
