@@ -4,9 +4,11 @@ from tensordict.nn import InteractionType as ExplorationType
 
 from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.envs.gym import GymEnv
+from asyncsync.collectors.evaluating.evaluator import Evaluator
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.policies import RandomPolicy
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import split_trajectories
@@ -18,16 +20,18 @@ from asyncsync.collectors.weights.legacy_updaters import (
 
 __all__ = [
     "Collector",
+    "Evaluator",
     "ExplorationType",
     "GymEnv",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
+    "ProfileConfig",
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
     "split_trajectories",
 ]
 
-FAMILIES.update({"sync": MultiSyncCollector, "async": MultiAsyncCollector})
+FAMILIES.update({"sync": MultiSyncCollector, "async": MultiAsyncCollector, "process": MultiCollector})

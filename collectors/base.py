@@ -7,8 +7,9 @@ Usage, of any subclass::
             loss(batch).backward()
             collector.update_policy_weights_()       # or: await collector.update_policy_weights_async()
 
-The weights' side is :class:`asyncsync.collectors.weights.api.WeightsAPI`. Names and defaults follow TorchRL's
-"RPCCollector" page where it speaks of any collector.
+The weights' side is :class:`asyncsync.collectors.weights.api.WeightsAPI`; what can be asked of a collector while it
+works, :class:`asyncsync.collectors.inspection.InspectionAPI`. Names and defaults follow TorchRL's "RPCCollector" page
+where it speaks of any collector.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, Self
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
+from asyncsync.collectors.inspection import InspectionAPI
+from asyncsync.collectors.lifetime import Lifetime
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import elsewhere
-from asyncsync.schemes.sources import follow
 
 __all__ = [
     "SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller", "logged_unless",
@@ -40,6 +43,13 @@ SHUTDOWN_SECONDS = 5.0
 
 PreHook = Callable[[], None]
 PostHook = Callable[[TensorDictBase], None]
+
+
+def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
+    """An attribute of one of a collector's parts, as the collector's own."""
+    owner, _, name = path.rpartition(".")
+    owned_by = attrgetter(owner)
+    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
 
 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
@@ -108,7 +118,7 @@ def logged_unless(raise_on_error: bool) -> Iterator[None]:
         _log.exception("a collector has ended with an error, which shutdown(raise_on_error=False) does not raise")
 
 
-class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
+class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorDictBase | None]):
     """Steps environments with a policy and hands out batches of the steps. ``closed`` is True once :meth:`shutdown` has
     begun. It is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda
     batch: batch)`` hands out the same batches."""
@@ -128,22 +138,6 @@ class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
         self._free_error: BaseException | None = None
-
-    @classmethod
-    async def create(cls, *args: Any, **kwargs: Any) -> Self:
-        """The constructor, for a coroutine: the loop goes on while workers start and environments are made, which
-        takes seconds. ``async with await MultiAsyncCollector.create(…) as collector:``
-
-        Cancelled, it raises when what was being made has been shut down again.
-        """
-        made: list[Self] = []
-        try:
-            await elsewhere("asyncsync-collector-start", lambda: made.append(cls(*args, **kwargs)))
-        except asyncio.CancelledError:
-            for collector in made:
-                await collector._shutdown_elsewhere()
-            raise
-        return made[0]
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
@@ -187,22 +181,6 @@ class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
         """Raises ClosedError: after :meth:`shutdown`."""
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
-
-    async def _shutdown_elsewhere(self) -> None:
-        """:meth:`shutdown` without blocking the running loop."""
-        await elsewhere("asyncsync-collector-end", self.shutdown)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._shutdown_elsewhere()
 
     # -- running free -------------------------------------------------------------------------------------------------
 
@@ -267,6 +245,10 @@ class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
     def post_collect_hook(self, hook: PostHook | None) -> None:
         self._post_collect_hook = hook
 
+    def set_post_collect_hook(self, hook: PostHook | None) -> None:
+        """Set :attr:`post_collect_hook`: for callers that can call methods only, such as those of a remote actor."""
+        self.post_collect_hook = hook
+
     # -- being a part of something larger -----------------------------------------------------------------------------
 
     @property
@@ -315,27 +297,3 @@ class BaseCollector(WeightsAPI, IterableDataset[TensorDictBase | None], ABC):
     def _batch_dims(self) -> int | None:
         """How many batch dimensions its environment has; None: it has none of its own."""
         return None
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what an attribute path leads to: ``_receiver_schemes['policy']._set_dist_connection_info``, say.
-
-        Args:
-            attr_path: attributes, ``['key']`` and ``[0]``, from this collector on.
-            args, kwargs: of the call.
-
-        Returns:
-            What the call returns.
-
-        Raises:
-            ValueError: no such path.
-            TypeError: what is there cannot be called.
-        """
-        try:
-            function = follow(self, attr_path)
-        except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{type(self).__name__} has no {attr_path!r}: {error!r}") from error
-        if not callable(function):
-            raise TypeError(
-                f"{attr_path!r} is a {type(function).__name__} and cannot be called: give the path to a method"
-            )
-        return function(*args, **kwargs)

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["FAMILIES", "Chooses", "several"]
+from asyncsync.collectors.arguments import is_list, whole
+
+__all__ = ["FAMILIES", "Chooses", "by_backend"]
 
 FAMILIES: dict[str, Callable[..., Any]] = {}
-"""Classes by the names of their families: "sync" and "async" step environments in processes of this host."""
+"""Classes by the names of their families: "sync" and "async" step environments in processes of this host, and "process"
+is one of the two, by its own argument ``sync``."""
+
+BACKENDS = ("direct", "process", "ray", "rpc", "distributed", "submitit")
+"""Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
+
+SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
+"""The arguments of ``Collector`` that choose another class."""
 
 
 class Chooses(ABCMeta):
@@ -41,27 +50,66 @@ class Chooses(ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-def several(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
-    """What makes a collector of several workers, for a call of ``cls`` with ``num_collectors=n, sync=…``; None: a
-    single one is meant. Raises TypeError, ValueError: arguments that exclude each other, or ``subclass``, which never
-    chooses."""
-    count, sync = kwargs.pop("num_collectors", None), kwargs.pop("sync", None)
-    if count is None and sync is None:
-        return None
+def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subclass: bool) -> Callable[[], Any] | None:
+    """What makes the collector that ``backend=``, ``backend_options=``, ``num_collectors=`` and ``sync=`` in a call of
+    ``cls`` choose; None: the one of this process is meant.
+
+    Raises TypeError, ValueError: arguments that exclude each other, or any of these for a ``subclass``, which never
+    chooses; NotImplementedError: a backend that this version does not have.
+    """
+    backend, options, count, sync = given = [kwargs.pop(name, None) for name in SELECTORS]
     if subclass:
-        raise TypeError(
-            f"num_collectors= and sync= make Collector a multi-process collector, but {cls.__name__} is a subclass: "
-            "construct MultiSyncCollector or MultiAsyncCollector instead"
+        if chosen := [name for name, value in zip(SELECTORS, given, strict=True) if value is not None]:
+            raise TypeError(
+                f"{' and '.join(f'{name}=' for name in chosen)}: Collector chooses another class by these, but "
+                f"{cls.__name__} is a subclass: construct MultiSyncCollector or MultiAsyncCollector instead"
+            )
+        return None
+    if count is not None:
+        count = whole("num_collectors", count, 1)
+    if backend is None:
+        backend = "direct" if count is None else "process"
+    elif backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r} of collectors: choose one of {', '.join(map(repr, BACKENDS))}")
+    options = _options(options, args, kwargs)
+    if backend == "direct":
+        _check_direct(count, sync, options)
+        return None
+    if backend not in FAMILIES:
+        raise NotImplementedError(
+            f"backend={backend!r} is not there yet: this version of asyncsync has the backends "
+            f"{', '.join(repr(name) for name in BACKENDS if name == 'direct' or name in FAMILIES)}"
         )
-    if count is None:
-        raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise TypeError(f"num_collectors must be a positive int, not {count!r}")
+    if not isinstance(sync, bool | None):
+        raise TypeError(f"sync must be True or False, not {sync!r}")
     if not args and "create_env_fn" not in kwargs:
-        raise TypeError("Collector(num_collectors=n) is missing create_env_fn: pass what makes an environment")
+        raise TypeError("Collector() is missing create_env_fn: pass what makes an environment")
     factories, *others = args if args else (kwargs.pop("create_env_fn"),)
-    if not isinstance(factories, Sequence) or isinstance(factories, str):
-        factories = [factories] * count
-    elif len(factories) != count:
+    if not is_list(factories):
+        factories = [factories] * (count or 1)
+    elif count not in (None, len(factories)):
         raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
-    return partial(FAMILIES["sync" if sync else "async"], list(factories), *others, **kwargs)
+    return partial(FAMILIES[backend], list(factories), *others, sync=bool(sync), **options, **kwargs)
+
+
+def _options(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``backend_options`` as arguments of the chosen class. Raises TypeError, ValueError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"backend_options must be a dict of arguments of the chosen collector, not {given!r}")
+    if own := sorted(given.keys() & {*SELECTORS, "num_workers"}):
+        raise ValueError(f"{own} in backend_options: these are arguments of Collector itself, or num_collectors=")
+    if twice := sorted(given.keys() & {*kwargs, *("create_env_fn", "policy")[: len(args)]}):
+        raise ValueError(f"{twice} in backend_options is also an argument of the call: give each once")
+    return dict(given)
+
+
+def _check_direct(count: int | None, sync: Any, options: Mapping[str, Any]) -> None:
+    """Raises TypeError, ValueError: arguments that are for collectors with workers."""
+    if count not in (None, 1):
+        raise ValueError(f"backend='direct' is one collector in this process, not {count}: use backend='process'")
+    if sync is not None:
+        raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
+    if options:
+        raise ValueError(f"backend_options={sorted(options)} are for collectors with workers: pass backend='process'")

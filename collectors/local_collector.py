@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, logged_unless
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, _part, logged_unless
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.iteration import PARTS, Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.rollout import Rollouts
@@ -32,13 +32,6 @@ _log = logging.getLogger("asyncsync")
 
 PAUSE_SECONDS = 60.0
 """How long whoever wants a collector to stand still waits for the step under way."""
-
-
-def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
-    """An attribute of one of a collector's parts, as the collector's own."""
-    owner, _, name = path.rpartition(".")
-    owned_by = attrgetter(owner)
-    return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
 
 
 class LocalCollector(BaseCollector):
@@ -71,6 +64,8 @@ class LocalCollector(BaseCollector):
     replay_buffer = _part("_rollouts.arguments.replay_buffer")
     extend_buffer = _part("_rollouts.arguments.extend_buffer")
     max_lag = _part("_rollouts.arguments.max_lag")
+    _collected = _part("_rollouts.frames")
+    _iter = _part("_iteration.count")
     compact_obs = _part("_rollouts.arguments.compact_obs")
     interruptor = _part("_rollouts.arguments.interruptor")
 
@@ -147,11 +142,16 @@ class LocalCollector(BaseCollector):
             return None, rollouts.frames - before
         batch = self.rollout()
         assert batch is not None
+        self._iter += 1
         rollouts.frames += batch.numel()
         return batch, batch.numel()
 
     def _interrupt(self, timeout: float, close_env: bool) -> None:
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
+
+    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+        with self._standing():
+            self._iteration.profile(config, name or "0")
 
     def _policy_devices(self) -> set[torch.device]:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)

@@ -28,7 +28,7 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import PostHook, PreHook
 from asyncsync.collectors.batch_layout import empty_batch
-from asyncsync.collectors.construct import Chooses, several
+from asyncsync.collectors.construct import Chooses, by_backend
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.local_collector import LocalCollector
 from asyncsync.collectors.rollout.buffer import RolloutBuffer, SameBatch
@@ -111,8 +111,11 @@ class Collector(LocalCollector, metaclass=Chooses):
         max_lag: versions by which the acting weights may be behind the newest published; more: the next step waits.
             None: any number.
         traj_pool: where trajectory ids come from.
-        num_collectors: makes a MultiAsyncCollector, or (``sync=True``) a MultiSyncCollector of so many workers.
-        sync: see num_collectors.
+        backend: "direct": this class. "process": what comes is a MultiAsyncCollector, or (``sync=True``) a
+            MultiSyncCollector, with one worker for each factory. None: "process" if num_collectors is given.
+        backend_options: further arguments of that class. Only with a backend that has workers.
+        num_collectors: how many workers, where create_env_fn is no list.
+        sync: see backend.
 
     Raises:
         TypeError, ValueError, RuntimeError: arguments that exclude each other, or that environment or policy cannot
@@ -121,8 +124,8 @@ class Collector(LocalCollector, metaclass=Chooses):
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """``num_collectors=n`` makes a multi-process collector; a subclass is what it is."""
-        return several(cls, args, kwargs, subclass=cls is not Collector)
+        """``backend=`` and ``num_collectors=`` make a collector with workers; a subclass is what it is."""
+        return by_backend(cls, args, kwargs, subclass=cls is not Collector)
 
     def __init__(
         self,
@@ -170,6 +173,8 @@ class Collector(LocalCollector, metaclass=Chooses):
         track_policy_version: Any = False,
         auto_register_policy_transforms: bool | None = None,
         local_init_rb: bool | None = None,
+        backend: str | None = None,
+        backend_options: Mapping[str, Any] | None = None,
         num_collectors: int | None = None,
         sync: bool | None = None,
     ) -> None:

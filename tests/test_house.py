@@ -35,6 +35,7 @@ ORDER = [
 # The same within asyncsync.collectors.
 COLLECTORS = [
     [""],
+    ["evaluating"],
     ["multi"],
     ["single"],
     ["local_collector"],
@@ -44,8 +45,10 @@ COLLECTORS = [
     ["whole_trajectories"],
     ["batch_layout", "trajectories"],
     ["base"],
-    ["weights"],
-    ["arguments", "construct"],
+    ["inspection", "lifetime"],
+    ["profiling", "weights"],
+    ["construct"],
+    ["arguments"],
 ]
 LINES = 400
 FEWEST_LINES = 40

@@ -153,10 +153,13 @@ class WorkThread:
             job()
             del job
 
-    def abandon(self) -> None:
-        """End the thread after what was submitted, without waiting: it may be blocked without end."""
+    def abandon(self, last: Callable[[], None] | None = None) -> None:
+        """End the thread after what was submitted, and after ``last``, without waiting: it may be blocked without
+        end."""
         if self._thread is not None:
             self._thread = None
+            if last is not None:
+                self._jobs.put(last)
             self._jobs.put(None)
 
     async def close(self) -> None:

@@ -34,13 +34,20 @@ class Calls:
 
         Raises AckTimeout after ``timeout`` seconds for all of them: workers still carry the call out.
         """
-        group, pickled = self._group, dumps(arguments)
-        chosen = range(self._count) if workers is None else workers
+        pickled = dumps(arguments)
+        return self._answers(name, dict.fromkeys(range(self._count) if workers is None else workers, pickled), timeout)
+
+    def each(self, name: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float = CALL_SECONDS) -> list[Any]:
+        """The same in these workers, with arguments of each one's own."""
+        return self._answers(name, {worker: dumps(own) for worker, own in arguments.items()}, timeout)
+
+    def _answers(self, name: str, pickled: Mapping[int, bytes], timeout: float) -> list[Any]:
+        group = self._group
         deadline = time.monotonic() + timeout
-        numbers = [group.call(worker, name, pickled) for worker in chosen]
+        numbers = {worker: group.call(worker, name, arguments) for worker, arguments in pickled.items()}
         results = []
         try:
-            for worker, number in zip(chosen, numbers, strict=True):
+            for worker, number in numbers.items():
                 try:
                     answer = group.wait(partial(group.replies.get, number), max(0.0, deadline - time.monotonic()))
                 except AckTimeout as error:
@@ -50,14 +57,26 @@ class Calls:
                         f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
                         "was asked for all the same; timeout= gives it longer"
                     ) from None
-                failure, result = answer
-                if failure is not None:
-                    raise failure.error(f"worker {worker}")
-                results.append(loads(result))
+                results.append(_result(worker, *answer))
         finally:
-            for number in numbers:
+            for number in numbers.values():
                 group.replies.pop(number, None)
         return results
+
+    async def answer(self, worker: int, name: str, *arguments: Any) -> Any:
+        """Call one worker, on the loop thread, and wait for its answer as long as the group lasts. Raises what it has
+        raised, and as :meth:`asyncsync.collectors.workers.group.WorkerGroup.until`."""
+        number = self._group.call(worker, name, dumps(arguments))
+        try:
+            return _result(worker, *await self._group.until(partial(self._group.replies.get, number)))
+        finally:
+            self._group.replies.pop(number, None)
+
+
+def _result(worker: int, failure: Any, result: Any) -> Any:
+    if failure is not None:
+        raise failure.error(f"worker {worker}")
+    return loads(result)
 
 
 def policies_of(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

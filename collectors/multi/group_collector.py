@@ -17,11 +17,20 @@ from torch import nn
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import check_count, exact_device
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, PostHook, PreHook, Signals, logged_unless
-from asyncsync.collectors.local_collector import _part
+from asyncsync.collectors.base import (
+    SHUTDOWN_SECONDS,
+    BaseCollector,
+    Pause,
+    PostHook,
+    PreHook,
+    Signals,
+    _part,
+    logged_unless,
+)
 from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
 from asyncsync.collectors.multi.driver import Driver
+from asyncsync.collectors.multi.inspection import GroupInspection
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.acting import fitted
 from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
@@ -35,7 +44,7 @@ FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
 
-class GroupCollector(BaseCollector):
+class GroupCollector(GroupInspection, BaseCollector):
     """A collector with workers; a subclass makes its parts."""
 
     acts_elsewhere = True
@@ -54,6 +63,11 @@ class GroupCollector(BaseCollector):
     replay_buffer = _part("_arguments.replay_buffer")
     update_at_each_batch = _part("_arguments.update_at_each_batch")
     max_weight_update_interval = _part("_arguments.max_weight_update_interval")
+    _iter = _part("_driver.count")
+
+    @property
+    def _collected(self) -> int:
+        return self._driver.frames if self._driver.free is None else self._group.frames
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 

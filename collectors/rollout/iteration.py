@@ -20,6 +20,7 @@ from torch import nn
 
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.rollout.template import fake_rollout
@@ -56,6 +57,7 @@ class Iteration:
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
         self._env_closed = False
         self._close_error: Exception | None = None
+        self._profiler: RolloutProfiler | None = None
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
@@ -66,7 +68,27 @@ class Iteration:
     def _hooked_rollout(self) -> TensorDictBase | None:
         if (hook := self._collector.pre_collect_hook) is not None:
             self._call_hook(hook)
-        return self._rollouts.roll()
+        if self._profiler is None:
+            return self._rollouts.roll()
+        with self._profiler.rollout():
+            return self._rollouts.roll()
+
+    def profile(self, config: ProfileConfig | None, name: str) -> None:
+        """Record the rollouts that follow; None: no more of them. No step is under way. Raises RuntimeError: an earlier
+        profile goes on in another thread."""
+        self._end_profile()
+        if config is None:
+            return
+        if self._profiler is not None and self._profiler.is_running:
+            raise RuntimeError(
+                "the profile before this one goes on in the thread that has begun it, until its next rollout: collect "
+                "a batch first"
+            )
+        self._profiler = RolloutProfiler(config, name)
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
 
     def _call_hook(self, hook: Callable[..., object], *batch: TensorDictBase) -> None:
         try:
@@ -195,8 +217,11 @@ class Iteration:
     def run_free(self) -> None:
         """Collect all batches, in the background. What ends that is kept, unless it is the collector's end."""
         try:
-            for _ in self.iterator():
-                pass
+            try:
+                for _ in self.iterator():
+                    pass
+            finally:
+                self._end_profile()
         except BaseException as error:
             if not (isinstance(error, ClosedError) and self._collector.closed):
                 logger.exception("collection in the background has ended with an error")
@@ -261,8 +286,12 @@ class Iteration:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """End the thread of ``async for`` after the work that it has begun."""
-        self._thread.abandon()
+        """End the profile, in whichever thread it was begun, and the thread of ``async for`` after the work that it has
+        begun."""
+        try:
+            self._end_profile()
+        finally:
+            self._thread.abandon(self._end_profile)
 
     def close_environment(self) -> None:
         """Close the environment, once. Raises what it raises, here or after the last batch."""

@@ -97,6 +97,11 @@ class WorkerGroup(ABC):
     def connected(self) -> bool:
         """Whether all workers have connected their schemes."""
 
+    @property
+    @abstractmethod
+    def alive(self) -> int:
+        """How many workers run."""
+
     @abstractmethod
     def check(self) -> None:
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""

@@ -130,7 +130,7 @@ class WorkerLoop:
         self._send("paused")
         while (message := self._receive())[0] != "resume":
             kind, *rest = message
-            if kind == "call" and rest[1] != "state":
+            if kind == "call" and rest[1] not in ("state", "read"):
                 number, name, _ = rest
                 error = RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
                 self._send("reply", number, Failure.of(error), None)
@@ -238,9 +238,9 @@ class WorkerLoop:
 
     def _answer(self, number: int, name: str, arguments: bytes) -> None:
         try:
-            result = self._worker.call(name, *loads(arguments))
+            result = Parcel.of(self._worker.call(name, *loads(arguments)))
         except Exception as error:
-            # Such as a seed that the environment refuses: that ends nothing.
+            # Such as a seed that the environment refuses, or what cannot be pickled: that ends nothing.
             self._send("reply", number, Failure.of(error), None)
         else:
-            self._send("reply", number, None, Parcel.of(result))
+            self._send("reply", number, None, result)

@@ -86,6 +86,10 @@ class ProcessGroup(WorkerGroup):
     def connected(self) -> bool:
         return len(self.states) == len(self._workers)
 
+    @property
+    def alive(self) -> int:
+        return sum(worker.is_alive for worker in self._workers)
+
     def check(self) -> None:
         if not self.is_ours:
             raise ClosedError(

@@ -27,6 +27,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.batch_writer import BatchWriter
+from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
 
@@ -206,8 +207,8 @@ class RolloutWorker:
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Carry out ``seed``, ``reset``, ``state``, ``load``, ``fake``, ``pre_hook`` or ``post_hook``, and return its
-        answer."""
+        """Carry out ``seed``, ``reset``, ``state``, ``load``, ``fake``, ``pre_hook``, ``post_hook``, ``execute``,
+        ``read`` or ``profile``, and return its answer; of ``read``, which may have weights in it, pickled."""
         collector = self._collector
         match name, arguments:
             case "seed", (seed, static_seed):
@@ -229,6 +230,14 @@ class RolloutWorker:
                 self._hook = hook
                 if self._writes:
                     collector.post_collect_hook = hook
+            case "execute", (path, args, kwargs):
+                self._serial = FREE  # what it may collect belongs to no request
+                return collector.cascade_execute(path, *args, **kwargs)
+            case "read", (method, args):
+                with collector._weights.holds():
+                    return dumps(getattr(collector, method)(*args))
+            case "profile", (config, name):
+                collector._profile(config, name)
         return None
 
     def follow(self, root: Any, index: int) -> None:

@@ -198,7 +198,7 @@ def test_several_collectors_are_another_class() -> None:
         Collector(WalkEnv, Actor(), frames_per_batch=4, sync=True)
     with pytest.raises(TypeError, match="Own is a subclass"):
         Own(WalkEnv, Actor(), frames_per_batch=4, num_collectors=2)
-    with pytest.raises(TypeError, match="positive int"):
+    with pytest.raises(ValueError, match="num_collectors must be at least 1, not 0"):
         Collector(WalkEnv, Actor(), frames_per_batch=4, num_collectors=0)
     with pytest.raises(TypeError, match="create_env_fn"):
         Collector(num_collectors=2, frames_per_batch=4)

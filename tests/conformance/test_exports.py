@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import asyncsync
+import asyncsync.collectors
 import asyncsync.sync
 import asyncsync.transports
 from asyncsync import errors
@@ -33,6 +34,12 @@ def test_the_package_of_transports_has_all_that_a_user_may_name() -> None:
     for name in [*TRANSPORTS, "ZMQTransport"]:
         assert name in asyncsync.transports.__all__
         assert getattr(asyncsync.transports, name) is getattr(asyncsync, name)
+
+
+def test_r225_r228_the_package_of_collectors_has_what_looks_at_them() -> None:
+    for name in ("Evaluator", "ProfileConfig"):
+        assert name in asyncsync.collectors.__all__
+        assert getattr(asyncsync.collectors, name).__name__ == name
 
 
 @pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])

@@ -68,3 +68,10 @@ def test_r165_torchrls_replay_buffer_is_filled_by_the_workers() -> None:
     written, shape = collecting_torchrl.in_program(collecting_torchrl.in_their_buffer, arguments)
     assert written == 60
     assert shape == [8, 4]
+
+
+@pytest.mark.thorough
+def test_r228_an_evaluator_finds_out_what_torchrls_does() -> None:
+    theirs, mine = (collecting_torchrl.in_program(collecting_torchrl.evaluated, ours) for ours in (False, True))
+    assert mine == theirs | {"eval/policy_version": 1}
+    assert (mine["eval/reward"], mine["eval/num_episodes"], mine["eval/step"]) == (7.0, 10, 40)

@@ -12,7 +12,15 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-__all__ = ["in_program", "in_their_buffer", "in_their_collector", "make_env", "make_policy", "with_their_interruptor"]
+__all__ = [
+    "evaluated",
+    "in_program",
+    "in_their_buffer",
+    "in_their_collector",
+    "make_env",
+    "make_policy",
+    "with_their_interruptor",
+]
 
 
 def make_env() -> Any:
@@ -105,3 +113,20 @@ def in_their_buffer(arguments: dict[str, Any]) -> tuple[int, list[int]]:
     with MultiAsyncCollector([make_env] * 2, make_policy(), replay_buffer=buffer, **arguments) as collector:
         assert set(collector) == {None}
         return int(buffer.write_count), list(buffer.sample()["observation"].shape)
+
+
+def evaluated(ours: bool) -> dict[str, float]:
+    """What an Evaluator finds out of seven steps, asked as TorchRL's documentation does."""
+    if ours:
+        from asyncsync.collectors import Evaluator
+    else:
+        from torchrl.collectors import Evaluator  # type: ignore[assignment]
+
+    policy, came = make_policy(), []
+    evaluator = Evaluator(make_env, policy_factory=lambda env: make_policy(), max_steps=7, on_result=came.append)
+    evaluator.trigger_eval(policy, step=40)
+    while (found := evaluator.poll()) is None:
+        pass
+    evaluator.shutdown()
+    assert came[0]["eval/reward"].item() == found["eval/reward"]
+    return {name: value for name, value in found.items() if name != "eval/fps"}

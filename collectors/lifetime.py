@@ -1,0 +1,55 @@
+"""Lifetime: what begins with processes and environments, and ends with ``shutdown()``.
+
+with Collector(…) as collector:
+async with await MultiAsyncCollector.create(…) as collector:
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+from asyncsync.runtime.threads import elsewhere
+
+__all__ = ["Lifetime"]
+
+
+class Lifetime(ABC):
+    """Made by its constructor or by :meth:`create`, and ended by :meth:`shutdown`, ``with`` or ``async with``."""
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """The constructor, for a coroutine: the loop goes on while workers start and environments are made, which
+        takes seconds. ``async with await MultiAsyncCollector.create(…) as collector:``
+
+        Cancelled, it raises when what was being made has been shut down again.
+        """
+        made: list[Self] = []
+        try:
+            await elsewhere("asyncsync-collector-start", lambda: made.append(cls(*args, **kwargs)))
+        except asyncio.CancelledError:
+            for one in made:
+                await one._shutdown_elsewhere()
+            raise
+        return made[0]
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End it. Idempotent."""
+
+    async def _shutdown_elsewhere(self) -> None:
+        """:meth:`shutdown` without blocking the running loop."""
+        await elsewhere("asyncsync-collector-end", self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._shutdown_elsewhere()

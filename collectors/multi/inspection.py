@@ -1,0 +1,124 @@
+"""What can be asked of a collector's workers, between two of their rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from tensordict import TensorDict
+
+from asyncsync.collectors.inspection import InspectionAPI, as_calls
+from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls
+from asyncsync.collectors.multi.driver import Driver
+from asyncsync.collectors.profiling import ProfileConfig
+from asyncsync.collectors.workers.channel import loads
+from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.schemes.none import NoSyncCore
+
+__all__ = ["GroupInspection"]
+
+
+class GroupInspection(InspectionAPI):
+    """A part of :class:`asyncsync.collectors.multi.group_collector.GroupCollector`. What comes from a worker is a copy;
+    what it raises there is raised here."""
+
+    num_workers: int
+    _group: WorkerGroup
+    _driver: Driver
+    _calls: Calls
+    _sender_schemes: dict[str, Any]
+
+    # -- attributes and calls -----------------------------------------------------------------------------------------
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        timeout: float = CALL_SECONDS,
+    ) -> list[Any]:
+        """Call a method of each worker's collector, and return what the calls return, in the workers' order.
+
+        Args:
+            method_name: its name, or the path to it, as of :meth:`cascade_execute`.
+            list_of_args: positional arguments for each worker.
+            list_of_kwargs: keyword arguments for each worker.
+            timeout: seconds; workers answer between two rollouts.
+
+        Raises:
+            ValueError: another number of entries than there are workers; no such method.
+            TypeError: what is there cannot be called.
+            AckTimeout: not within the timeout; workers do it all the same.
+            Exception: what a call raises.
+        """
+        calls = as_calls(list_of_args, list_of_kwargs, self.num_workers)
+        given = {worker: (method_name, *call) for worker, call in enumerate(calls)}
+        return self._calls.each("execute", given, timeout)
+
+    def get_distant_attr(self, attr: str, *, timeout: float = CALL_SECONDS) -> list[Any]:
+        """What an attribute path leads to from each worker's collector: ``env.transform[0].scale``, say. In the
+        workers' order; of a worker that has workers, a list of theirs.
+
+        Raises:
+            AttributeError: no such path.
+            AckTimeout: not within the timeout (seconds); workers answer between two rollouts.
+        """
+        return self._read("get_distant_attr", attr, timeout=timeout)
+
+    def getattr_policy(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
+        """An attribute of the first worker's policy, or what a path leads to from it. Raises as
+        :meth:`get_distant_attr`."""
+        return self._read("getattr_policy", attr, workers=[0], timeout=timeout)[0]
+
+    def getattr_env(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
+        """An attribute of the first worker's environment, or what a path leads to from it. Raises as
+        :meth:`get_distant_attr`."""
+        return self._read("getattr_env", attr, workers=[0], timeout=timeout)[0]
+
+    def _read(self, method: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float) -> list[Any]:
+        return [loads(answer) for answer in self._calls("read", method, arguments, workers=workers, timeout=timeout)]
+
+    def get_cached_weights(self, model_id: str) -> TensorDict | None:
+        """A copy of the weights of this model that were sent last to everybody; None: there are none."""
+        scheme = self._sender_schemes.get(model_id)
+        if scheme is None or isinstance(scheme, NoSyncCore):
+            return None
+        held: TensorDict | None = scheme._bus._look(scheme._held_weights)
+        return held
+
+    # -- statistics and profiles --------------------------------------------------------------------------------------
+
+    def stats(
+        self,
+        workers: Literal["aggregate", "per_worker", "both"] = "aggregate",
+        *,
+        timeout: float = CALL_SECONDS,
+    ) -> dict[str, int | float | bool]:
+        """How far it has come, and how many ``workers`` there are, of which ``workers_alive`` run.
+
+        Args:
+            workers: "aggregate": this collector's, as of any other, which neither waits nor changes anything;
+                "per_worker": each worker's, as ``worker_0/frames`` and so on; "both".
+            timeout: seconds; workers answer between two rollouts, or while they are paused.
+
+        Raises:
+            ValueError: any other ``workers``.
+            AckTimeout: not within the timeout.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ValueError(f"workers must be 'aggregate', 'per_worker' or 'both', not {workers!r}")
+        found = {} if workers == "per_worker" else super().stats()
+        found |= {"workers": self.num_workers, "workers_alive": self._group.alive}
+        if workers != "aggregate":
+            for index, own in enumerate(self._read("stats", timeout=timeout)):
+                found |= {f"worker_{index}/{name}": value for name, value in own.items()}
+        return found
+
+    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+        named = config or self._profile_config
+        chosen = named.workers if named is not None and not name else list(range(self.num_workers))
+        if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
+            raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has {self.num_workers}, from 0 on")
+        names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
+        self._calls.each("profile", {worker: (config, own) for worker, own in names.items()})

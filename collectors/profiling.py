@@ -1,0 +1,146 @@
+"""Profiles of rollouts, by torch's profiler: what is recorded, and the profiler of one collector.
+
+    profiler = RolloutProfiler(ProfileConfig(num_rollouts=3, save_path="worker_{worker_idx}.json"), "0")
+    with profiler.rollout():                       # around each rollout, in whatever thread it runs
+        ...
+    profiler.stop()                                # before num_rollouts: what was recorded until now is written
+
+Names and defaults follow TorchRL's ``ProfileConfig``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+__all__ = ["ProfileConfig", "RolloutProfiler"]
+
+_ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+
+
+@dataclass
+class ProfileConfig:
+    """What :meth:`asyncsync.collectors.Collector.enable_profile` records.
+
+    Attributes:
+        workers: indices of the workers of a collector with workers.
+        num_rollouts: rollouts until the profile ends, those for warming up included.
+        warmup_rollouts: the first so many are not recorded.
+        save_path: of the trace, in which ``{worker_idx}`` stands for the worker; None:
+            ``./collector_profile_{worker_idx}.json``. Directories are made.
+        activities: "cpu", "cuda"; the latter is left out where there is no CUDA.
+        record_shapes, profile_memory, with_stack, with_flops: as of ``torch.profiler.profile``.
+        on_trace_ready: called with the profiler where the rollouts are, instead of writing a file; it travels by
+            cloudpickle.
+
+    Raises:
+        ValueError: no rollout would be recorded, or an unknown activity.
+    """
+
+    workers: list[int] = field(default_factory=lambda: [0])
+    num_rollouts: int = 3
+    warmup_rollouts: int = 1
+    save_path: str | Path | None = None
+    activities: list[str] = field(default_factory=lambda: ["cpu", "cuda"])
+    record_shapes: bool = True
+    profile_memory: bool = False
+    with_stack: bool = True
+    with_flops: bool = False
+    on_trace_ready: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup_rollouts < 0:
+            raise ValueError(f"warmup_rollouts must be at least 0, not {self.warmup_rollouts}")
+        if self.num_rollouts <= self.warmup_rollouts:
+            raise ValueError(
+                f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts ({self.warmup_rollouts}), "
+                "which are not recorded"
+            )
+        if unknown := [name for name in self.activities if name.lower() not in _ACTIVITIES]:
+            raise ValueError(f"unknown activities {unknown}: choose of {list(_ACTIVITIES)}")
+
+    def get_save_path(self, worker_idx: int | str) -> Path:
+        """Where the trace of this worker is written."""
+        path = "./collector_profile_{worker_idx}.json" if self.save_path is None else str(self.save_path)
+        return Path(path.format(worker_idx=worker_idx))
+
+    def get_activities(self) -> list[ProfilerActivity]:
+        """Those of torch that are recorded on this machine."""
+        there = [name.lower() for name in self.activities if name.lower() != "cuda" or torch.cuda.is_available()]
+        return [_ACTIVITIES[name] for name in there]
+
+    def should_profile_worker(self, worker_idx: int) -> bool:
+        """Whether this worker is recorded."""
+        return worker_idx in self.workers
+
+
+class RolloutProfiler:
+    """Records the rollouts of one collector as its configuration says; ``name`` stands for ``{worker_idx}``.
+
+    torch records the thread that has begun a profile, and only that thread can end it.
+
+    Raises ValueError: there is nothing to record on this machine; OSError: the trace's directory cannot be made.
+    """
+
+    def __init__(self, config: ProfileConfig, name: str) -> None:
+        self._config = config
+        self._path = config.get_save_path(name)
+        self._rollouts = 0
+        self._profile: Any = None
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+        if not config.get_activities():
+            raise ValueError(f"activities={config.activities}, but this machine has none of them: add 'cpu'")
+        if config.on_trace_ready is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a profile was begun, and has not ended."""
+        return self._profile is not None
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """A block for one rollout. Its end may write the trace, and raises what that raises."""
+        if self._is_over:
+            self.stop()
+            yield
+            return
+        if self._profile is None and self._rollouts >= self._config.warmup_rollouts:
+            self._begin()
+        with record_function(f"Collector.rollout {self._rollouts}"):
+            yield
+        self._rollouts += 1
+        if self._is_over or self._rollouts >= self._config.num_rollouts:
+            self.stop()
+
+    def _begin(self) -> None:
+        config = self._config
+        begun = profile(
+            activities=config.get_activities(),
+            on_trace_ready=self._save if config.on_trace_ready is None else config.on_trace_ready,
+            record_shapes=config.record_shapes,
+            profile_memory=config.profile_memory,
+            with_stack=config.with_stack,
+            with_flops=config.with_flops,
+        )
+        begun.start()
+        self._profile, self._thread = begun, threading.current_thread()
+
+    def _save(self, recorded: Any) -> None:
+        recorded.export_chrome_trace(str(self._path))
+
+    def stop(self) -> None:
+        """End the profile, and write what was recorded: now, in the thread that has begun it; any other leaves it to
+        that thread's next call or rollout. Idempotent."""
+        self._is_over = True
+        if self._thread is threading.current_thread():
+            recorded, self._profile, self._thread = self._profile, None, None
+            recorded.stop()
