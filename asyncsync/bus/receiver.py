@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from asyncsync.bus.applying import Applying
+from asyncsync.bus.applying import GATE_POLL, Applying
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fetching import Fetches
 from asyncsync.bus.link import LINGER_MS, Link
@@ -20,7 +20,7 @@ from asyncsync.bus.receiving import Receiving
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
@@ -93,14 +93,15 @@ class ReceiverLink(Link):
 
     async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Update another model under this name from now on, beginning with what this worker should have."""
-        staged = self.subscriber.staged
-
-        def done() -> bool:
+        staged, deadline = self.subscriber.staged, self.loop.time() + timeout
+        leave = Writer(self.subscriber.models[model_id].leave_slabs, lambda error: None)
+        staged.abandon()
+        while staged or not self.gate.try_apply(leave):  # what the gate has begun with still goes to the old model
+            if self.loop.time() >= deadline:
+                raise AckTimeout(f"{model_id!r} was not replaced: for {timeout:g} s it was being read or updated")
+            await asyncio.sleep(GATE_POLL)
+            self.check()
             staged.abandon()
-            return not staged  # what the gate has begun with still goes to the model that was there before
-
-        if not await self.wait(done, timeout):
-            raise AckTimeout(f"{model_id!r} was not replaced: for {timeout:g} s an update of it was being applied")
         self.subscriber.replace(model_id, binding, self.loop.time())
         self.settle()
 

@@ -68,7 +68,7 @@ class EpisodeCollector(Collector):
             frames_per_batch=frames_per_batch * environments.batch_size_of(env).numel(),
             **arguments,
         )
-        self._rollouts.policy.eval()
+        self._rollouts.policy.train(False)
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Reset, and roll out the episodes; all of them see the same version of the weights. Returns ``reward`` (the

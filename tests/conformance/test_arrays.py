@@ -230,7 +230,9 @@ class Empty:
         self.text, self.number = np.array(["a"]), 3
 
 
-@pytest.mark.parametrize("wrong", [Empty(), Empty, object(), 3.0, "text", [np.zeros(3)]], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [Empty(), Empty, object(), 3.0, "text", [np.zeros(3)]], ids=lambda x: type(x).__name__
+)
 def test_r235_what_has_no_arrays_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match="a NumPy array or an object whose attributes are arrays, not"):
         sync.ZMQWeightSyncScheme().init_on_receiver("policy", model=wrong, worker_idx=0)

@@ -207,7 +207,7 @@ def test_r226_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: py
         given = options(replay_buffer=SharedBuffer(tmp_path))
         collector = MultiAsyncCollector([make(fail_at=8)], policy(), **given)
         collector.start()
-        collector._driver.wait_for_watcher(30)
+        collector._driver.wait_for_watcher()
         return collector
 
     with pytest.raises(ValueError, match="the environment has failed"):

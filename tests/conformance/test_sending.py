@@ -127,7 +127,7 @@ async def test_r071_worker_ids_choose_the_workers_and_the_others_keep_what_they_
 
 async def test_r072_send_async_returns_when_the_workers_have_applied(api: Api) -> None:
     parameters = inspect.signature(api.WeightSyncScheme.send_async).parameters
-    assert list(parameters) == ["self", "weights", "worker_ids", "timeout"]
+    assert list(parameters) == ["self", "weights", "worker_ids", "timeout", "metadata"]
     async with api.crew(2) as everybody:
         calls = [bare(everybody.sender).send_async(Model(value)) for value in range(1, 6)]
         versions = await asyncio.gather(*calls)

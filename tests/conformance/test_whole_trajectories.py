@@ -208,7 +208,7 @@ def test_r219_a_batch_belongs_to_whoever_got_it() -> None:
             "trajs_per_batch writes whole trajectories.*leave extend_buffer out",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_r219_arguments_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncsync.protocol.leases import WorkerLeases
+from asyncsync.protocol.leases import Leases
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import shared_workers
 from helpers.blocking_crew import idle, new_sender, start
@@ -132,7 +132,7 @@ def test_r194_no_forward_of_a_million_of_two_threads_is_torn_while_slots_are_wri
 @pytest.mark.parametrize("broken", ["gate", "leases"])
 def test_r194_the_oracle_of_two_threads_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "leases":
-        monkeypatch.setattr(WorkerLeases, "report", release_too_early)
+        monkeypatch.setattr(Leases, "report", release_too_early)
     sender = slot_sender(SharedMemWeightSyncScheme, MIB, map_above=0)
     torn, *_ = read_under_fire(sender, shared_workers.forwards, MIB, 4000, None, broken == "gate")
     assert torn > 0

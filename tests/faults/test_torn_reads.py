@@ -13,7 +13,7 @@ import pytest
 
 from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.fastpath.sender import SteadySender
-from asyncsync.protocol.leases import WorkerLeases
+from asyncsync.protocol.leases import Leases
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
@@ -230,7 +230,7 @@ async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
 async def test_r194_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorkerLeases, "report", release_too_early)
+    monkeypatch.setattr(Leases, "report", release_too_early)
     results = await read_under_fire(
         schemes, [start(SharedWorker)], MIB, 4000, kind=SharedMemWeightSyncScheme, map_above=0, broken=True
     )

@@ -76,9 +76,9 @@ def _resident() -> int:
     return int(line.split()[1]) * 1024
 
 
-def release_too_early(self: Any, last: int, kept: Any) -> None:
-    """What ``WorkerLeases.report`` must not be."""
-    self.release()
+def release_too_early(self: Any, nonce: bytes, last: int, in_use: Any) -> None:
+    """What ``Leases.report`` must not be."""
+    self.release(nonce)
 
 
 class BatchNormed(nn.Module):
