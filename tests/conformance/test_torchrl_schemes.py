@@ -114,6 +114,10 @@ def test_r229_another_model_takes_the_place_with_the_current_weights(name: str, 
             assert new() == {5}, "the new model's calls are readers"
         sender.wait_version(sender.version, timeout=10)
         assert read(new) == {6}
+        for value in (7, 8, 9):  # wherever these come, it is not where the old model has its tensors
+            fill(source, value)
+            sender.send()
+        assert (read(new), read(old)) == ({9}, {4})
 
 
 def test_r229_a_scheme_that_moves_nothing_takes_another_model_too() -> None:
