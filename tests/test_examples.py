@@ -29,7 +29,8 @@ def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
     here = {"async_trainer", "lora", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "sb3_workers"}
     here |= {"weight_sync_standalone"}
-    there = {"async_collector", "multi_model", "replay_buffer", "weight_sync_collectors"}  # test_examples_collectors.py
+    # test_examples_collectors.py
+    there = {"async_collector", "multi_model", "replay_buffer", "torchrl_collector", "weight_sync_collectors"}
     assert found == here | there
 
 

@@ -34,6 +34,15 @@ def test_r034_r037_the_pages_collector_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_r204_torchrl_collector_learns_with_a_scheme_of_ours(tmp_path: Path) -> None:
+    out = output("torchrl_collector", tmp_path)
+    shown = re.findall(r"(\d+) frames, version (\d+): +([\d.]+) steps per trajectory", out)
+    # Version 1 is what the workers connect with.
+    assert [(int(frames), int(version)) for frames, version, _ in shown] == [(5000 * k, 5 * k + 1) for k in range(1, 7)]
+    assert float(shown[-1][2]) > 1.5 * float(shown[0][2]), "has not learnt"
+
+
+@pytest.mark.thorough
 def test_async_collector_learns_and_acts_with_what_it_has_learnt(tmp_path: Path) -> None:
     out = output("async_collector", tmp_path, "--total-frames", "15360")
     shown = re.findall(r"(\d+) frames, .* s: (\d+) steps a trajectory, version (\d+)", out)

@@ -6,6 +6,8 @@ import importlib.util
 import inspect
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,14 @@ def test_the_reference_is_what_its_script_makes_of_the_docstrings() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PAGE.read_text() == script.page(), "run docs/make_reference.py"
+
+
+@pytest.mark.timeout(60)
+def test_the_page_for_those_who_come_from_torchrl_has_all_its_public_names() -> None:
+    """In a program of its own: TorchRL changes this process when it is imported."""
+    script = SOURCE / "docs/compare_torchrl.py"
+    ended = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # -- docs/architecture.md ----------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""Writes the tables of docs/from-torchrl.md: TorchRL's public names beside ours. Run me: python docs/compare_torchrl.py;
+with --check, nothing is written, and the exit code is 1 where the page is not what it should be.
+
+The tables are made of the installed TorchRL and of asyncsync. A name of TorchRL's that asyncsync has not, an argument,
+or an attribute, needs a line in REASONS: without one this script raises, and so does its test, when a new TorchRL has
+something that nobody has thought of yet.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("from-torchrl.md")
+MODULES = {
+    "torchrl.weight_update": ("asyncsync.sync", "asyncsync.collectors"),
+    "torchrl.collectors": ("asyncsync.collectors",),
+    "torchrl.collectors.distributed": ("asyncsync.collectors",),
+}
+LATER = "not yet: a later version brings RPC, torch.distributed and Ray"
+REASONS = {
+    # names of modules
+    "BaseCollector": "`asyncsync.collectors.base.BaseCollector`; not exported, as nothing is derived from it directly",
+    "AsyncCollector": "`MultiAsyncCollector([create_env_fn], …)`: the same with one worker",
+    "AsyncBatchedCollector": "no: for many environments and one policy, `GymEnv(…, num_envs=n)` in a `Collector`",
+    "InitialSyncTransport": "no: every transport of ours brings the first weights in `connect`",
+    "WeightSyncBackend": "no: a type alias of names; `WeightSyncScheme.from_backend` knows them",
+    "RemoteModuleWeightUpdater": "no: a scheme sends to any process that has one of its receivers",
+    "DEFAULT_SLURM_CONF": LATER,
+    "submitit_delayed_launcher": LATER,
+    "RayEvalWorker": LATER,
+    # arguments and attributes of classes, "Class.name" or "*.name"
+    "*.verbose": "no: use `logging`, the logger is `asyncsync`",
+    "*.args": "signatures are written out",
+    "*.kwargs": "signatures are written out",
+    "*.trajs_per_batch": "an argument of the constructor; no attribute",
+    "*.trajs_per_write": "an argument of the constructor; no attribute",
+    "*.traj_format": "an argument of the constructor; no attribute",
+    "MultiSyncCollector.sync": "no: it is the synchronous one",
+    "MultiAsyncCollector.sync": "no: it is the asynchronous one",
+    "Evaluator.collector_cls": "no: an evaluation is a loop of its own, which ends with the episodes",
+    "Evaluator.num_gpus": LATER,
+    "Evaluator.ray_kwargs": LATER,
+    "RandomPolicy.set_action_spec_from_env": "no: the collector gives it the environment's",
+    "MPTransport.ack_queue": "no: acknowledgements travel on the bus",
+    "MPTransport.weight_queue": "no: the weights' handle travels on the bus",
+    "MPTransport.timeout": "no: each wait takes `timeout=`",
+    "MPTransport.send_weights_async": "no: `send_async` of the scheme",
+    "SharedMemTransport.register_weights": "no: `init_on_sender` of the scheme",
+    "SharedMemTransport.send_ack": "no: acknowledgements travel on the bus",
+    "SharedMemTransport.unique_weights": "no: a slot holds one version, whoever it is for",
+}
+# Instances have these.
+OF_INSTANCES = {"strategy", "post_hooks", "collectors"}
+DISTRIBUTED = re.compile("Ray|RPC|Distributed")
+
+
+def tables() -> dict[str, str]:
+    """By title, in Markdown. Raises LookupError: a name of TorchRL's that is neither ours nor in REASONS."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "names": _table("TorchRL", "asyncsync", [row for module in MODULES for row in _names(module)]),
+            "parts": _table("TorchRL", "what there is instead", [row for module in MODULES for row in _parts(module)]),
+        }
+
+
+def written() -> str:
+    """The page with these tables in it."""
+    text = PAGE.read_text()
+    for title, table in tables().items():
+        begin, end = f"<!-- {title} -->\n", f"<!-- end of {title} -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+    return "\n".join([f"| {left} | {right} |", "|---|---|", *(f"| {theirs} | {ours} |" for theirs, ours in rows), ""])
+
+
+def _ours(module: str, name: str) -> tuple[str, Any]:
+    for place in MODULES[module]:
+        if (found := getattr(import_module(place), name, None)) is not None:
+            return place, found
+    return "", None
+
+
+def _names(module: str) -> list[tuple[str, str]]:
+    rows = []
+    for name in import_module(module).__all__:
+        place, ours = _ours(module, name)
+        if ours is not None:
+            what = f"`{place}.{name}`"
+        elif name in REASONS:
+            what = REASONS[name]
+        elif DISTRIBUTED.search(name):
+            what = LATER
+        else:
+            raise LookupError(f"{module}.{name} is new: give asyncsync one, or say in REASONS why it has none")
+        rows.append((f"`{module}.{name}`", what))
+    return rows
+
+
+def _parts(module: str) -> list[tuple[str, str]]:
+    """Arguments and attributes of classes of both that ours lack."""
+    known = set(dir(import_module("torch.utils.data").IterableDataset)) | OF_INSTANCES
+    rows = []
+    for name in import_module(module).__all__:
+        theirs, (_, ours) = getattr(import_module(module), name), _ours(module, name)
+        if ours is None or not inspect.isclass(theirs):
+            continue
+        lacks = [p for p in inspect.signature(theirs).parameters if p not in inspect.signature(ours).parameters]
+        lacks += [a for a in dir(theirs) if not (a.startswith("_") or hasattr(ours, a) or a in known or a in lacks)]
+        for part in lacks:
+            if (why := REASONS.get(f"{name}.{part}", REASONS.get(f"*.{part}"))) is None:
+                raise LookupError(f"{module}.{name} has {part!r}, which is new: give ours one, or say why it has none")
+            rows.append((f"`{name}`: `{part}`", why))
+    return [row for row in rows if row[1] != REASONS["*.args"]]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(0 if PAGE.read_text() == written() else "run docs/compare_torchrl.py")
+    PAGE.write_text(written())
