@@ -1,5 +1,7 @@
-"""Writes the tables of docs/from-torchrl.md: TorchRL's public names beside ours. Run me: python docs/compare_torchrl.py;
-with --check, nothing is written, and the exit code is 1 where the page is not what it should be.
+"""Writes the tables of docs/from-torchrl.md: TorchRL's public names beside ours.
+
+Run me: python docs/compare_torchrl.py. With --check, nothing is written, and the exit code is 1 where the page is not
+what it should be.
 
 The tables are made of the installed TorchRL and of asyncsync. A name of TorchRL's that asyncsync has not, an argument,
 or an attribute, needs a line in REASONS: without one this script raises, and so does its test, when a new TorchRL has
