@@ -18,10 +18,10 @@ pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore"), pytest.mark.t
 SHARED, PROCESS, ZMQ = "SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"
 SYNC, ASYNC = "MultiSyncCollector", "MultiAsyncCollector"
 thorough = pytest.mark.thorough
-SOME = [SHARED, pytest.param(PROCESS, marks=thorough), pytest.param(ZMQ, marks=thorough)]
 
 
-@pytest.mark.parametrize("name", SOME)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_r204_workers_of_a_multi_sync_collector_have_the_trainers_weights_after_each_update(name: str) -> None:
     found = in_program(programs.trained, name, SYNC)
     assert [batch["shown"] for batch in found] == [[4.0 * i] for i in range(6)]
