@@ -303,8 +303,10 @@ def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> Non
     async def leave() -> None:
         raise SystemExit(3)
 
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
     patient, keeper = Patient(), Bus()
-    patient.clean.set()
     if busy:
         keeper.open()
     cancelled: list[BaseException] = []
@@ -320,6 +322,9 @@ def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> Non
     assert patient.begun.wait(5)
     with pytest.raises(SystemExit):
         loop_thread.run(leave)
+    assert patient.cancelled.wait(5)  # the ended loop cleans up, which takes time
+    assert loop_thread.run(loop) is not patient.task.get_loop()
+    patient.clean.set()
     other.join(5)
     assert len(cancelled) == 1
     assert loop_thread.run(answer) == 42

@@ -96,13 +96,17 @@ class LoopThread:
                 self._ready.release()
                 if self.unwanted:
                     loop.call_soon_threadsafe(self.end_if_idle)
-                runner.run(self.end.wait())
+                try:
+                    runner.run(self.end.wait())
+                finally:
+                    # A SystemExit may have ended the loop. The clean-up lets callers go on, whose next calls must not
+                    # come here.
+                    self.over = True
+                    _forget(self)
         finally:
             at_exit.cancel()
-            # The process ends, or a SystemExit has ended the loop: no caller waits, or tries to call, without end.
+            # The process ends, or a SystemExit has ended the loop: no caller waits without end.
             if self.exiting or not self.end.is_set():
-                self.over = True
-                _forget(self)
                 for call in list(self.calls):
                     call.abandon()
 
