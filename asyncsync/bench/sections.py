@@ -33,7 +33,8 @@ def names() -> list[str]:
 
 
 async def throughput(stage: Stage) -> list[Figure]:
-    """asyncsync over tcp and ipc, gloo in four ways, one memcpy; by payload and number of receivers."""
+    """asyncsync over tcp and ipc, from one module to others, gloo in four ways, one memcpy; by payload and number of
+    receivers."""
     crew, figures = stage.crew, []
     store = f"{stage.directory}/gloo"
     stage.progress("gloo's processes find each other")
@@ -42,7 +43,7 @@ async def throughput(stage: Stage) -> list[Figure]:
     for index in range(WORKERS + 1):
         await crew.answer(index)
     for payload in stage.plan.payloads:
-        weights = payload.weights()
+        source = payload.module()
         for workers in (1, 2):
             stage.progress(f"throughput, {payload.name} to {workers}")
             await crew.ask_all(range(workers), "load", payload)
@@ -51,12 +52,13 @@ async def throughput(stage: Stage) -> list[Figure]:
             systems: dict[str, System] = {}
             async with AsyncExitStack() as stack:
                 for kind in ("tcp", "ipc"):
-                    scheme = await stack.enter_async_context(ours.opened(crew, payload, weights, workers, kind))
+                    await crew.ask_all(range(workers), "load", payload, module=kind)
+                    scheme = await stack.enter_async_context(ours.opened(crew, kind, source, workers, kind))
                     name = f"asyncsync {kind}"
-                    systems[name] = ours.updating(scheme, weights)
-                    await blank(crew, payload, workers)
+                    systems[name] = ours.updating(scheme, source)
+                    await blank(crew, kind, workers)
                     await systems[name]()
-                    await check(crew, payload, workers, name, peers.digest(weights.values()))
+                    await check(crew, kind, workers, name, peers.digest(source.parameters()))
                 for how in peers.GLOO:
                     name, flat = f"gloo {how}", how.endswith("bare")
                     systems[name] = _gloo(crew, how, workers)
