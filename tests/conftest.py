@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import closing
 from multiprocessing.util import Finalize
 
 import pytest
@@ -21,6 +22,7 @@ import uvloop
 import zmq
 
 from helpers.apis import QUICK, SETS, Api
+from helpers.collecting_torchrl import Programs
 from helpers.leaks import no_leaks, no_tasks
 
 
@@ -87,6 +89,13 @@ def api(request: pytest.FixtureRequest) -> Api:
     if not given.is_fast:
         request.getfixturevalue("monkeypatch").setenv("ASYNCSYNC_FAST", "0")
     return given
+
+
+@pytest.fixture(scope="session")
+def in_program(_no_leaks_by_session: None) -> Iterator[Programs]:
+    """Runs functions in programs of their own that have imported TorchRL."""
+    with closing(Programs()) as programs:
+        yield programs
 
 
 @pytest.fixture(scope="session", autouse=True)

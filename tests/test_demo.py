@@ -97,6 +97,7 @@ async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread
     assert private_directories() == []
 
 
+@pytest.mark.thorough
 def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path) -> None:
     with demo(
         tmp_path, "--target-return", "40", "--max-seconds", "40", "--workers", "1", "--plot", "return.png"

@@ -129,6 +129,7 @@ def test_r215_pythonpath_alone_works(clone: Path, python: Path, tmp_path: Path) 
     assert where(python, tmp_path, PYTHONPATH=str(clone))[0] == in_the_clone(clone)
 
 
+@pytest.mark.thorough
 def test_every_module_of_the_checkout_is_installed(clone: Path, python: Path) -> None:
     pip_install(python, str(clone))
     wanted = {
@@ -179,5 +180,6 @@ assert state() == before, (state(), before)
 """
 
 
+@pytest.mark.thorough
 def test_r188_import_starts_no_thread_process_socket_or_loop_and_needs_no_optional_library(tmp_path: Path) -> None:
     run(sys.executable, IMPORTS, *OPTIONAL, cwd=tmp_path)

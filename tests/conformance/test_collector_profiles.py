@@ -102,6 +102,7 @@ def test_r225_workers_that_write_to_a_replay_buffer_are_recorded(tmp_path: Path)
     assert rollouts(tmp_path / "0.json") == [1, 2]
 
 
+@pytest.mark.thorough
 def test_r225_workers_of_workers_are_recorded_each(tmp_path: Path) -> None:
     inner = functools.partial(MultiSyncCollector, start_method="forkserver")
     with MultiSyncCollector(

@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from asyncsync.collectors import MultiSyncCollector, split_trajectories
 from helpers import collecting_torchrl
 from helpers.collecting_multi import options
+from helpers.collecting_torchrl import Programs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,9 +21,9 @@ COMMON: dict[str, Any] = {"frames_per_batch": 24, "total_frames": 72, "max_frame
 
 
 @pytest.fixture(scope="module")
-def theirs() -> list[TensorDictBase]:
+def theirs(in_program: Programs) -> list[TensorDictBase]:
     """What TorchRL collects."""
-    found = collecting_torchrl.in_program(collecting_torchrl.in_their_collector, COMMON)
+    found = in_program(collecting_torchrl.in_their_collector, COMMON)
     return [TensorDict({k: torch.from_numpy(v) for k, v in data.items()}, size) for size, data in found]
 
 
@@ -63,15 +64,15 @@ def test_the_same_concatenated_and_split(theirs: list[TensorDictBase]) -> None:
 
 
 @pytest.mark.thorough
-def test_r165_torchrls_replay_buffer_is_filled_by_the_workers() -> None:
+def test_r165_torchrls_replay_buffer_is_filled_by_the_workers(in_program: Programs) -> None:
     arguments = {"frames_per_batch": 10, "total_frames": 60}
-    written, shape = collecting_torchrl.in_program(collecting_torchrl.in_their_buffer, arguments)
+    written, shape = in_program(collecting_torchrl.in_their_buffer, arguments, start_method="spawn")
     assert written == 60
     assert shape == [8, 4]
 
 
 @pytest.mark.thorough
-def test_r228_an_evaluator_finds_out_what_torchrls_does() -> None:
-    theirs, mine = (collecting_torchrl.in_program(collecting_torchrl.evaluated, ours) for ours in (False, True))
+def test_r228_an_evaluator_finds_out_what_torchrls_does(in_program: Programs) -> None:
+    theirs, mine = (in_program(collecting_torchrl.evaluated, ours) for ours in (False, True))
     assert mine == theirs | {"eval/policy_version": 1}
     assert (mine["eval/reward"], mine["eval/num_episodes"], mine["eval/step"]) == (7.0, 10, 40)

@@ -178,10 +178,10 @@ def test_r219_one_place_checks_the_arguments() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-def test_r219_workers_give_torchrls_trajectories() -> None:
+def test_r219_workers_give_torchrls_trajectories(in_program: collecting_torchrl.Programs) -> None:
     frames = {"frames_per_batch": 24, "total_frames": 240, "max_frames_per_traj": 7}
     arguments = frames | {"trajs_per_batch": 1, "traj_format": "cat"}
-    theirs = collecting_torchrl.in_program(collecting_torchrl.in_their_collector, arguments)
+    theirs = in_program(collecting_torchrl.in_their_collector, arguments)
     factories = [collecting_torchrl.make_env] * 2
     with MultiSyncCollector(factories, collecting_torchrl.make_policy(), **options(**arguments)) as collector:
         collector.set_seed(3)

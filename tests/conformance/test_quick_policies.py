@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from helpers import collecting_torchrl
 from helpers.collecting_multi import acted, make, options, policy
 from helpers.collecting_single import Actor, WalkEnv, needs_torchrl, torchrl, torchrl_walk
+from helpers.collecting_torchrl import Programs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -84,9 +84,9 @@ def compiled_for_real() -> None:
 
 @pytest.mark.thorough
 @needs_torchrl
-def test_r221_compiled_for_real_as_by_torchrl() -> None:
+def test_r221_compiled_for_real_as_by_torchrl(in_program: Programs) -> None:
     # In a program of its own: the compiler keeps a thread for as long as that lasts.
-    collecting_torchrl.in_program(compiled_for_real)
+    in_program(compiled_for_real)
 
 
 @pytest.mark.thorough

@@ -247,7 +247,9 @@ def names() -> dict[int, str]:
     return {int(row[6]): row[7] for row in rows if len(row) > 7}
 
 
-@pytest.mark.parametrize(("start_method", "workers"), [("spawn", 1), ("forkserver", 2)])
+@pytest.mark.parametrize(
+    ("start_method", "workers"), [pytest.param("spawn", 1, marks=pytest.mark.thorough), ("forkserver", 2)]
+)
 def test_r202_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reach(
     start_method: str, workers: int
 ) -> None:

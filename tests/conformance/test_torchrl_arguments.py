@@ -151,9 +151,9 @@ def test_r222_an_interruptor_ends_rollouts_as_torchrls(size: tuple[int, ...], st
 
 @needs_torchrl
 @pytest.mark.thorough
-def test_r222_torchrls_own_interruptor() -> None:
-    # In a program of its own, as its memory stays for as long as that lasts.
-    assert collecting_torchrl.in_program(collecting_torchrl.with_their_interruptor) == [10, 1, 1, 10]
+def test_r222_torchrls_own_interruptor(in_program: collecting_torchrl.Programs) -> None:
+    # In another process, as its memory stays for as long as that lasts.
+    assert in_program(collecting_torchrl.with_their_interruptor) == [10, 1, 1, 10]
 
 
 def test_r222_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:

@@ -19,10 +19,14 @@ from helpers.blocking_workers import follow
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("running", [False, True], ids=["before the loop runs", "while it runs"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "running"),
+    # What is spawned has nothing of this process's loop.
+    [("fork", False), ("fork", True), ("forkserver", False), ("forkserver", True), ("spawn", True)],
+)
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_r035_r201_workers_of_every_start_method(kind: type, method: str, running: bool) -> None:
+    """``running``: while the loop of this process's blocking schemes runs."""
     if running:
         with crew(of=kind) as (other, [receiver]):
             follows(kind, method)

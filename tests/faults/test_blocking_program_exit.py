@@ -126,14 +126,14 @@ def test_r201_a_program_ends_while_daemon_threads_are_blocked(
 LADEN = """
 import torch
 if sys.argv[1] == "fork" and (child := os.fork()):
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-SIZE = 1 << 26
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))  # the exit that is meant is the child's
+SIZE = 1 << 24
 memory = os.memfd_create("laden")
 os.ftruncate(memory, SIZE)
 
 def connect():
-    # Unmapped when the call is ended, one after another: a tenth of a second, and all of it in torch, without the GIL.
-    laden = [torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=SIZE, dtype=torch.uint8) for _ in range(200)]
+    # Unmapped when the call is ended, one after another, and all of it in torch, without the GIL.
+    laden = [torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=SIZE, dtype=torch.uint8) for _ in range(100)]
     for tensor in laden:
         tensor[::4096].sum()
     entered.set()

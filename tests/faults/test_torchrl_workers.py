@@ -6,7 +6,7 @@ import pytest
 
 from helpers import torchrl_failures as programs
 from helpers.collecting_single import needs_torchrl
-from helpers.collecting_torchrl import in_program
+from helpers.collecting_torchrl import Programs
 
 pytest.importorskip("gymnasium")
 pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120), pytest.mark.thorough]
@@ -16,17 +16,20 @@ NAMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeight
 
 @pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
 @pytest.mark.parametrize("name", NAMES)
-def test_r204_a_killed_worker_ends_an_update_and_the_collection_with_an_error(name: str, kind: str) -> None:
+def test_r204_a_killed_worker_ends_an_update_and_the_collection_with_an_error(
+    in_program: Programs, name: str, kind: str
+) -> None:
     found = in_program(programs.killed, name, kind)
     assert found["update"] == {0: "PeerLost"}
     assert found["acked"] == [1]
     assert found["seconds"] < 10
-    # TorchRL's own: it ends the other worker, and fails with ValueError where that takes longer than a moment.
-    assert found["next"] in ("RuntimeError", "ValueError")
+    # TorchRL's own: it ends the other worker, and fails with ValueError where that takes longer than a moment. Where
+    # the killed one has put a batch into the queue, there is nobody to take the files of its tensors from.
+    assert found["next"] in ("RuntimeError", "ValueError", "ConnectionRefusedError", "FileNotFoundError")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_r204_a_worker_that_fails_to_start_is_shown_with_its_traceback(name: str) -> None:
+def test_r204_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_program: Programs, name: str) -> None:
     kind, text = in_program(programs.fails_to_start, name)
     assert kind == "NotConnected"
     assert "Worker 1 has raised:" in text
@@ -34,13 +37,13 @@ def test_r204_a_worker_that_fails_to_start_is_shown_with_its_traceback(name: str
     assert "in _broken" in text
 
 
-def test_r204_a_worker_that_is_killed_before_it_is_connected() -> None:
+def test_r204_a_worker_that_is_killed_before_it_is_connected(in_program: Programs) -> None:
     kind, text = in_program(programs.killed_at_start, NAMES[0])
     assert kind == "NotConnected"
     assert "was ended by signal 9 before it was connected" in text
 
 
-def test_r204_weights_that_do_not_fit_the_workers_policies() -> None:
+def test_r204_weights_that_do_not_fit_the_workers_policies(in_program: Programs) -> None:
     kind, text = in_program(programs.mismatched, NAMES[2])
     assert kind == "PartialSendError"
     assert "module.lean" in text

@@ -19,7 +19,7 @@ from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
 pytestmark = pytest.mark.timeout(180)
 
-FORWARDS = 20_000
+FORWARDS = 10_000
 SOAK = 1_000_000
 VERSIONS = 100
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 __all__ = [
+    "Programs",
     "evaluated",
-    "in_program",
     "in_their_buffer",
     "in_their_collector",
     "make_env",
@@ -44,31 +46,69 @@ def make_policy() -> TensorDictModule:
     return TensorDictModule(Leaning(), in_keys=["observation"], out_keys=["action"])
 
 
-def in_program(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a program of its own, which may have processes: torchrl changes settings of
-    multiprocessing and of torch, and leaves things behind."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_report, args=(there, function, args))
-    process.start()
-    there.close()
-    try:
-        assert here.poll(55), "it hangs"
-        result, failure = here.recv()
+class Programs:
+    """Runs functions in programs of their own, one after another: torchrl changes settings of multiprocessing and of
+    torch, and leaves things behind. They are forked off one process, which imports TorchRL and does nothing else: what
+    that takes, ten seconds, is waited for once."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,))
+        self._process.start()
+        there.close()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, start_method: str = "fork") -> Any:
+        """What a function returns in a program in which ``start_method`` is multiprocessing's, as far as TorchRL does
+        not choose another one."""
+        self._pipe.send(pickle.dumps((start_method, function, args)))
+        result, failure = self._pipe.recv()
         assert failure is None, failure
-        process.join(10)
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        here.close()
-    return result
+        return result
+
+    def close(self) -> None:
+        self._process.kill()  # it has nothing of its own
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
 
 
-def _report(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+PRELOADED = [
+    "asyncsync.collectors", "asyncsync.sync", "gymnasium", "torchrl.collectors", "torchrl.data", "torchrl.envs",
+    "torchrl.modules.inference_server"
+]  # fmt: skip
+
+
+def _serve(pipe: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    for name in PRELOADED:
+        import_module(name)
+    context = multiprocessing.get_context("fork")
+    while True:
+        call = pipe.recv()
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_report, args=(there, call))
+        process.start()
+        there.close()
+        try:
+            answer = here.recv() if here.poll(55) else (None, "it hangs")
+            process.join(10)
+        except EOFError:
+            answer = None, "it has ended without a result"
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            here.close()
+        pipe.send(answer)
+
+
+def _report(pipe: Any, call: bytes) -> None:
     try:
+        start_method, function, args = pickle.loads(call)
+        multiprocessing.set_start_method(start_method, force=True)
+        multiprocessing.set_forkserver_preload(PRELOADED)
         pipe.send((function(*args), None))
     except Exception:
         pipe.send((None, traceback.format_exc()))

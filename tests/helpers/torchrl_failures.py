@@ -1,4 +1,4 @@
-"""Programs in which workers of TorchRL's collectors fail; run by ``collecting_torchrl.in_program``."""
+"""Programs in which workers of TorchRL's collectors fail; run by ``collecting_torchrl.Programs``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that hand this library's blocking schemes to TorchRL's collectors; run by ``collecting_torchrl.in_program``.
+"""Programs that hand this library's blocking schemes to TorchRL's collectors; run by ``collecting_torchrl.Programs``.
 
 Their policy writes the sum of its weights into every frame, so a batch shows with which weights it was collected.
 """
@@ -22,16 +22,17 @@ __all__ = ["Showing", "collector_of", "policy_of", "shown"]
 
 
 class Showing(nn.Module):
-    """Goes where the pole leans to, and shows its weights."""
+    """Goes where the pole leans to, and shows its weights, and in which process it does."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
         self.lean = nn.Parameter(torch.tensor([0.0, 0.1, 1.0, 0.5]))
         self.weight = nn.Parameter(torch.full((4,), value))
 
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         action = ((observation * self.lean).sum(-1) > 0).long()
-        return action, self.total().expand(observation.shape[:-1])
+        shape = observation.shape[:-1]
+        return action, self.total().expand(shape), torch.full(shape, os.getpid())
 
     def total(self) -> torch.Tensor:
         return self.weight.detach().sum()
@@ -45,7 +46,7 @@ class Showing(nn.Module):
 
 
 def policy_of(value: float = 0.0) -> TensorDictModule:
-    return TensorDictModule(Showing(value), in_keys=["observation"], out_keys=["action", "shown"])
+    return TensorDictModule(Showing(value), in_keys=["observation"], out_keys=["action", "shown", "process"])
 
 
 def weights_of(value: float) -> TensorDict:
@@ -65,6 +66,14 @@ def collector_of(kind: str, **options: Any) -> Any:
     return getattr(torchrl.collectors, kind)(**options)
 
 
+def begun(batches: list[int], batch: Any) -> int:
+    """Of a MultiAsyncCollector: in answer to which of its batches a worker has begun this one, the next of them.
+    ``batches`` has the workers of those before, and gets this one's."""
+    [worker] = set(batch["process"].flatten().tolist())
+    batches.append(worker)
+    return max((i for i, other in enumerate(batches[:-1]) if other == worker), default=0)
+
+
 def applied(scheme: Any) -> set[int]:
     """The versions that the workers have."""
     return {status.version for status in scheme.status().values()}
@@ -79,13 +88,16 @@ def trained(name: str, kind: str) -> list[dict[str, Any]]:
     policy = policy_of()
     scheme = getattr(sync, name)()
     collector = collector_of(kind, policy=policy, weight_sync_schemes={"policy": scheme})
-    found = []
+    found: list[dict[str, Any]] = []
+    batches: list[int] = []
     for i, batch in enumerate(collector):
         policy.module.fill(i + 1.0)
         collector.update_policy_weights_()
         found.append({"shown": shown(batch), "lag": scheme.version - min(applied(scheme))})
         if kind == "MultiSyncCollector":  # a worker of the other one loses its batch over a question
             found[-1]["workers"] = collector.map_fn("policy.module.read")
+        else:
+            found[-1]["begun"] = begun(batches, batch)
     collector.shutdown()
     return found
 
@@ -110,6 +122,7 @@ def page(library: str, name: str, is_sync: bool, frames: int) -> tuple[int, list
         frames_per_batch=192,
         total_frames=frames,
         weight_sync_schemes={"policy": scheme},
+        **({"start_method": "forkserver"} if library == "asyncsync" else {}),  # TorchRL's takes the program's
     )
     found, shapes, everywhere = 0, set(), True
     for i, data in enumerate(collector):
@@ -124,6 +137,11 @@ def page(library: str, name: str, is_sync: bool, frames: int) -> tuple[int, list
             everywhere &= applied(scheme) == {scheme.version}
     collector.shutdown()
     return found, sorted(shapes), everywhere
+
+
+def pages(library: str, is_sync: bool, frames: dict[str, int]) -> dict[str, Any]:
+    """:func:`page` for the frames of each scheme."""
+    return {name: page(library, name, is_sync, count) for name, count in frames.items()}
 
 
 def distinct(name: str) -> list[tuple[Any, ...]]:
@@ -163,7 +181,7 @@ def alike(name: str) -> tuple[list[float], list[float], list[float]]:
 
     def factory() -> TensorDictModule:
         torch.manual_seed(os.getpid())  # or all of them make the same
-        return TensorDictModule(Local(), in_keys=["observation"], out_keys=["action", "shown"])
+        return TensorDictModule(Local(), in_keys=["observation"], out_keys=["action", "shown", "process"])
 
     collector = collector_of(
         "MultiSyncCollector", policy_factory=factory, weight_sync_schemes={"policy": getattr(sync, name)()}
@@ -251,12 +269,15 @@ def versions(name: str, kind: str) -> dict[str, Any]:
         track_policy_version=True,
         weight_sync_schemes={"policy": getattr(sync, name)()},
     )
-    seen = []
+    found: dict[str, Any] = {"seen": [], "begun": []}
+    batches: list[int] = []
     for batch in collector:
-        seen.append(sorted(set(map(int, batch["next", "policy_version"].flatten().tolist()))))
+        found["seen"].append(sorted(set(map(int, batch["next", "policy_version"].flatten().tolist()))))
+        if kind == "MultiAsyncCollector":
+            found["begun"].append(begun(batches, batch))
         collector.update_policy_weights_()
         collector.increment_version()
-    found: dict[str, Any] = {"seen": seen, "trainer": int(collector.policy_version)}
+    found["trainer"] = int(collector.policy_version)
     if kind == "MultiSyncCollector":
         state = collector.state_dict()
         collector.increment_version()
@@ -267,8 +288,12 @@ def versions(name: str, kind: str) -> dict[str, Any]:
     return found
 
 
-def started(name: str) -> dict[str, Any]:
-    """start(): updates before it, while workers roll out, and between two pauses."""
+def started(names: list[str]) -> dict[str, Any]:
+    """start() with each scheme: updates before it, while workers roll out, and between two pauses."""
+    return {name: _started(name) for name in names}
+
+
+def _started(name: str) -> dict[str, Any]:
     from torchrl.data import LazyTensorStorage, ReplayBuffer
 
     policy = policy_of(1.0)
