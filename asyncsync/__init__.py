@@ -31,11 +31,13 @@ from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, Shared
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
+from asyncsync.transports.torch_distributed import DistributedTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += _errors.__all__
 __all__ += [
     "Bus",
+    "DistributedTransport",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

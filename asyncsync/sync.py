@@ -32,10 +32,12 @@ from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
+from asyncsync.transports.torch_distributed import BlockingDistributedTransport as DistributedTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
     "Bus",
+    "DistributedTransport",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
