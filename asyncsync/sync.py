@@ -28,6 +28,7 @@ from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcessWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
+from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
@@ -38,6 +39,7 @@ from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 __all__ = [
     "Bus",
     "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

@@ -6,17 +6,20 @@ of a store is locked while it waits, so each thread has one of its own.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["Address", "OwnStore", "client_of", "connect", "wait_for"]
+__all__ = ["FOREVER", "LAST_LOOK", "Address", "OwnStore", "client_of", "connect", "innermost", "wait_for"]
 
 Address = tuple[str, int]
 """Host and port of a store."""
@@ -59,11 +62,17 @@ class OwnStore:
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
             )
             _open.add(self._store)
+            weakref.finalize(self, _forget, self._store, os.getpid()).atexit = False
 
     def close(self) -> None:
         """Idempotent."""
         self._bound.close()
         store, self._store = self._store, None
+        _open.discard(store)
+
+
+def _forget(store: Any, pid: int) -> None:
+    if os.getpid() == pid:
         _open.discard(store)
 
 
@@ -82,20 +91,27 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
 
 def client_of(store: Any) -> Any:
     """Another client of the same store. Raises NotConnected: this torch has no queues in stores, or not in this one."""
-    if not hasattr(store, "queue_push") or isinstance(getattr(store, "underlying_store", store), distributed.FileStore):
+    if not hasattr(store, "queue_push") or isinstance(innermost(store), distributed.FileStore):
         raise NotConnected(
-            f"a {type(store).__name__} of torch {distributed.torch.__version__} has no queues: use torch 2.8 or newer, "
-            "and a TCPStore (init_process_group with env:// or tcp://)"
+            f"a {type(innermost(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or newer, "
+            "and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"
         )
     return store.clone()
 
 
-def wait_for(store: Any, key: str, is_over: Callable[[], bool]) -> bytes | None:
-    """The value of a key when there is one; None if it is over before."""
+def innermost(store: Any) -> Any:
+    """The store below all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def wait_for(store: Any, key: str, seconds: float, is_over: Callable[[], bool]) -> bytes | None:
+    """The value of a key when there is one; None if it is over before, or the time is."""
     # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
-    pause = FIRST_LOOK
+    pause, deadline = FIRST_LOOK, time.monotonic() + seconds
     while not store.check([key]):
-        if is_over():
+        if is_over() or time.monotonic() > deadline:
             return None
         time.sleep(pause)
         pause = min(2 * pause, LAST_LOOK)
