@@ -20,6 +20,7 @@ from multiprocessing.util import Finalize
 import pytest
 import uvloop
 import zmq
+from torch.distributed import TCPStore
 
 from helpers.apis import QUICK, SETS, Api
 from helpers.collecting_torchrl import Programs
@@ -102,6 +103,7 @@ def in_program(_no_leaks_by_session: None) -> Iterator[Programs]:
 def _process_wide() -> None:
     """Have the libraries open, before anything is counted, what they open once per process and keep."""
     uvloop.new_event_loop().close()  # libuv's signal pipe
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the same, of torch's libuv
     with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
         a.bind("inproc://warm")
         b.connect("inproc://warm")
