@@ -27,9 +27,11 @@ from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
+from asyncsync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.zmq import ZMQTransport
 
@@ -39,6 +41,9 @@ __all__ += [
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayTransport",
+    "RayWeightSyncScheme",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",

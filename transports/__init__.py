@@ -5,7 +5,8 @@
 
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
+from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.zmq import ZMQTransport
 
-__all__ = ["TAG", "MPTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]
+__all__ = ["TAG", "MPTransport", "RayTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]

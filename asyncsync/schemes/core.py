@@ -110,6 +110,9 @@ class SchemeCore(SchemeState, ABC):
         assert self._receiving is not None
         self._receiving.apply(weights, inplace=inplace)
 
+    def _continue(self, twin: SchemeCore) -> None:
+        """Take over what a subclass has initialised, from the scheme that this one was converted from."""
+
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
     def init_on_sender(

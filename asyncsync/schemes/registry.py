@@ -59,4 +59,5 @@ def convert(scheme: Any, package: str) -> Any:
         if twin._bus._link is None:  # an earlier conversion of this scheme is replaced
             twin._bus._schemes.pop(scheme._topic, None)
         twin._bus._join(twin, scheme._role, scheme._topic)
+        twin._continue(scheme)
     return twin
