@@ -33,11 +33,13 @@ from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
+from asyncsync.transports.torch_distributed import DistributedTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += _errors.__all__
 __all__ += [
     "Bus",
+    "DistributedTransport",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

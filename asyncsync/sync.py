@@ -35,10 +35,12 @@ from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
+from asyncsync.transports.torch_distributed import BlockingDistributedTransport as DistributedTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
     "Bus",
+    "DistributedTransport",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

@@ -7,6 +7,11 @@ from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
 from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
+from asyncsync.transports.torch_distributed import DistributedTransport
 from asyncsync.transports.zmq import ZMQTransport
 
+<<<<<<< HEAD
 __all__ = ["TAG", "MPTransport", "RayTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]
+=======
+__all__ = ["TAG", "DistributedTransport", "MPTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]
+>>>>>>> pairs
