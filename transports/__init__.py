@@ -10,8 +10,12 @@ from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.torch_distributed import DistributedTransport
 from asyncsync.transports.zmq import ZMQTransport
 
-<<<<<<< HEAD
-__all__ = ["TAG", "MPTransport", "RayTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]
-=======
-__all__ = ["TAG", "DistributedTransport", "MPTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]
->>>>>>> pairs
+__all__ = [
+    "TAG",
+    "DistributedTransport",
+    "MPTransport",
+    "RayTransport",
+    "SharedMemTransport",
+    "TransportBackend",
+    "ZMQTransport",
+]
