@@ -28,12 +28,13 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
+from asyncsync.schemes.rpc import RPCWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
-from asyncsync.transports.torch_distributed import DistributedTransport
+from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += _errors.__all__
@@ -43,6 +44,8 @@ __all__ += [
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
     "RayModuleTransformScheme",
     "RayTransport",
     "RayWeightSyncScheme",

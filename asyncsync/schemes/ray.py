@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from asyncsync.arguments import check_bytes
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
 from asyncsync.errors import PeerLost, WeightSyncError
@@ -56,9 +57,10 @@ class RayCore(RemoteCallCore):
     def _reset(self) -> None:
         super()._reset()
         self._holder: Any = None
+        self._info_name = ""  # if it was told another
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_holder"}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_holder", "_info_name")}
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
@@ -73,7 +75,24 @@ class RayCore(RemoteCallCore):
     @property
     def connection_info_name(self) -> str:
         """The name of the actor that has the workers' introductions."""
-        return f"asyncsync-{self._bus._uid}"
+        return self._info_name or f"asyncsync-{self._bus._uid}"
+
+    @property
+    def connection_info(self) -> str:
+        """What :meth:`_set_dist_connection_info` of a receiver takes."""
+        return self.connection_info_name
+
+    def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
+        """Connect a receiver that is initialised, as this worker. TorchRL's page on ``cascade_execute`` shows this call,
+        with a reference to the sender's :attr:`connection_info`. For blocking schemes."""
+        if not self._is_blocking:
+            raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
+        if not isinstance(connection_info, str):
+            ray = the_ray()
+            connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
+        self._info_name = connection_info
+        scheme: Any = self
+        scheme.connect(worker_idx=worker_idx)
 
     async def _host(self, timeout: float) -> str:
         host: str = await elsewhere("asyncsync-ray", lambda: the_ray().util.get_node_ip_address())

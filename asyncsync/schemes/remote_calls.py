@@ -170,6 +170,10 @@ class RemoteCallCore(IntroducedCore):
         """Sender: call a worker's object, and wait for the end of that. Raises PeerLost: there is nobody; what the
         object has raised."""
 
+    async def _connect_called(self, worker: int, timeout: float) -> None:
+        """Worker: connect, in the first call."""
+        await self._connect_receiver(worker, timeout)
+
     @abstractmethod
     def _current_call(self) -> Call | None:
         """Worker: the call that the caller's thread or task is carrying out; None: it is none."""
@@ -252,7 +256,7 @@ class RemoteCallCore(IntroducedCore):
         if not self._registered:
             if call.introduction is not None:
                 self._bus._introduction = Introduction.decode(call.introduction)
-            await self._connect_receiver(call.worker, CALL_SECONDS)
+            await self._connect_called(call.worker, CALL_SECONDS)
             assert self._receiving is not None
             self._receiving.returned = None  # it is the first that anybody is told of
         link, receiving = self._receiver()
