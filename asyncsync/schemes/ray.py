@@ -18,7 +18,6 @@ from asyncsync.bus.member import Source
 from asyncsync.errors import PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.runtime.threads import elsewhere
-from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.ray_rendezvous import find_introduction, hold_introductions
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import asyncsync
 import asyncsync.sync
