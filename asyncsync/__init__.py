@@ -30,6 +30,7 @@ from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
 from asyncsync.schemes.rpc import RPCWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
@@ -41,6 +42,7 @@ __all__ += _errors.__all__
 __all__ += [
     "Bus",
     "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

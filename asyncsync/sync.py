@@ -31,6 +31,7 @@ from asyncsync.schemes.ray import BlockingRayModuleTransform as RayModuleTransfo
 from asyncsync.schemes.rpc import BlockingRPC as RPCWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcessWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
+from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
@@ -43,6 +44,7 @@ from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 __all__ = [
     "Bus",
     "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

@@ -14,11 +14,10 @@ operations is the user's own.
 from __future__ import annotations
 
 import secrets
-import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -30,6 +29,7 @@ from torch import distributed
 from asyncsync.errors import NotConnected
 from asyncsync.net.address import address_towards
 from asyncsync.runtime.threads import WorkThread
+from asyncsync.transports.store import FOREVER, Address, OwnStore, client_of, connect
 from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
@@ -39,10 +39,7 @@ __all__ = ["TRANSFER_BYTES", "PairClient", "PairServer", "Place"]
 TRANSFER_BYTES = 16  # of a transfer's name
 RENDEZVOUS_SECONDS = 20.0  # until both ends of a pair are there
 ENDING_SECONDS = 2.0
-# A ticket is drawn and then written. One that is not written after so long belongs to a worker that was killed between.
-TICKET_SECONDS = 2.0
-# A wait without a timeout has the one of the rendezvous.
-FOREVER = timedelta(days=365)
+TICKETS, ENOUGH = "tickets", b"enough"
 
 _MAGIC = b"PAIR\x01"
 _HEAD = struct.Struct("<5s16sH")
@@ -50,18 +47,18 @@ _SENDER, _WORKER = 0, 1  # ranks
 _DATA, _CLOSING = 0, 1  # tags
 _UNKNOWN = -1
 
-Server = tuple[str, int]
-"""Host and port of a sender's TCPStore."""
+# A child process that was forked must not destroy what it has inherited: it would wait for threads that it has not.
+_open: set[Any] = set()
 
 
 class Place(NamedTuple):
     """Where a slab's bytes are to be had; the content of a descriptor."""
 
-    server: Server
+    store: Address
     transfer: bytes
 
     def encode(self) -> bytes:
-        host, port = self.server
+        host, port = self.store
         return _HEAD.pack(_MAGIC, self.transfer, port) + host.encode()
 
     @classmethod
@@ -78,9 +75,10 @@ class Pair:
     the other end is gone, or :meth:`close` was called."""
 
     def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
-        store = distributed.PrefixStore(name, store)
-        self._group = gloo_pair(store, rank, address, RENDEZVOUS_SECONDS)
+        # A wait without a timeout has the one of the rendezvous.
+        self._group = gloo_pair(distributed.PrefixStore(name, store), rank, address, RENDEZVOUS_SECONDS)
         self._other = 1 - rank
+        _open.add(self)
 
     def send(self, data: torch.Tensor) -> None:
         self._group.send([data], self._other, _DATA).wait(FOREVER)
@@ -89,23 +87,11 @@ class Pair:
         self._group.recv([into], self._other, _DATA).wait(FOREVER)
 
     def close(self) -> None:
-        """End it, and whatever waits for it in other threads."""
+        """End it, and whatever waits for it in other threads. Idempotent."""
+        _open.discard(self)
         # Neither abort() nor shutdown() does that to a gloo group; a wait whose time is over does.
         with suppress(RuntimeError), normal_tensors():
             self._group.recv([torch.empty(1, device="cpu")], self._other, _CLOSING).wait(timedelta(milliseconds=1))
-
-
-def _client(server: Server) -> Any:
-    """A connection to the store there. Raises OSError: nobody listens; RuntimeError: nobody answers."""
-    host, port = server
-    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
-    # Where nobody listens, torch goes on trying until the time is over, and prints why.
-    socket.create_connection(server, RENDEZVOUS_SECONDS).close()
-    return distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def _leave_ticket(store: Any, content: str) -> None:
-    store.set(f"ticket/{store.add('tickets', 1)}", content)
 
 
 class PairServer:
@@ -114,25 +100,20 @@ class PairServer:
     ``offered`` has the bytes of transfers by their names. Raises NotConnected: there is no such address.
     """
 
-    def __init__(self, address: str, offered: Mapping[bytes, memoryview]) -> None:
-        try:
-            # On this address alone; torch itself would listen on all of them.
-            listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        except OSError as error:
-            raise NotConnected(f"workers cannot be served at {address}: {error}; is it one of this host's?") from error
-        port = listening.getsockname()[1]
-        self.server: Server = address, port
+    def __init__(self, host: str, offered: Mapping[bytes, memoryview]) -> None:
+        self._store = OwnStore(host)
+        self._store.open()
+        self.address = self._store.address
         self._offered = offered
-        self._store: Any = distributed.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
         self._lock = threading.Lock()
         self._closed = False
         self._pairs: dict[int, Pair] = {}
         self._threads: set[threading.Thread] = set()
-        self._start("asyncsync-pairs", self._accept)
+        tickets = connect(self.address)
+        tickets.set_timeout(FOREVER)
+        self._start("asyncsync-pairs", partial(self._accept, tickets))
 
-    def _start(self, name: str, target: Any) -> None:
+    def _start(self, name: str, target: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 target()
@@ -143,57 +124,44 @@ class PairServer:
         self._threads.add(thread)
         thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self, store: Any) -> None:
         """Make the pairs that tickets ask for."""
-        store, number = self._store, 0
-        while not self._closed:
-            number += 1
-            ticket = self._ticket(store, number)
-            if not self._closed and ticket is not None:
-                worker, name = ticket.split()
-                self._start(f"asyncsync-pair-{worker}", partial(self._serve, int(worker), name))
-
-    def _ticket(self, store: Any, number: int) -> str | None:
-        """The ticket of this number; None: its worker has drawn it, and was killed."""
-        key = f"ticket/{number}"
-        while True:
-            try:
-                store.wait([key], timedelta(seconds=TICKET_SECONDS))
-            except distributed.DistStoreError:
-                if store.add("tickets", 0) > number:
-                    return None
-            else:
-                ticket: str = store.get(key).decode()
-                store.delete_key(key)
-                return ticket
+        while (ticket := store.queue_pop(TICKETS)) != ENOUGH:
+            worker, name = ticket.decode().split()
+            self._start(f"asyncsync-pair-{worker}", partial(self._serve, int(worker), name))
 
     def _serve(self, worker: int, name: str) -> None:
-        """Answer one pair's requests for as long as it lasts."""
-        with suppress(RuntimeError, OSError):  # it has come to its end; why is the worker's to say
-            pair = Pair(_client(self.server), name, _SENDER, self.server[0])
+        """Make a pair, and answer its requests for as long as it lasts."""
+        try:
+            pair = Pair(connect(self.address), name, _SENDER, self.address[0])
+        except RuntimeError:
+            return  # the worker is gone, or says why
+        with self._lock:
+            before, self._pairs[worker] = self._pairs.get(worker), pair
+            closed = self._closed
+        if before is not None:
+            before.close()  # its process is gone, or has given it up
+        try:
+            while not closed:
+                self._answer(pair)
+        except RuntimeError:
+            pass  # it has come to its end
+        finally:
+            pair.close()
             with self._lock:
-                before = self._pairs.get(worker)
-                self._pairs[worker] = pair
-                closed = self._closed
-            if before is not None:
-                before.close()  # its process is gone, or has given it up
-            if closed:
-                pair.close()
-            with normal_tensors():
-                request = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device="cpu")
-                head = torch.empty(1, dtype=torch.int64, device="cpu")
-            while True:
-                pair.receive(request)
-                # As long as this thread has the bytes, their memory is not used again.
-                data = self._offered.get(request.numpy().tobytes())
-                head.fill_(_UNKNOWN if data is None else len(data))
-                pair.send(head)
-                if data is not None:
-                    with normal_tensors():
-                        tensor = torch.frombuffer(data, dtype=torch.uint8)
-                    del data
-                    pair.send(tensor)
-                    del tensor
+                if self._pairs[worker] is pair:
+                    del self._pairs[worker]
+
+    def _answer(self, pair: Pair) -> None:
+        with normal_tensors():
+            request = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device="cpu")
+            head = torch.empty(1, dtype=torch.int64, device="cpu")
+            pair.receive(request)
+            # As long as this thread has the bytes, their memory is not used again.
+            data = self._offered.get(request.numpy().tobytes())
+            pair.send(head.fill_(_UNKNOWN if data is None else len(data)))
+            if data is not None:
+                pair.send(torch.frombuffer(data, dtype=torch.uint8))
 
     def end_soon(self) -> None:
         """:meth:`close`, without waiting."""
@@ -209,19 +177,19 @@ class PairServer:
             return
         for pair in pairs:
             pair.close()
-        with suppress(RuntimeError, OSError):
-            _leave_ticket(_client(self.server), "0 closed")
+        with suppress(RuntimeError):
+            connect(self.address).queue_push(TICKETS, ENOUGH)
         deadline = time.monotonic() + ENDING_SECONDS
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._store = None
+        self._store.close()
 
 
 class PairClient:
     """A worker's half, with a thread, in which :meth:`receive` is to be called."""
 
-    def __init__(self, server: Server, worker: int) -> None:
-        self.server = server
+    def __init__(self, store: Address, worker: int) -> None:
+        self.store = store
         self.thread = WorkThread(f"asyncsync-pair-{worker}")
         self._worker = worker
         self._pair: Pair | None = None
@@ -247,10 +215,10 @@ class PairClient:
             try:
                 self._receive(transfer, into)
                 return
-            except (RuntimeError, OSError) as error:  # an old connection may have ended long ago
-                self._pair = None
+            except RuntimeError as error:  # an old connection may have ended long ago
+                self._drop()
                 if not known or self._closed:
-                    host, port = self.server
+                    host, port = self.store
                     raise NotConnected(
                         f"worker {self._worker} has no connection for weights to the sender at {host}:{port}: {error}"
                     ) from error
@@ -259,9 +227,9 @@ class PairClient:
         pair = self._pair
         if pair is None:
             name = secrets.token_hex(TRANSFER_BYTES)
-            store = _client(self.server)
-            _leave_ticket(store, f"{self._worker} {name}")
-            pair = self._pair = Pair(store, name, _WORKER, address_towards(self.server[0]))
+            store = client_of(connect(self.store))
+            store.queue_push(TICKETS, f"{self._worker} {name}")
+            pair = self._pair = Pair(store, name, _WORKER, address_towards(self.store[0]))
             if self._closed:
                 raise RuntimeError("the worker was shut down meanwhile")
         with normal_tensors():
@@ -273,13 +241,17 @@ class PairClient:
         if size == _UNKNOWN:
             raise LookupError("the sender does not offer these weights any more")
         if size != into.numel():
-            self._pair = None  # they would be the next answer
+            self._drop()  # they would be the next answer
             raise ValueError(f"the sender offers {size} bytes of weights, and has announced {into.numel()}")
         pair.receive(into)
+
+    def _drop(self) -> None:
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.close()
 
     def close(self) -> None:
         """End the pair, and the thread, whatever it waits for: a :meth:`receive` that is under way raises."""
         self._closed = True
         self.thread.abandon()
-        if (pair := self._pair) is not None:
-            pair.close()
+        self._drop()

@@ -67,7 +67,7 @@ class PairTransport(ChunkTransport):
         if self._server is None:
             await elsewhere("asyncsync-pairs", self._serve)
         assert self._server is not None
-        place = Place(self._server.server, secrets.token_bytes(TRANSFER_BYTES))
+        place = Place(self._server.address, secrets.token_bytes(TRANSFER_BYTES))
         self._offered[place.transfer] = slab.export(0, slab.nbytes)
         return place.encode()
 
@@ -85,9 +85,9 @@ class PairTransport(ChunkTransport):
         and as :meth:`PairClient.receive`."""
         place = Place.decode(descriptor)
         client = self._client
-        if client is None or client.server != place.server:
+        if client is None or client.store != place.store:
             self._hang_up()
-            client = self._client = PairClient(place.server, self._worker)
+            client = self._client = PairClient(place.store, self._worker)
         with normal_tensors():
             into = torch.frombuffer(slab.export(0, slab.nbytes), dtype=torch.uint8)
         fetching = client.thread.submit(partial(client.receive, place.transfer, slab, into))

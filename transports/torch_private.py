@@ -1,7 +1,8 @@
 """The private names of torch.distributed that are used here.
 
 ``ProcessGroupGloo`` has a public constructor, which takes the network device that the host's name leads to: often a
-loopback address, which another host cannot reach. Only the private options take a device that was chosen.
+loopback address, which another host cannot reach. Only the private options take a device that was chosen. The store by
+which a group's processes have found each other has no public name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["gloo_pair"]
+__all__ = ["default_store", "gloo_pair"]
+
+
+def default_store() -> Any:
+    """The store of the process group that this process has joined; None: it has not."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
 
 
 def gloo_pair(store: Any, rank: int, address: str, timeout: float) -> Any:

@@ -11,7 +11,6 @@ Usage::
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -78,18 +77,11 @@ class Fetcher(_End):
         finally:
             slab.release()
 
-    async def draw_a_ticket_and_die(self, descriptor: bytes) -> None:
-        """Killed at the worst moment: before the ticket is written."""
-        from asyncsync.transports import pairs
-
-        pairs._client(pairs.Place.decode(descriptor).server).add("tickets", 1)
-        os._exit(1)
-
     async def stranger(self, descriptor: bytes) -> str:
         """What somebody gets who has found the store, but not the name of a transfer."""
         from asyncsync.transports import pairs
 
-        client = pairs.PairClient(pairs.Place.decode(descriptor).server, 0)
+        client = pairs.PairClient(pairs.Place.decode(descriptor).store, 0)
         slab = filled(self.pool, 1000, 1)
         into = torch.frombuffer(slab.export(0, slab.nbytes), dtype=torch.uint8)
         try:
