@@ -170,8 +170,8 @@ async def _wait_applied(
     calls: Calls | None = None,
 ) -> None:
     """Wait until these workers have applied at least this version, and the ``calls`` of their objects have ended;
-    raises as :func:`send`. The timeout is from ``begun`` on, a time of the loop's clock. What is to be sent departs when
-    all is ready to wait."""
+    raises as :func:`send`. The timeout is from ``begun`` on, a time of the loop's clock. What is to be sent departs
+    when all is ready to wait."""
     try:
         publisher = link.caught_up()
         progress = publisher.progress

@@ -48,7 +48,8 @@ class SchemeCore(SchemeState, ABC):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Self:
-        """A scheme by the name of its backend, ``"shared"`` or ``"zmq"``. ``kwargs`` are those of its constructor.
+        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or "multiprocessing"), "zmq",
+        "distributed", "rpc", "ray", "none" (or "direct"). ``kwargs`` are those of its constructor.
 
         Raises:
             ValueError: no such backend; names those that there are.
@@ -111,7 +112,7 @@ class SchemeCore(SchemeState, ABC):
         self._receiving.apply(weights, inplace=inplace)
 
     def _continue(self, twin: SchemeCore) -> None:
-        """Take over what a subclass has initialised, from the scheme that this one was converted from."""
+        """Take over what the scheme that this one was converted from has been initialised with."""
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
@@ -322,8 +323,7 @@ class SchemeCore(SchemeState, ABC):
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         self._register(worker_idx)
         link, receiving = self._receiver()
-        first = receiving.returned is None
-        start = link.loop.time()
+        first, start = receiving.returned is None, link.loop.time()
         await link.receiving.connected(self._topic, timeout)
         await self._transport()._ready(max(0.0, start + timeout - link.loop.time()))
         if first:

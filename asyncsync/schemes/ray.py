@@ -1,5 +1,5 @@
 """Ray: weights for actors. Each applies an update in a call of its ``_receive_weights_scheme()``, as TorchRL documents
-it; the bytes go through Ray's object store."""
+it; the bytes go through gloo, or through Ray's object store."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
 from asyncsync.errors import PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.net.address import own_address
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.ray_rendezvous import find_introduction, hold_introductions
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
+from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
 from asyncsync.transports.ray_private import the_ray
 from asyncsync.transports.slots import COPY_BYTES
 
 __all__ = ["BlockingRay", "BlockingRayModuleTransform", "RayModuleTransformScheme", "RayWeightSyncScheme"]
 
-BACKENDS = ("object_store",)
+OBJECT_STORE = "object_store"
+BACKENDS = ("gloo", "nccl", OBJECT_STORE)
 MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
 ELASTIC_WORKERS = 256
 
@@ -41,13 +44,15 @@ class RayCore(RemoteCallCore):
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
-        backend: str = "object_store",
+        backend: str = "gloo",
         *,
         map_above: int = COPY_BYTES,
         **options: Any,
     ) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, not {backend!r}")
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+        if backend != OBJECT_STORE:
+            check_backend(backend)
         check_bytes("map_above", map_above)
         super().__init__(strategy, **options)
         self._backend = backend
@@ -63,7 +68,7 @@ class RayCore(RemoteCallCore):
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(self._map_above)
+        return self._transport_class(own_address(), self._map_above, stores=self._backend == OBJECT_STORE)
 
     def _remotes_of(self, context: Any) -> Sequence[Any] | None:
         found: Sequence[Any] | None = getattr(context, "remote_collectors", None)
@@ -82,8 +87,8 @@ class RayCore(RemoteCallCore):
         return self.connection_info_name
 
     def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
-        """Connect a receiver that is initialised, as this worker. TorchRL's page on ``cascade_execute`` shows this call,
-        with a reference to the sender's :attr:`connection_info`. For blocking schemes."""
+        """Connect a receiver that is initialised, as this worker: TorchRL's page on ``cascade_execute`` shows this, with
+        a reference to the sender's :attr:`connection_info`."""
         if not self._is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):
@@ -168,7 +173,8 @@ class RayWeightSyncScheme(RayCore, Called):
             self.scheme.receive()
 
     Args:
-        backend: ``"object_store"``: Ray's object store, once per host.
+        backend: how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor;
+            ``"object_store"``: through Ray's object store, once for all actors of a host.
         map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
             are copied into the memory that the Parameters have.
         options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.

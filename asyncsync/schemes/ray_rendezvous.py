@@ -1,8 +1,8 @@
 """The rendezvous of Ray's schemes: a small actor with a name, which has the workers' introductions.
 
-An actor whose own ``connect`` waits takes no other call, so the sender cannot bring an introduction there by calling the
-worker; the worker asks this one, whose name follows from the pickled scheme. Ray restarts it with what it was made with
-if its process ends, and ends it with the sender that has made it.
+An actor whose own ``connect`` waits takes no other call, so the sender cannot bring an introduction there by calling
+it; the worker asks this one, whose name follows from the pickled scheme. Ray restarts it with what it was made with if
+its process ends, and ends it with the sender that has made it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def hold_introductions(name: str, introductions: Mapping[int, bytes], seconds: f
     except ray.exceptions.GetTimeoutError as error:
         ray.kill(holder)
         raise NotConnected(
-            f"Ray has not started the actor {name} within {seconds:g} s: can the cluster start processes? connect() may "
-            "be called again"
+            f"Ray has not started the actor {name} within {seconds:g} s: can the cluster start processes? connect() "
+            "may be called again"
         ) from error
     return holder
 
@@ -61,8 +61,9 @@ def find_introduction(name: str, worker: int, seconds: float) -> bytes:
         except (ValueError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             if time.monotonic() + LOOK_SECONDS >= deadline:
                 raise NotConnected(
-                    f"worker {worker} has found no sender within {seconds:.3g} s: is it connecting, with the scheme that "
-                    f"this one was pickled from, in this cluster and namespace? ({error}) connect() may be called again"
+                    f"worker {worker} has found no sender within {seconds:.3g} s: is it connecting, with the scheme "
+                    f"that this one was pickled from, in this cluster and namespace? ({error}) connect() may be called "
+                    "again"
                 ) from error
         time.sleep(LOOK_SECONDS)
     if introduction is None:

@@ -19,6 +19,7 @@ from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.runtime.threads import elsewhere, settle
 from asyncsync.schemes.registry import register
@@ -49,7 +50,7 @@ class RPCCore(RemoteCallCore):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(map_above=self._map_above)
+        return self._transport_class(own_address(), self._map_above)
 
     def _remotes_of(self, context: Any) -> Sequence[Any] | None:
         found: Sequence[Any] | None = getattr(context, "collector_rrefs", None)
@@ -77,9 +78,7 @@ class RPCCore(RemoteCallCore):
         self._registered = True
 
     async def _introduce(self, introductions: Introductions, timeout: float) -> None:
-        carrier = self._transport()
-        if isinstance(carrier, PairTransport):
-            carrier.address = await self._host(timeout)
+        """Nothing: each call brings its worker's introduction."""
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:

@@ -11,7 +11,7 @@ import pytest
 import asyncsync
 import asyncsync.sync
 from helpers.called_workers import Outcomes
-from helpers.ray_program import run_with_ray
+from helpers.ray_program import WITH_GLOO, run_with_ray
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
@@ -99,6 +99,11 @@ def test_r156_the_page_of_rpc_collector_connects_a_receiver(ray: Outcomes) -> No
 
 def test_r033_only_the_sender_of_a_transform_connects(ray: Outcomes) -> None:
     ray.check("only_the_sender_of_a_transform_connects")
+
+
+@pytest.mark.parametrize("name", WITH_GLOO)
+def test_r032_r033_the_same_through_gloo(ray: Outcomes, name: str) -> None:
+    ray.check(f"gloo {name}")
 
 
 def test_nothing_stays_in_the_object_store(ray: Outcomes) -> None:

@@ -329,7 +329,7 @@ async def a_killed_worker_is_named_and_the_others_go_on(lab: Lab, api: Api) -> N
 # -- programs --------------------------------------------------------------------------------------------------------
 
 
-def run_cases(lab: Lab, cases: dict[str, Case], tell: Callable[[str, str | None], None]) -> None:
+def run_cases(lab: Lab, cases: dict[str, Any], tell: Callable[[str, str | None], None], prefix: str = "") -> None:
     """Each case with both APIs; ``tell`` gets its name, and the traceback if it has failed."""
     for module in (asyncsync, asyncsync.sync):
         api = Api(module.__name__, module, lab.kind)
@@ -339,7 +339,7 @@ def run_cases(lab: Lab, cases: dict[str, Case], tell: Callable[[str, str | None]
                 asyncio.run(_within(function(lab, api)))
             except BaseException:
                 failure = traceback.format_exc()
-            tell(f"{name} {module.__name__}", failure)
+            tell(f"{prefix}{name} {module.__name__}", failure)
 
 
 async def _within(made: Awaitable[None]) -> None:

@@ -1,4 +1,5 @@
-"""The cases of :mod:`helpers.called_workers` with Ray's actors, and those that only Ray has, in a cluster of its own."""
+"""The cases of :mod:`helpers.called_workers` with Ray's actors, and those that only Ray has, in a cluster of their
+own. Those that concern the bytes are run with both backends."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from helpers.apis import Api
 from helpers.called_workers import CASES, LARGE, Lab, Worker, run_cases
 from helpers.processes import Filled, eventually, value_of
 
-__all__ = ["run_with_ray"]
+__all__ = ["WITH_GLOO", "run_with_ray"]
 
 STORE_BYTES = 700 << 20
 
@@ -218,6 +219,14 @@ OWN = (
 )
 
 
+WITH_GLOO = (
+    "sends_call_each_worker",
+    "a_killed_worker_is_named_and_the_others_go_on",
+    "of_many_publications_the_newest_is_applied",
+    "only_the_sender_of_a_transform_connects",
+)
+
+
 def run_with_ray(tell: Callable[[str, str | None], None]) -> None:
     """All cases, in a cluster that leaves nothing behind."""
     warnings.simplefilter("ignore")
@@ -237,8 +246,9 @@ def run_with_ray(tell: Callable[[str, str | None], None]) -> None:
             log_to_driver=False,
             logging_level="ERROR",
         )
-        cases: Any = {**CASES, **{function.__name__: function for function in OWN}}
+        cases: dict[str, Any] = {**CASES, **{function.__name__: function for function in OWN}}
         run_cases(RayLab(backend="object_store"), cases, tell)
+        run_cases(RayLab(), {name: cases[name] for name in WITH_GLOO}, tell, "gloo ")
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
