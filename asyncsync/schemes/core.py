@@ -48,8 +48,7 @@ class SchemeCore(SchemeState, ABC):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Self:
-        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or "multiprocessing"), "zmq",
-        "distributed", "rpc", "ray", "none" (or "direct"). ``kwargs`` are those of its constructor.
+        """A scheme by the name of its backend, ``"shared"`` or ``"zmq"``. ``kwargs`` are those of its constructor.
 
         Raises:
             ValueError: no such backend; names those that there are.

@@ -87,8 +87,8 @@ class RayCore(RemoteCallCore):
         return self.connection_info_name
 
     def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
-        """Connect a receiver that is initialised, as this worker: TorchRL's page on ``cascade_execute`` shows this, with
-        a reference to the sender's :attr:`connection_info`."""
+        """Connect a receiver that is initialised, as this worker: as TorchRL's page on ``cascade_execute`` shows it,
+        with a reference to the sender's :attr:`connection_info`."""
         if not self._is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):

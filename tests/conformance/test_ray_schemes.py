@@ -110,6 +110,11 @@ def test_nothing_stays_in_the_object_store(ray: Outcomes) -> None:
     ray.check("nothing_stays_in_the_store")
 
 
+def test_a_described_object_is_found_and_not_pinned(ray: Outcomes) -> None:
+    """``serialize_object_ref`` and ``deserialize_and_register_object_ref``: see tests/test_private_names.py."""
+    ray.check("a_described_object_is_found_and_not_pinned")
+
+
 def test_r231_from_backend_knows_ray() -> None:
     for module in (asyncsync, asyncsync.sync):
         scheme = module.WeightSyncScheme.from_backend("ray", backend="object_store")

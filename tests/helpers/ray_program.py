@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,7 +210,31 @@ async def nothing_stays_in_the_store(lab: RayLab, api: Api) -> None:
     await eventually(lambda: not core.get_all_reference_counts(), why=core.get_all_reference_counts)
 
 
+class Finder:
+    """Another process, which finds an object by its description."""
+
+    def total(self, description: bytes) -> int:
+        import ray
+
+        from asyncsync.transports.ray_private import find
+
+        return int(ray.get(find(description), timeout=20).sum())
+
+
+async def a_described_object_is_found_and_not_pinned(lab: RayLab, api: Api) -> None:
+    from asyncsync.transports.ray_private import describe
+
+    core = lab.ray._private.worker.global_worker.core_worker
+    before, reference = len(core.get_all_reference_counts()), lab.ray.put(np.ones(1 << 20, np.uint8))
+    actor = lab.actor(Finder)
+    assert await lab.call(actor, "total", describe(reference)) == 1 << 20
+    lab.end(actor)
+    del reference, actor
+    await eventually(lambda: len(core.get_all_reference_counts()) <= before, why=core.get_all_reference_counts)
+
+
 OWN = (
+    a_described_object_is_found_and_not_pinned,
     coroutines_receive_in_an_actors_loop,
     the_page_of_rpc_collector_connects_a_receiver,
     only_the_sender_of_a_transform_connects,
