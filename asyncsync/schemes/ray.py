@@ -33,6 +33,7 @@ OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
 MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
 ELASTIC_WORKERS = 256
+MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
 
 
 class RayCore(RemoteCallCore):
@@ -234,7 +235,7 @@ class TransformCore(RayCore):
             await super()._connect_sender(initial, timeout)
             return
         initialise = self._remotes[0]._init_weight_sync_scheme
-        there = _returned(initialise.remote(scheme=self.blocking, model_id=self.model_id), 0)
+        there = _returned(initialise.remote(scheme=self.blocking, model_id=self.model_id or MODULE), 0)
         here = super()._connect_sender(initial, timeout)
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as both:

@@ -127,7 +127,7 @@ class _Calls:
                     # Until all have accepted its layout, it may still go to nobody.
                     await link.wait(partial(_is_settled, targets, version), CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
-                    if due != called:
+                    if due != called and worker in self._remotes:
                         called = due
                         await self.call(Call(self._bus._uid, worker, due))
                 except Exception as error:

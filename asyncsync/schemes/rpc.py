@@ -14,6 +14,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, ClassVar
 
+from tensordict import TensorDict
+
 from asyncsync.arguments import check_bytes
 from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
@@ -91,6 +93,12 @@ class RPCCore(RemoteCallCore):
     async def _find_sender(self, worker: int, timeout: float) -> Introduction:
         """Raises NotConnected: always; the first call brings the introduction."""
         raise NotConnected(f"worker {worker} has not been called by its sender yet, which introduces it")
+
+    async def _receive(self, timeout: float | None) -> TensorDict | None:
+        if self._role == "receiver" and not self._registered:
+            self._check_open()
+            raise NotConnected("this worker has not been called by its sender yet, which introduces it")
+        return await super()._receive(timeout)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

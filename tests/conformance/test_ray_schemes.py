@@ -101,6 +101,10 @@ def test_r033_only_the_sender_of_a_transform_connects(ray: Outcomes) -> None:
     ray.check("only_the_sender_of_a_transform_connects")
 
 
+def test_r033_torchrls_transform_is_updated(ray: Outcomes) -> None:
+    ray.check("torchrls_transform_is_updated")
+
+
 @pytest.mark.parametrize("name", WITH_GLOO)
 def test_r032_r033_the_same_through_gloo(ray: Outcomes, name: str) -> None:
     ray.check(f"gloo {name}")

@@ -17,7 +17,7 @@ import torch
 
 import asyncsync
 import asyncsync.sync
-from helpers.apis import Api
+from helpers.apis import Api, in_thread
 from helpers.called_workers import CASES, LARGE, Lab, Worker, run_cases
 from helpers.processes import Filled, eventually, value_of
 
@@ -155,6 +155,31 @@ async def only_the_sender_of_a_transform_connects(lab: RayLab, api: Api) -> None
         api.make(api.RayModuleTransformScheme).init_on_sender(model_id="transform_module")
 
 
+async def torchrls_transform_is_updated(lab: RayLab, api: Api) -> None:
+    """By its own class, which connects the scheme; that is a blocking one."""
+    if not api.is_blocking:
+        return
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictModule
+    from torch import nn
+    from torchrl.envs.transforms.module import RayModuleTransform
+
+    def make() -> TensorDictModule:
+        return TensorDictModule(nn.Linear(2, 1), in_keys=["observation"], out_keys=["seen"])
+
+    def transform_once(weights: Any) -> RayModuleTransform:
+        transform = RayModuleTransform(module=make(), weight_sync_scheme=scheme, num_cpus=0)
+        scheme.send(TensorDict.from_module(weights))
+        return transform
+
+    scheme, mine = api.RayModuleTransformScheme(**lab.options), make()
+    transform = await in_thread(transform_once, mine)
+    data = TensorDict(observation=torch.ones(2))
+    assert torch.equal(transform(data.clone())["seen"], mine(data.clone())["seen"])
+    await in_thread(scheme.shutdown)
+    lab.end(transform._actor)
+
+
 async def a_restarted_actor_finds_its_target(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
     actor = lab.actor(Restarting, getattr(sender, "bare", sender).blocking, max_restarts=1)
@@ -238,6 +263,7 @@ OWN = (
     coroutines_receive_in_an_actors_loop,
     the_page_of_rpc_collector_connects_a_receiver,
     only_the_sender_of_a_transform_connects,
+    torchrls_transform_is_updated,
     a_restarted_actor_finds_its_target,
     elastic_actors_come_and_go,
     nothing_stays_in_the_store,
