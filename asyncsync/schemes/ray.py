@@ -18,6 +18,7 @@ from asyncsync.bus.member import Source
 from asyncsync.errors import PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
+from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.ray_rendezvous import find_introduction, hold_introductions
 from asyncsync.schemes.registry import register
@@ -115,8 +116,10 @@ class RayCore(RemoteCallCore):
 
     async def _end_transport(self, timeout: float) -> None:
         holder, self._holder = self._holder, None
-        if holder is not None:
+        if holder is not None and running_loop() is not None:
             await elsewhere("asyncsync-ray", partial(_kill, holder))
+        elif holder is not None:  # the link has ended before
+            _kill(holder)
         await super()._end_transport(timeout)
 
     # -- calls --------------------------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ class _Calls:
         tasks = [caller.task for caller in self._callers.values() if caller.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 def _is_settled(targets: Targets, version: int) -> bool:
