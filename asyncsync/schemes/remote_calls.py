@@ -194,6 +194,7 @@ class RemoteCallCore(IntroducedCore):
         context: Any = None,
         num_workers: int | None = None,
         min_workers: int | None = None,
+        remote_collectors: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
         """Make this the sender's side. Sets up local state only.
@@ -204,12 +205,15 @@ class RemoteCallCore(IntroducedCore):
             context: an object that has them, as TorchRL's collectors do; see :meth:`SchemeCore.init_on_sender`.
             num_workers: fixed number of workers; None: as many as there are ``remotes`` in a sequence, unless
                 ``min_workers`` says that they come and go.
+            remote_collectors: TorchRL's name for ``remotes``.
             min_workers, options: as for every scheme.
 
         Raises:
             ValueError: there are no objects, or not as many as workers.
         """
-        given = self._remotes_of(context) if remotes is None and context is not None else remotes
+        given = remote_collectors if remotes is None else remotes
+        if given is None and context is not None:
+            given = self._remotes_of(context)
         if given is None:
             raise ValueError(
                 f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a context that "
