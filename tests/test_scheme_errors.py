@@ -830,7 +830,7 @@ def test_a_scheme_whose_loop_has_ended_can_still_be_shut_down(run: Callable[[Any
 
     schemes = run(main())
     for scheme in schemes:
-        with pytest.raises(RuntimeError, match="at the end of the event loop that it was connected on"):
+        with pytest.raises(RuntimeError, match="with the event loop that it was connected on"):
             run(scheme.connect(timeout=1))
     run(end(*schemes))
 

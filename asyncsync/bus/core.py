@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
+from asyncsync.bus.introduction import Introduction
 from asyncsync.bus.link import EXIT_SECONDS, Order
 from asyncsync.bus.member import Member, shared_here
 from asyncsync.bus.receiver import ReceiverLink
@@ -25,7 +26,8 @@ from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
 from asyncsync.errors import ClosedError, Fenced, NotConnected
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
-from asyncsync.net.endpoint import check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
+from asyncsync.net.address import tcp_endpoint
+from asyncsync.net.endpoint import INTRODUCED, check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.protocol.metadata import Shown, decode_metadata
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
@@ -33,9 +35,7 @@ from asyncsync.protocol.staging import Acting
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
 DEFAULT_TIMEOUT = 60.0
-LOOP_ENDED = (
-    "this bus was shut down at the end of the event loop that it was connected on: use it within the same asyncio.run()"
-)
+LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
 CONFIGURATION = (
     "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
 )  # fmt: skip
@@ -74,7 +74,7 @@ class BusCore:
         allow_plaintext: bool = False,
         checksum: bool | None = None,
     ) -> None:
-        self.drawn = endpoint is None
+        self.drawn = endpoint in (None, INTRODUCED)
         endpoint = draw_endpoint() if endpoint is None else endpoint
         self.endpoint = check_endpoint(endpoint, allow_plaintext=allow_plaintext)
         self.connect_endpoint = check_endpoint(
@@ -99,6 +99,7 @@ class BusCore:
         self._gate: Gate | None = None
         self._worker: int | None = None
         self._late = False
+        self._introduction: Introduction | None = None  # a worker's
         self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
@@ -214,10 +215,12 @@ class BusCore:
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._check_role(role)
 
-    def _open_sender(self) -> SenderLink:
+    def _open_sender(self, host: str = "") -> SenderLink:
+        """``host``: where to bind a free port, with keys, if the workers are introduced."""
         self._check_open("sender")
         if self._link is None:
-            link = SenderLink(self.endpoint, self.num_workers, self.min_workers, self._settings())
+            endpoint = tcp_endpoint(host, "*") if host else self.endpoint
+            link = SenderLink(endpoint, self.num_workers, self.min_workers, self._settings(), keyed=bool(host))
             link.publishing.origin = self._origin
             link.carry_on(self._carried)
             self._link = link
@@ -243,7 +246,7 @@ class BusCore:
         self._worker = worker
         if self._link is None:
             assert self._gate is not None
-            self._link = ReceiverLink(self.connect_endpoint, worker, self._settings(), self._gate)
+            self._link = ReceiverLink(self._introduction or self.connect_endpoint, worker, self._settings(), self._gate)
             self._end_with_the_loop(self._link)
         return self._receiver()
 

@@ -30,6 +30,9 @@ class Member(Protocol):
     _registered: bool  # whether it is connected
     _closed: bool
 
+    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
+        """Receiver: be introduced to a sender whose address it was not given."""
+
     def _register(self) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
 

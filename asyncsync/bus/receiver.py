@@ -15,6 +15,7 @@ import zmq
 from asyncsync.bus.applying import GATE_POLL, Applying
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fetching import Fetches
+from asyncsync.bus.introduction import Introduction
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.receiving import Receiving
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
@@ -46,9 +47,9 @@ class ReceiverLink(Link):
     that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
     """
 
-    def __init__(self, endpoint: str, worker: int, settings: Settings, gate: Gate) -> None:
+    def __init__(self, sender: str | Introduction, worker: int, settings: Settings, gate: Gate) -> None:
         super().__init__("asyncsync-copy")
-        self.endpoint = endpoint
+        self.endpoint = endpoint = sender if isinstance(sender, str) else sender.endpoint
         self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings)
         self.gate = gate
         self.gate.bind()
@@ -67,6 +68,8 @@ class ReceiverLink(Link):
                 self._monitor = monitor(socket, self._connected, self._disconnected, self.crash)
                 undo.callback(self._monitor.close)
                 undo.callback(socket.disable_monitor)
+                if isinstance(sender, Introduction):
+                    sender.own.join(socket, sender.server)
                 socket.connect(endpoint)
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to {endpoint}: {error}") from error

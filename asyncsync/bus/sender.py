@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from asyncsync.bus.introduction import Introductions
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import NotConnected, ProtocolError
@@ -39,13 +40,17 @@ BLOCKED_SECONDS = 1.0
 
 class SenderLink(Link):
     """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
-    descriptors.
+    descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``.
 
     The state machine, ``publisher``, stands still while the fast path is on: :meth:`caught_up` ends that. An elastic
     sender needs ``min_workers``; ``pool`` has slabs for transports that have none.
     """
 
-    def __init__(self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings) -> None:
+    introductions: Introductions | None = None
+
+    def __init__(
+        self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings, *, keyed: bool = False
+    ) -> None:
         self._per_worker = (
             3 if endpoint.startswith("ipc://") else 1
         )  # its connection; its side channel, and its process's end
@@ -67,21 +72,25 @@ class SenderLink(Link):
             self._lock = EndpointLock(endpoint) if endpoint.startswith("ipc://") else None
             if self._lock is not None:
                 undo.callback(self._lock.release)
-            self._open(endpoint)
+            self._open(endpoint, keyed)
             undo.pop_all()
         self.opened()
 
-    def _open(self, endpoint: str) -> None:
+    def _open(self, endpoint: str, keyed: bool) -> None:
         hint = "this process may have too many files open (ulimit -n)"
         try:
             socket = router(self.context)
             hint = "bind a numeric address of this host, and tell the workers its name with connect="
+            if keyed:
+                self.introductions = Introductions(self.context, socket, self.crash)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 hint = "is another sender using it?"
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
-        if is_plaintext_beyond_loopback(endpoint):
+        if self.introductions is not None:
+            self.introductions.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        elif is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
@@ -144,6 +153,8 @@ class SenderLink(Link):
         now = self.loop.time()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
+            if self.introductions is not None:
+                self.introductions.check(frames[-1], instruction, self.publisher.membership.at(route))
             self.publisher.receive(route, instruction, payload, now)
         except ProtocolError as error:
             self.drop(error, "a worker")
@@ -310,6 +321,8 @@ class SenderLink(Link):
         self._watches.clear()
         self.side_channels.close()
         self._socket.close(linger_ms)
+        if self.introductions is not None:
+            self.introductions.admission.close()
         self._bound.forget()
 
     def _release(self) -> None:

@@ -37,6 +37,8 @@ async def connect(bus: BusCore, initial: Mapping[str, Source | None], timeout: f
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     for scheme in list(bus._schemes.values()):
+        await scheme._meet(None, max(0.0, deadline - loop.time()))
+    for scheme in list(bus._schemes.values()):
         # A receiver's HELLO has all its models, before it waits for the first of them.
         scheme._register()
     for topic, scheme in list(bus._schemes.items()):

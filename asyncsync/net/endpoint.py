@@ -22,11 +22,20 @@ from pathlib import Path
 from asyncsync.errors import NotConnected
 from asyncsync.net.processes import owned
 
-__all__ = ["EndpointLock", "check_endpoint", "draw_endpoint", "is_plaintext_beyond_loopback", "side_channel_path"]
+__all__ = [
+    "INTRODUCED",
+    "EndpointLock",
+    "check_endpoint",
+    "draw_endpoint",
+    "is_plaintext_beyond_loopback",
+    "side_channel_path",
+]
 
 logger = logging.getLogger("asyncsync")
 
 MAX_IPC_PATH = 107
+# In place of an address: one is chosen when it is bound, with keys, and workers are introduced to it.
+INTRODUCED = "introduced"
 PREFIX = "asyncsync-"
 
 
@@ -42,6 +51,8 @@ def draw_endpoint() -> str:
 def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
     """Refuse an address that cannot work or is not safe, before anything is bound: the ValueError names what is wrong
     with it, and the remedy. ``allow_plaintext`` accepts addresses beyond this host without encryption."""
+    if endpoint == INTRODUCED:
+        return endpoint
     if not isinstance(endpoint, str):
         raise TypeError(f"an endpoint is a string such as 'ipc:///absolute/path', not {endpoint!r}")
     if endpoint.startswith("ipc://"):

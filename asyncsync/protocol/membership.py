@@ -173,6 +173,11 @@ class Membership:
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
+    def at(self, route: bytes) -> Peer | None:
+        """Who is reached there, or wants to be."""
+        newcomer = self.newcomer_at(route)
+        return self.routes.get(route) if newcomer is None else newcomer.peer
+
     def newcomer_at(self, route: bytes) -> Newcomer | None:
         """Who wants the place of a worker, and is reached there."""
         return next((one for one in self._newcomers.values() if one.peer.route == route), None)

@@ -48,8 +48,7 @@ class SchemeCore(SchemeState, ABC):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Self:
-        """A scheme by the name of its backend: "shared" (or "thread"), "process" (or
-        "multiprocessing"), "zmq", "none" (or "direct"). ``kwargs`` are those of its constructor.
+        """A scheme by the name of its backend, ``"shared"`` or ``"zmq"``. ``kwargs`` are those of its constructor.
 
         Raises:
             ValueError: no such backend; names those that there are.
@@ -260,6 +259,9 @@ class SchemeCore(SchemeState, ABC):
             joined(self)
 
     # -- phase 2 ----------------------------------------------------------------------------------------------------
+
+    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
+        pass  # it has an address
 
     def _register(self, worker_idx: int | None = None) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
