@@ -11,20 +11,21 @@ import multiprocessing
 import os
 import secrets
 import socket
+import time
 from abc import abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from asyncsync.collectors.distributed.launchers import Launcher, Program, make_launcher
+from asyncsync.collectors.distributed.launchers import Launcher, Program, check_launcher, make_launcher
 from asyncsync.collectors.distributed.node import Node
 from asyncsync.collectors.distributed.nodes import Nodes
 from asyncsync.errors import PeerLost
 
-__all__ = ["DEFAULT_PORT", "LaunchedNodes", "Meeting", "watch", "where"]
+__all__ = ["DEFAULT_PORT", "LOOK_SECONDS", "LaunchedNodes", "Meeting", "watch", "where"]
 
 DEFAULT_PORT = 10003
-WATCH_SECONDS = 2.0
+WATCH_SECONDS, LOOK_SECONDS = 0.5, 0.05
 ORPHAN_SECONDS = 2.0
 STORE_SECONDS = 60.0
 
@@ -48,11 +49,13 @@ class Meeting(NamedTuple):
 
 
 class LaunchedNodes(Nodes):
-    """Nodes that a launcher of this name starts, with a store at ``port`` (None: 10003, or any if that is taken)."""
+    """Nodes that a launcher of this name starts, with a store at ``port`` (None: 10003, or any if that is taken).
+    Raises TypeError, ValueError: there is no such launcher."""
 
     meeting: Meeting
 
     def __init__(self, launcher: str, slurm_kwargs: Any, port: int | None) -> None:
+        check_launcher(launcher, slurm_kwargs)
         self._launching = launcher, slurm_kwargs
         self._port = port
         self._launcher: Launcher | None = None
@@ -78,6 +81,7 @@ class LaunchedNodes(Nodes):
 
     def launch(self, rank: int) -> Future[str]:
         assert self._launcher is not None
+        self._launcher.stop(rank, 0.0)  # what is left of one that was lost
         self._joined[rank] = future = Future()
 
         def ended(how: str) -> None:
@@ -126,21 +130,17 @@ def _listen(address: str, port: int | None) -> socket.socket:
 def watch(node: Node, store: Any) -> None:
     """In a node's program: return when the trainer has written that it is over. If the trainer is gone, end the node,
     and this process."""
-    from torch.distributed import DistStoreError
-
-    key = f"over/{node.rank}"
-    while True:
-        try:
-            store.wait([key], timedelta(seconds=WATCH_SECONDS))
+    try:
+        while not store.check([f"over/{node.rank}"]):
+            # A wait in the store would print a warning whenever its time is over.
+            time.sleep(LOOK_SECONDS if node.ended.is_set() else WATCH_SECONDS)
+    except RuntimeError:
+        if node.ended.is_set():  # as the trainer wanted, which did not wait for this program's end
             return
-        except DistStoreError:  # not yet
-            continue
-        except RuntimeError:
-            break
-    node.stop(ORPHAN_SECONDS)
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(1)
+        node.stop(ORPHAN_SECONDS)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(1)
 
 
 def where() -> str:

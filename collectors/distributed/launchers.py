@@ -22,7 +22,7 @@ from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.net.address import own_address
 from asyncsync.runtime.signals import sigint_blocked
 
-__all__ = ["LAUNCHERS", "Launcher", "check_launcher", "make_launcher", "serve_rank"]
+__all__ = ["LAUNCHERS", "Launcher", "check_launcher", "make_launcher", "serve_node"]
 
 KILLED_SECONDS = 1.0
 POLL_SECONDS = 0.5
@@ -136,7 +136,7 @@ class SubmititLauncher(Launcher):
 
 class RankLauncher(Launcher):
     """Ranks that are there already, as torchrun starts them: this is rank 0, and each of the others calls
-    :func:`serve_rank`. They are told by the store of ``MASTER_ADDR`` and ``MASTER_PORT`` what to run."""
+    :func:`serve_node`. They are told by the store of ``MASTER_ADDR`` and ``MASTER_PORT`` what to run."""
 
     def __init__(self) -> None:
         self._store, rank = _store_of_ranks()
@@ -155,9 +155,16 @@ class RankLauncher(Launcher):
         return f"rank {rank + 1}"
 
 
-def serve_rank(timeout: float) -> None:
-    """In a rank but the first: run what the collector of rank 0 wants run, and return when that has ended. Raises
-    RuntimeError: this is no such rank; DistStoreError: rank 0 has not made a collector within the timeout (seconds)."""
+def serve_node(timeout: float = 300.0) -> None:
+    """In a rank but the first, with ``launcher="torchrun"``: be a node of the collector that rank 0 makes, and return
+    when that has been shut down. Call it again for the next one.
+
+    Args:
+        timeout: seconds until rank 0 has begun to make its collector.
+
+    Raises:
+        RuntimeError: this is no such rank, or the timeout is over.
+    """
     store, rank = _store_of_ranks()
     if rank == 0:
         raise RuntimeError("this is rank 0, which makes the collector: call serve_node() in the others")

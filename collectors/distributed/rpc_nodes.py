@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +67,11 @@ class RPCNodes(LaunchedNodes):
                 options.set_device_map(_name(self.meeting, rank), {device: device})
         begin_rpc(self.store, _name(self.meeting), 0, options)
         self._has_begun = True
+
+    @property
+    def references(self) -> dict[int, Any]:
+        """RRefs to what stands for the nodes' collectors, by their ranks."""
+        return {rank: rpc.remote(_name(self.meeting, rank), Served, (self.meeting.token,)) for rank in self._where}
 
     def program(self) -> tuple[Program, tuple[Any, ...]]:
         return run_node, (self._options,)
@@ -133,6 +139,20 @@ def _together(part: Any) -> Any:
     return Parcel(pickled, [tensor.numpy() for tensor in memory])
 
 
+class Served:
+    """What remote callers may call of a node's collector."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the node's collector, or of what a path leads to from there."""
+        return _nodes[self._token].collector.cascade_execute(attr_path, *args, **kwargs)
+
+    def _receive_weights_scheme(self) -> None:
+        _nodes[self._token].collector._receive_weights_scheme()
+
+
 # -- in a node's program -----------------------------------------------------------------------------------------------
 
 
@@ -141,7 +161,10 @@ def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any]) -> None:
     store = meeting.store()
     node = _nodes[meeting.token] = Node(rank)
     agent_options = rpc.TensorPipeRpcBackendOptions(**options)
+    if rank:  # an agent waits for all of lower ranks, and keeps others from joining meanwhile
+        store.wait([f"here/{rank - 1}"], timedelta(seconds=JOIN_SECONDS))
     begin_rpc(store, _name(meeting, rank), rank + 1, agent_options)
+    store.set(f"here/{rank}", "1")
     rpc.rpc_sync(_name(meeting), _has_joined, args=(meeting.token, rank, where()), timeout=JOIN_SECONDS)
     watch(node, store)
     node.ended.wait(SHUTDOWN_SECONDS)

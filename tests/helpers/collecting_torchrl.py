@@ -44,7 +44,7 @@ def make_policy() -> TensorDictModule:
     return TensorDictModule(Leaning(), in_keys=["observation"], out_keys=["action"])
 
 
-def in_program(function: Callable[..., Any], *args: Any) -> Any:
+def in_program(function: Callable[..., Any], *args: Any, seconds: float = 55) -> Any:
     """What a function returns in a program of its own, which may have processes: torchrl changes settings of
     multiprocessing and of torch, and leaves things behind."""
     context = multiprocessing.get_context("spawn")
@@ -53,7 +53,7 @@ def in_program(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     there.close()
     try:
-        assert here.poll(55), "it hangs"
+        assert here.poll(seconds), "it hangs"
         result, failure = here.recv()
         assert failure is None, failure
         process.join(10)
