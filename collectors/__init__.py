@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 
-
 def _distributed(name: str, *args: _Any, **kwargs: _Any) -> _Any:
     """A collector of a family that is imported when it is first used."""
     return getattr(_import_module("asyncsync.collectors.distributed"), name)(*args, **kwargs)

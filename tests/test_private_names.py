@@ -14,6 +14,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import collectors, transports
+from asyncsync.collectors.distributed import rpc_private
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
@@ -38,7 +39,7 @@ def test_every_module_of_private_names_is_in_here() -> None:
         for module in pkgutil.walk_packages(paths, prefix)
         if module.name.endswith("_private")
     }
-    assert found == {module.__name__ for module in (asyncio_private, model_private, weights_private, zmq_private)}
+    assert found == {module.__name__ for module in (asyncio_private, model_private, rpc_private, weights_private, zmq_private)}
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:
@@ -151,3 +152,16 @@ def test_the_garbage_collection_closes_neither_a_context_nor_its_sockets() -> No
     assert forgotten.get(zmq.TYPE) == zmq.PAIR, "it is open"
     forgotten.close(linger=0)
     context.destroy(linger=0)
+
+
+def test_an_rpc_agent_can_be_started_with_a_store_that_is_given() -> None:
+    """``rpc._init_rpc_backend``, ``rpc._is_current_rpc_agent_set``, ``rpc._set_profiler_node_id`` and
+    ``autograd._init``. Without them an RPCCollector has to call ``rpc.init_rpc``, which works once per process."""
+    from torch.distributed import autograd, rpc
+
+    assert not rpc_private.has_agent()
+    for owner, name in ((rpc, "_init_rpc_backend"), (rpc, "_set_profiler_node_id"), (autograd, "_init")):
+        assert callable(getattr(owner, name))
+    assert list(inspect.signature(rpc._init_rpc_backend).parameters)[:5] == [
+        "backend", "store", "name", "rank", "world_size",
+    ]  # fmt: skip

@@ -17,13 +17,13 @@ from typing import Any
 from asyncsync.collectors.arguments import each, frames_or_none, is_list, warn_rounding, whole
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.distributed.node_group import NodeGroup
+from asyncsync.collectors.distributed.node_scheme import NodeWeightSyncScheme
 from asyncsync.collectors.distributed.nodes import Nodes
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
-from asyncsync.sync import ZMQWeightSyncScheme
 
 __all__ = ["NodeCollector"]
 
@@ -84,6 +84,7 @@ class NodeCollector(MultiCollector):
             )
         self.sync = sync
         self._nodes = nodes
+        self._own_scheme: NodeWeightSyncScheme | None = None
         self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
         for given in self._kwargs:
             if not isinstance(given, Mapping):
@@ -108,10 +109,14 @@ class NodeCollector(MultiCollector):
     # -- nodes as workers ---------------------------------------------------------------------------------------------
 
     def _make_group(self, start_method: str) -> NodeGroup:
-        return NodeGroup(self._nodes, type(self).__name__)
+        group = NodeGroup(self._nodes, type(self).__name__)
+        if (scheme := self._own_scheme) is not None:
+            scheme.introduce, scheme.host = group.introduce, self._nodes.host
+        return group
 
     def _default_scheme(self) -> Any:
-        return ZMQWeightSyncScheme()
+        self._own_scheme = NodeWeightSyncScheme()
+        return self._own_scheme
 
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])

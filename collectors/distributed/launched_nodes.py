@@ -79,6 +79,9 @@ class LaunchedNodes(Nodes):
         tcp = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         self.store = PrefixStore(self.meeting.token, tcp)
 
+    def host(self) -> str:
+        return self.meeting.host
+
     def launch(self, rank: int) -> Future[str]:
         assert self._launcher is not None
         self._launcher.stop(rank, 0.0)  # what is left of one that was lost

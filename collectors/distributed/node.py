@@ -12,8 +12,9 @@ closes it. They come from any thread, as does a signal, which takes effect betwe
 - ``("connect",)``: wait for the first weights.
 - ``("rollout", serial, random)``; ``("call", name, arguments)``, with pickled arguments, between two rollouts.
 
-Signals are ``("wishes", wishes)``; ``("stand_still", wishes)``, answered when the node has paused; and ``("stop",
-wishes, seconds)``, answered when the environment is closed. What the user's code raises is the answer's failure, and
+Signals are ``("wishes", wishes)``; ``("stand_still", wishes)``, answered when the node has paused; ``("stop",
+wishes, seconds)``, answered when the environment is closed; and ``("meet", bus, introduction)``, how the node finds
+the trainer's weights. What the user's code raises is the answer's failure, and
 ends the node, unless a call has raised it.
 """
 
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from asyncsync.collectors.distributed.node_scheme import meet
 from asyncsync.collectors.trajectories import StridedPool, _TrajectoryPool
 from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import Parcel, loads
@@ -120,6 +122,9 @@ class Node:
 
     def signal(self, signal: Command) -> Answer:
         """Take note of the trainer's wishes, and wait for what the signal is answered with."""
+        if signal[0] == "meet":
+            meet(*signal[1:])
+            return Answer(None)
         kind, wishes, *seconds = signal
         self._heed(wishes)
         if kind == "stand_still":

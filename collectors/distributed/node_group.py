@@ -60,6 +60,7 @@ class NodeGroup(LoopGroup):
         self._builds: list[Command] = []
         self._incarnations: list[int] = []  # how often each node was launched again
         self._lost: set[int] = set()
+        self._introductions: dict[str, Mapping[int, bytes]] = {}
         self._asked: dict[int, int] = {}  # of each call without a reply, the node
         self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
         self._free: set[int] = set()  # nodes that run free
@@ -94,6 +95,7 @@ class NodeGroup(LoopGroup):
         self.infos[rank] = WorkerInfo(*answer.value)
         self._told.pop(rank, None)
         self._tell(rank)
+        self._let_meet(rank)
         self._submit(rank, ("connect",), partial(self._has_connected, rank))
         self._notify()
 
@@ -102,6 +104,17 @@ class NodeGroup(LoopGroup):
         if (request := self._requested.get(rank)) is not None:  # of the one that was lost
             self._roll_out(rank, request)
         self._notify()
+
+    def introduce(self, bus: str, introductions: Mapping[int, bytes]) -> None:
+        """Tell each node how it finds its end of this bus. From any thread."""
+        self._introductions[bus] = introductions
+        for rank in introductions:
+            self.call_soon(self._let_meet, rank)
+
+    def _let_meet(self, rank: int) -> None:
+        if rank in self.infos:  # else it will be told when it is built
+            for bus, introductions in self._introductions.items():
+                self._submit(rank, ("meet", bus, introductions[rank]), lambda _: None)
 
     @property
     def connected(self) -> bool:

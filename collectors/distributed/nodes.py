@@ -18,7 +18,7 @@ from asyncsync.collectors.distributed.node import Answer, Command
 
 __all__ = ["SIGNALS", "Nodes"]
 
-SIGNALS = ("wishes", "stand_still", "stop")
+SIGNALS = ("wishes", "stand_still", "stop", "meet")
 """Commands that are signals, which a family hands to :meth:`Node.signal` in a thread that no other command holds up."""
 
 
@@ -33,6 +33,10 @@ class Nodes(ABC):
     @abstractmethod
     def open(self, count: int) -> None:
         """Prepare what so many nodes need, in the thread that constructs the collector; it may wait."""
+
+    @abstractmethod
+    def host(self) -> str:
+        """The address of this host by which the nodes reach it. After :meth:`open`."""
 
     @abstractmethod
     def launch(self, rank: int) -> Future[Any]:

@@ -93,6 +93,9 @@ class RayNodes(Nodes):
             self._is_ours = True
             self._ray.init(**(self._init_config or {}))
 
+    def host(self) -> str:
+        return str(self._ray.util.get_node_ip_address())
+
     def launch(self, rank: int) -> Future[Any]:
         self._where.pop(rank, None)
         groups = {"commands": COMMANDS, "signals": SIGNAL_THREADS}
