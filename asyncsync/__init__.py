@@ -28,14 +28,18 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
+from asyncsync.transports.torch_distributed import DistributedTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += _errors.__all__
 __all__ += [
     "Bus",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

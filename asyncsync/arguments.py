@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["as_version", "as_workers", "check_bytes", "check_count", "check_forward", "check_quorum", "check_timeout"]
+__all__ = [
+    "as_version",
+    "as_workers",
+    "check_bytes",
+    "check_count",
+    "check_forward",
+    "check_quorum",
+    "check_sync",
+    "check_timeout",
+]
 
 MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
 
@@ -59,6 +68,12 @@ def check_count(name: str, value: int, least: int = 1) -> None:
 def check_bytes(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} must be a number of bytes, not {value!r}")
+
+
+def check_sync(sync: bool, *, is_blocking: bool) -> None:
+    """TorchRL's option of some schemes: False has ``send`` wait for no worker."""
+    if not sync and not is_blocking:
+        raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
 
 
 def check_quorum(num_workers: int | None, min_workers: int) -> None:

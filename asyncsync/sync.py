@@ -28,14 +28,18 @@ from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcessWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
+from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
+from asyncsync.transports.torch_distributed import BlockingDistributedTransport as DistributedTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
     "Bus",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

@@ -19,6 +19,7 @@ from multiprocessing.util import Finalize
 import pytest
 import uvloop
 import zmq
+from torch.distributed import TCPStore
 
 from helpers.apis import QUICK, SETS, Api
 from helpers.leaks import no_leaks, no_tasks
@@ -93,6 +94,7 @@ def api(request: pytest.FixtureRequest) -> Api:
 def _process_wide() -> None:
     """Have the libraries open, before anything is counted, what they open once per process and keep."""
     uvloop.new_event_loop().close()  # libuv's signal pipe
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the same, of torch's libuv
     with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
         a.bind("inproc://warm")
         b.connect("inproc://warm")

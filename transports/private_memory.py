@@ -18,6 +18,7 @@ import os
 import weakref
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from asyncsync.errors import WeightSyncError
@@ -129,15 +130,24 @@ class ReceivedSlab(PrivateSlab):
         self.forks = _forks
         self._reserved = 0
 
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        end = offset + len(data)
+    def reserve(self) -> None:
+        self._reserve(self.nbytes)
+
+    def _reserve(self, end: int) -> None:
         if end > self._reserved:
             try:
                 os.posix_fallocate(self._file, self._reserved, end - self._reserved)
             except OSError as error:
                 raise memory_file.no_memory(self.nbytes, error) from error
             self._reserved = end
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        end = offset + len(data)
+        self._reserve(end)
         self._sent[offset:end] = data
+
+    def _array(self) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._sent, np.uint8)
 
     def copy_to(self, other: Slab) -> None:
         """What was sent, whatever this process has written into its Parameters since."""

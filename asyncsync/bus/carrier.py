@@ -77,8 +77,8 @@ class Carrier:
         return None
 
     def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
-        """Receiver: a slab for bytes that come as chunks, into a module whose Parameters may lie in it. It is of
-        ``pool``, unless this carrier has slabs for that. Raises MemoryError if there is not enough."""
+        """Receiver: a slab for bytes that come in chunks or are fetched, into a module whose Parameters may lie in it.
+        It is of ``pool``, unless this carrier has slabs for that. Raises MemoryError if there is not enough."""
         return pool.acquire(layout)
 
     def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:

@@ -49,9 +49,9 @@ class Fetches:
         return self._transport(part).attach(part.descriptor, layout, self._subscriber.pool)
 
     def acquire(self, part: Part, layout: Layout) -> Slab:
-        """A slab for the part's bytes, in which Parameters may lie if they come over the bus."""
+        """A slab for the part's bytes, in which Parameters may lie where the transport has such slabs."""
         subscriber = self._subscriber
-        if part.descriptor is None and subscriber.models[subscriber.session.local(part.model_id)].repoints:
+        if subscriber.models[subscriber.session.local(part.model_id)].repoints:
             return self._transport(part)._acquire(layout, subscriber.pool)
         return subscriber.pool.acquire(layout)
 

@@ -28,7 +28,7 @@ from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.schemes.torchrl_names import TorchRLNames
 from asyncsync.transports.blocking import in_sync_as
 
-__all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
+__all__ = ["Bus", "Make", "SyncScheme", "WeightSyncScheme", "now", "ordinary"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -364,3 +364,24 @@ class WeightSyncScheme(TorchRLNames):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+class SyncScheme(WeightSyncScheme):
+    """A scheme with TorchRL's option ``sync``: where that is False, ``send`` waits for no worker."""
+
+    _sync: bool
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        metadata: Metadata = None,
+    ) -> None:
+        if self._sync:
+            super().send(weights, worker_ids, timeout, metadata=metadata)
+        else:
+            self.publish(weights, worker_ids, metadata=metadata)
+
+    send.__doc__ = WeightSyncScheme.send.__doc__

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from asyncsync.arguments import check_bytes
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.arguments import check_bytes, check_sync
+from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
@@ -52,8 +52,7 @@ class SlotCore(SchemeCore):
         sync: bool = True,
         per_worker_weights: bool = False,
     ) -> None:
-        if not sync and not self._is_blocking:
-            raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
+        check_sync(sync, is_blocking=self._is_blocking)
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
             raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
         check_bytes("map_above", map_above)
@@ -76,25 +75,6 @@ class SlotCore(SchemeCore):
     def create_transport(self, **kwargs: Any) -> SlotTransport:
         """The transport of this scheme's API."""
         return self._transport_class(self._slots, self._map_above)
-
-
-class BlockingSlots(SlotCore, blocking.WeightSyncScheme):
-    """What TorchRL's two schemes for one host have in common."""
-
-    def send(
-        self,
-        weights: Any = None,
-        worker_ids: blocking.Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        if self._sync:
-            super().send(weights, worker_ids, timeout, metadata=metadata)
-        else:
-            self.publish(weights, worker_ids, metadata=metadata)
-
-    send.__doc__ = blocking.WeightSyncScheme.send.__doc__
 
 
 class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
@@ -127,7 +107,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = SharedMemTransport
 
 
-class BlockingSharedMem(BlockingSlots):
+class BlockingSharedMem(SlotCore, blocking.SyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
 
     Args:
@@ -160,7 +140,7 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = MPTransport
 
 
-class BlockingMultiProcess(BlockingSlots):
+class BlockingMultiProcess(SlotCore, blocking.SyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`.
 

@@ -116,6 +116,7 @@ class SchemeState:
         self._receiving: Receiving | None = None
         self._reconnect = False
         self._carrier: Carrier | None = None
+        self._rendezvous: Any = None  # where an introduced scheme's sides meet: what this side has of it
         self._registered = False
         self._closed = False
 
@@ -327,7 +328,7 @@ class SchemeState:
 
 LOCAL = {
     "_role", "_pid", "_context", "_model", "_worker_idx", "_sources", "_receiving", "_reconnect", "_carrier",
-    "_registered", "_closed",
+    "_rendezvous", "_registered", "_closed",
 }  # fmt: skip
 
 

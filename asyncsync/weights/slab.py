@@ -19,6 +19,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
@@ -137,6 +139,9 @@ class Slab:
         """The content as a nested TensorDict of views into the slab."""
         return nest(self.tensors(), unpack_values(self.values, self.layout))
 
+    def reserve(self) -> None:
+        """Have memory for all bytes, before anything but :meth:`write` writes them. Raises MemoryError. Any thread."""
+
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes that have come where they belong. Raises MemoryError where there is none for them."""
         self.memory[offset : offset + len(data)] = data
@@ -170,11 +175,15 @@ class Slab:
         """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
         piece, a part of it, or a socket holds it."""
         # A fresh array per piece, which all views of it refer to: the array's end of life tells that none is left.
-        piece = self.buffer.numpy()[start:stop]
+        piece = self._array()[start:stop]
         if self.pool is not None:
             self.pool.exported(self)
             weakref.finalize(piece, self.pool.returned, self).atexit = False
         return piece.data
+
+    def _array(self) -> npt.NDArray[np.uint8]:
+        """The bytes as they are sent, and as they come in."""
+        return self.buffer.numpy()
 
     def contents(self) -> bytes:
         """All bytes, copied once however often this is called: for small slabs, which ride in instructions."""

@@ -146,7 +146,7 @@ class Api:
     Args:
         name: of the test's parameter.
         module: asyncsync or asyncsync.sync.
-        kind: what its scheme and transport are called: "ZMQ", "SharedMem", "MultiProcess".
+        kind: what its scheme and transport are called: "ZMQ", "SharedMem", "MultiProcess", "Distributed".
         is_fast: False: the fixture turns the fast paths off.
         options: of the scheme's constructor.
     """
@@ -175,6 +175,11 @@ class Api:
         return self.is_blocking and self.kind == "SharedMem"
 
     @property
+    def has_slots(self) -> bool:
+        """Whether weights travel through shared memory."""
+        return self.kind in ("SharedMem", "MultiProcess")
+
+    @property
     def other(self) -> Api:
         """The other API with the same scheme."""
         module = asyncsync if self.is_blocking else asyncsync.sync
@@ -200,8 +205,8 @@ class Api:
         return face(made) if self.is_blocking else made
 
     def scheme(self, *args: Any, **options: Any) -> Any:
-        """A scheme of this kind. ZeroMQ's has no slots: this option is left out."""
-        if self.kind == "ZMQ":
+        """A scheme of this kind. Those without slots have this option left out."""
+        if not self.has_slots:
             options.pop("slots", None)
         return self.make(self.scheme_class, *args, **{**self.options, **options})
 
@@ -239,6 +244,8 @@ _ALL = [
     Api("blocking-received", asyncsync.sync, map_above=0),
     Api("asyncio-general", asyncsync, "SharedMem", is_fast=False),
     Api("blocking-shared-general", asyncsync.sync, "SharedMem", is_fast=False),
+    Api("asyncio-distributed", asyncsync, "Distributed", map_above=0, pair_above=0),
+    Api("blocking-distributed", asyncsync.sync, "Distributed", pair_above=0),
 ]
 _EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped", "blocking-received")]
 _RECEIVED = [api for api in _ALL if api.name.endswith("-received")]
@@ -250,8 +257,8 @@ SETS: dict[str, list[Api]] = {
     "waiting": [api for api in _EVERY if not api.is_instant],
     "all": _ALL,
     "some": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.name in ("asyncio-mapped", "blocking-process"))],
-    "slots": [api for api in _ALL if api.kind != "ZMQ"],
-    "copied": [api for api in _ALL if api.kind != "ZMQ" and not api.options and api.is_fast],
+    "slots": [api for api in _ALL if api.has_slots],
+    "copied": [api for api in _ALL if api.has_slots and not api.options and api.is_fast],
     "general": [api for api in _ALL if not api.is_fast],
     "in place": _IN_PLACE,
     "map_above": [*_IN_PLACE, *_RECEIVED],

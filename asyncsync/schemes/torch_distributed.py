@@ -1,0 +1,264 @@
+"""torch.distributed: workers find their sender by a store, and get their weights through gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from torch import distributed
+
+from asyncsync.arguments import check_bytes, check_sync, check_timeout
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.introduction import Introduction, Introductions
+from asyncsync.errors import NotConnected
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.net.address import address_towards, own_address
+from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.runtime.threads import WorkThread, elsewhere
+from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.introduced import IntroducedCore
+from asyncsync.schemes.meeting import Host, ask
+from asyncsync.schemes.registry import register
+from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.store import Address, OwnStore, connect, innermost
+from asyncsync.transports.torch_distributed import (
+    PAIR_BYTES,
+    BlockingDistributedTransport,
+    DistributedTransport,
+    PairTransport,
+)
+from asyncsync.transports.torch_private import default_store
+
+__all__ = ["BlockingDistributed", "DistributedWeightSyncScheme"]
+
+LOOPBACK = "127.0.0.1"
+BACKENDS = ("gloo", "mpi", "nccl", "ucc")
+# TorchRL's collector has its own stores on its port and the next one.
+AFTER_TCP_PORT = 2
+
+
+class DistributedCore(IntroducedCore):
+    """What the scheme has in both APIs. ``_store_info``: where its own store is; None: it has none, or not yet."""
+
+    _adopts = True
+    _transport_class: ClassVar[type[PairTransport]]
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        *,
+        backend: str = "gloo",
+        sync: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+        store_info: Mapping[str, Any] | tuple[str, int] | None = None,
+        endpoint: str | None = None,
+        connect: str | None = None,
+        bus: BusCore | None = None,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        allow_plaintext: bool = False,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        strict: bool = False,
+        map_above: int = COPY_BYTES,
+        pair_above: int = PAIR_BYTES,
+    ) -> None:
+        check_sync(sync, is_blocking=self._is_blocking)
+        check_timeout(timeout)
+        check_bytes("map_above", map_above)
+        check_bytes("pair_above", pair_above)
+        _check_backend(backend)
+        self._store_info = _as_address(store_info)
+        super().__init__(
+            strategy,
+            endpoint=endpoint,
+            connect=connect,
+            bus=bus,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            allow_plaintext=allow_plaintext,
+            include=include,
+            exclude=exclude,
+            strict=strict,
+        )
+        self.backend = backend
+        self._sync = sync
+        self._timeout = timeout
+        self._map_above = map_above
+        self._pair_above = pair_above
+
+    def get_store_info(self) -> dict[str, Any] | None:
+        """Where the scheme's own store is: ``{"host": …, "port": …}``; for ``store_info=`` of schemes that are
+        constructed elsewhere. None: before ``init_on_sender``, and in a process group, whose store is used."""
+        return None if self._store_info is None else dict(zip(("host", "port"), self._store_info, strict=True))
+
+    def create_transport(self, **kwargs: Any) -> PairTransport:
+        """The transport of this scheme's API."""
+        return self._transport_class(self._listens_at(), self._map_above, self._pair_above)
+
+    def _listens_at(self) -> str:
+        """The address of this host at which a sender serves its workers."""
+        endpoint = self._bus.endpoint
+        if endpoint != INTRODUCED:
+            host = urlsplit(endpoint).hostname if endpoint.startswith("tcp://") else LOOPBACK
+            return own_address() if host in ("0.0.0.0", "::", None) else host
+        if self._store_info is not None:
+            return self._store_info[0]
+        host = getattr(innermost(default_store()), "host", None)
+        return own_address() if host is None else address_towards(host)
+
+    # -- where they meet -----------------------------------------------------------------------------------------------
+
+    def _joins(self) -> bool:
+        """Whether they meet in the store of the process group that there is already."""
+        return self._bus.endpoint == INTRODUCED and self._store_info is None and default_store() is not None
+
+    def _client(self) -> Any:
+        return default_store() if self._store_info is None else connect(self._store_info, self._timeout)
+
+    def _name(self) -> str:
+        """What tells this scheme from others in the same store; one of its own has no others."""
+        return self._topic if self._store_info is None else ""
+
+    def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
+        host = None
+        if self._joins():
+            counted = options.keys() & {"devices", "params_map"} or getattr(context, "num_workers", None)
+            if num_workers is None and self._bus.num_workers is None and not counted:
+                num_workers = distributed.get_world_size() - 1
+            host = Host(None)
+        elif self._bus.endpoint == INTRODUCED:
+            host = self._rendezvous or Host(self._take_port(context))
+            self._store_info = host.address
+        try:
+            super().init_on_sender(context=context, num_workers=num_workers, **options)
+        except BaseException:
+            if host is not None:
+                host.close()
+            raise
+        self._rendezvous = host
+
+    init_on_sender.__doc__ = IntroducedCore.init_on_sender.__doc__
+
+    def _take_port(self, context: Any) -> OwnStore:
+        if self._store_info is not None:
+            return OwnStore(*self._store_info)
+        port = getattr(context, "tcp_port", None)
+        if port is not None:
+            with suppress(NotConnected):  # another program's
+                return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
+        return OwnStore(own_address())
+
+    def init_on_receiver(
+        self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
+    ) -> None:
+        if self._bus.connect_endpoint == INTRODUCED and self._store_info is None:
+            if default_store() is None:
+                raise RuntimeError(
+                    "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
+                    "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both "
+                    "sides before"
+                )
+            if worker_idx is None and getattr(context, "worker_idx", None) is None and distributed.get_rank():
+                worker_idx = distributed.get_rank() - 1
+        super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
+
+    init_on_receiver.__doc__ = IntroducedCore.init_on_receiver.__doc__
+
+    async def _host(self, timeout: float) -> str:
+        return await elsewhere("asyncsync-meeting", self._listens_at)
+
+    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
+        open_ = partial(self._rendezvous.open, self._client, self._name(), introductions)
+        await elsewhere("asyncsync-meeting", open_)
+
+    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
+        over, thread = threading.Event(), WorkThread("asyncsync-meeting")
+        try:
+            found = await thread.submit(partial(ask, self._client, self._name(), worker, over.is_set))
+        finally:
+            over.set()
+            thread.abandon()
+        assert found is not None
+        return found
+
+    async def _end_transport(self, timeout: float) -> None:
+        host: Host | None = self._rendezvous
+        if host is not None and host.is_open:
+            await elsewhere("asyncsync-meeting", host.close)
+        elif host is not None:
+            host.close()
+        await super()._end_transport(timeout)
+
+
+def _check_backend(backend: str) -> None:
+    has = [name for name in BACKENDS if distributed.is_available() and getattr(distributed, f"is_{name}_available")()]
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    if backend not in has or "gloo" not in has:
+        raise ValueError(f"this torch has no {'gloo' if backend in has else backend}, it was built with {has}")
+
+
+def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Address | None:
+    if store_info is None:
+        return None
+    try:
+        found = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else tuple(store_info)
+        host, port = found
+        if isinstance(host, str) and host and 0 < int(port) < 65536:
+            return host, int(port)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(f"store_info must be {{'host': …, 'port': …}}, as get_store_info() returns it, not {store_info!r}")
+
+
+class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
+    """Weights through torch.distributed: gloo, between processes of any hosts. Usage, in a process group::
+
+        torch.distributed.init_process_group("gloo")           # as torchrun has it
+        scheme = DistributedWeightSyncScheme()                  # in each process
+        if torch.distributed.get_rank() == 0:
+            scheme.init_on_sender(model_id="policy", model=policy)   # the others are its workers
+            await scheme.connect()
+            version = await scheme.send_async()
+        else:
+            scheme.init_on_receiver("policy", model=policy)     # worker_idx is the rank, less one
+            await scheme.connect()
+
+    Without a process group the scheme has a store of its own from ``init_on_sender`` on; it is passed on to the workers
+    after that, or they construct theirs with ``store_info=``. Neither the default process group nor its order of
+    operations is touched: each worker has a connection of its own, so one that is slow, killed or restarted concerns no
+    other. What travels over the bus is encrypted, with keys that workers get in the store; what gloo carries is not,
+    and whoever can use the store can take a worker's place: as with torch.distributed itself, use it on a network that
+    you trust.
+
+    Args:
+        backend: one that this torch has; weights are packed in host memory, and gloo carries them whichever it is.
+        timeout: seconds to reach the store.
+        store_info: where the scheme's own store is to be, and is: ``{"host": …, "port": …}``, or a pair of both. None:
+            the process group's if there is one, else one on a free port (with a context, the second after its
+            ``tcp_port``).
+        map_above: as for :class:`asyncsync.ZMQWeightSyncScheme`.
+        pair_above: weights of more bytes go through gloo; fewer ride along in the instruction.
+        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
+    """
+
+    _transport_class = DistributedTransport
+
+
+class BlockingDistributed(DistributedCore, blocking.SyncScheme):
+    """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`.
+
+    Args:
+        sync: False: ``send`` is ``publish``, and waits for no worker.
+        options: all others are those of :class:`asyncsync.DistributedWeightSyncScheme`.
+    """
+
+    _transport_class = BlockingDistributedTransport
+
+
+register("distributed", DistributedWeightSyncScheme, BlockingDistributed)

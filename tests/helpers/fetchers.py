@@ -1,0 +1,93 @@
+"""Both ends of a transport alone, without a bus, each in a process of its own.
+
+Usage::
+
+    async with processes() as start:
+        offerer, fetcher = start(Offerer), start(Fetcher)
+        await fetcher.begin(0)
+        assert await fetcher.fetch(await offerer.offer(1000, 3), 1000) == {3}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncsync import DistributedTransport
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.tree import flatten
+
+__all__ = ["Fetcher", "Offerer", "filled", "layout_of"]
+
+
+def layout_of(nbytes: int) -> Layout:
+    """Of one tensor of so many bytes."""
+    return Layout.of(flatten({"weight": torch.zeros(nbytes, dtype=torch.uint8)}))
+
+
+def filled(pool: SlabPool, nbytes: int, value: int) -> Slab:
+    """A slab with this number in each of its bytes."""
+    slab = pool.acquire(layout_of(nbytes))
+    slab.buffer.fill_(value)
+    return slab
+
+
+class _End:
+    """What both ends have in common."""
+
+    def __init__(self, emit: Callable[[Any], None]) -> None:
+        self.emit = emit
+        self.transport = DistributedTransport(pair_above=0)
+        self.pool = SlabPool()
+
+    async def stop(self, finish: Callable[[], Any]) -> None:
+        await self.transport._end(2.0)
+        asyncio.get_running_loop().call_soon(finish)
+
+
+class Offerer(_End):
+    """A sender's transport."""
+
+    async def offer(self, nbytes: int, value: int) -> bytes:
+        descriptor = await self.transport.offer(filled(self.pool, nbytes, value), None)
+        assert descriptor is not None
+        return descriptor
+
+
+class Fetcher(_End):
+    """A worker's."""
+
+    async def begin(self, worker: int) -> None:
+        self.transport._start(worker)
+
+    async def fetch(self, descriptor: bytes, nbytes: int, timeout: float = 30.0) -> set[int]:
+        """Which numbers are in the bytes."""
+        layout = layout_of(nbytes)
+        slab = self.transport._acquire(layout, self.pool)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.transport._fetch_slab(descriptor, slab, asyncio.get_running_loop().time() + timeout)
+            got = torch.from_numpy(slab._array()[: layout.nbytes])
+            return {int(got.min()), int(got.max())}
+        finally:
+            slab.release()
+
+    async def stranger(self, descriptor: bytes) -> str:
+        """What somebody gets who has found the store, but not the name of a transfer."""
+        from asyncsync.transports import pairs
+
+        client = pairs.PairClient(pairs.Place.decode(descriptor).store, 0)
+        slab = filled(self.pool, 1000, 1)
+        into = torch.frombuffer(slab.export(0, slab.nbytes), dtype=torch.uint8)
+        try:
+            client.receive(secrets.token_bytes(16), slab, into)
+        except LookupError as error:
+            return str(error)
+        finally:
+            client.close()
+        return ""

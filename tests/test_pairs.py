@@ -1,0 +1,148 @@
+"""The transport of torch.distributed alone: its ends are this test and other processes, and there is no bus."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from asyncsync import DistributedTransport, NotConnected, SharedMemTransport
+from asyncsync.transports.pairs import Place
+from asyncsync.weights.slab import SlabPool
+from helpers.fetchers import Fetcher, Offerer, filled, layout_of
+from helpers.pairs import Clock, until
+from helpers.processes import Remote, processes
+
+MIB = 1 << 20
+LARGE = 256 * MIB
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Remote]]:
+    async with processes() as start:
+        yield start
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[DistributedTransport]:
+    transport = DistributedTransport(pair_above=0)
+    transport._start(None)
+    yield transport
+    await transport._end(2.0)
+
+
+async def fetchers(start: Callable[..., Remote], count: int) -> list[Remote]:
+    workers = [start(Fetcher) for _ in range(count)]
+    await asyncio.gather(*(worker.begin(i) for i, worker in enumerate(workers)))
+    return workers
+
+
+async def test_each_worker_gets_the_bytes_that_it_asks_for(
+    transport: DistributedTransport, start: Callable[..., Remote]
+) -> None:
+    pool, workers = SlabPool(), await fetchers(start, 2)
+    slabs = [filled(pool, 300_000 + i, i) for i in range(3)]
+    offered = [await transport.offer(slab, None) for slab in slabs]
+    for i in (0, 1, 2, 0):
+        assert await asyncio.gather(*(w.fetch(offered[i], 300_000 + i) for w in workers)) == [{i}, {i}]
+    both = [workers[0].fetch(offered[1], 300_001), workers[0].fetch(offered[2], 300_002)]
+    assert await asyncio.gather(*both) == [{1}, {2}], "one after the other, over one connection"
+
+
+async def test_few_bytes_go_over_the_bus() -> None:
+    assert await DistributedTransport().offer(filled(SlabPool(), 64 << 10, 1), None) is None
+
+
+async def test_what_is_retired_is_not_to_be_had_and_its_memory_is_free(
+    transport: DistributedTransport, start: Callable[..., Remote]
+) -> None:
+    pool, (worker,) = SlabPool(), await fetchers(start, 1)
+    first, second = filled(pool, 1024, 1), filled(pool, 2048, 2)
+    gone, there = await transport.offer(first, None), await transport.offer(second, None)
+    assert gone is not None
+    first.on_release = lambda: transport.retire(gone)
+    first.release()
+    assert pool.slabs == 2, "one is spare, none is kept by the transport"
+    with pytest.raises(LookupError, match="does not offer these weights any more"):
+        await worker.fetch(gone, 1024)
+    with pytest.raises(ValueError, match="offers 2048 bytes of weights, and has announced 1024"):
+        await worker.fetch(there, 1024)
+    assert await worker.fetch(there, 2048) == {2}
+
+
+async def test_whoever_finds_the_store_gets_nothing(
+    transport: DistributedTransport, start: Callable[..., Remote]
+) -> None:
+    (worker,) = await fetchers(start, 1)
+    descriptor = await transport.offer(filled(SlabPool(), 1000, 1), None)
+    assert "does not offer" in await worker.stranger(descriptor)
+
+
+async def test_other_transports_descriptors_are_refused_both_ways() -> None:
+    layout = layout_of(1000)
+    with pytest.raises(ValueError, match="another transport"):
+        await DistributedTransport()._fetch_slab(b"SHM\x01" + bytes(60), filled(SlabPool(), 1000, 1), 0.0)
+    shared = SharedMemTransport()
+    with pytest.raises(ValueError, match="another transport"):
+        shared.attach(Place(("127.0.0.1", 9), bytes(16)).encode(), layout, SlabPool())
+    shared.close()
+
+
+async def test_a_worker_that_is_killed_in_the_middle_disturbs_nobody_and_its_successor_is_served(
+    transport: DistributedTransport, start: Callable[..., Remote]
+) -> None:
+    pool, workers = SlabPool(), await fetchers(start, 2)
+    slab = filled(pool, LARGE, 7)
+    descriptor = await transport.offer(slab, None)
+    assert descriptor is not None
+    calls = [worker.fetch(descriptor, LARGE) for worker in workers]
+    assert transport._server is not None
+    await until(lambda: 1 in transport._server._pairs)  # type: ignore[union-attr]
+    await workers[1].kill()
+    assert await calls[0] == {7}
+    (successor,) = [start(Fetcher)]
+    await successor.begin(1)
+    assert await successor.fetch(descriptor, LARGE) == {7}
+    slab.release()
+    transport.retire(descriptor)
+    await until(lambda: not pool.draining(LARGE))
+
+
+async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_once(
+    start: Callable[..., Remote],
+) -> None:
+    sender, (worker,) = start(Offerer), await fetchers(start, 1)
+    descriptor = await sender.offer(LARGE, 7)
+    assert await worker.fetch(descriptor, LARGE) == {7}
+    call = worker.fetch(descriptor, LARGE)
+    sender.signal(signal.SIGSTOP)
+    sender.signal(signal.SIGKILL)
+    with (
+        Clock(1.0),
+        pytest.raises(NotConnected, match=r"worker 0 has no connection for weights to the sender at 127\."),
+    ):
+        await call
+    with Clock(1.0), pytest.raises(NotConnected, match="worker 0 has no connection for weights"):
+        await worker.fetch(descriptor, LARGE)
+    again = start(Offerer)
+    assert await worker.fetch(await again.offer(LARGE, 8), LARGE) == {8}
+
+
+async def test_a_fetch_that_is_cancelled_ends_at_once_though_the_sender_is_stopped(
+    start: Callable[..., Remote],
+) -> None:
+    sender, (worker,) = start(Offerer), await fetchers(start, 1)
+    descriptor = await sender.offer(MIB, 7)
+    assert await worker.fetch(descriptor, MIB) == {7}
+    sender.signal(signal.SIGSTOP)
+    with Clock(1.0), pytest.raises(TimeoutError):
+        await worker.fetch(descriptor, MIB, timeout=0.2)
+    sender.signal(signal.SIGCONT)
+    assert await worker.fetch(descriptor, MIB) == {7}
+
+
+async def test_an_address_that_is_not_this_hosts_is_refused() -> None:
+    with pytest.raises(NotConnected, match=r"no store can be opened at 192\.0\.2\.1:0: .* an address of this host's"):
+        await DistributedTransport("192.0.2.1", pair_above=0).offer(filled(SlabPool(), 1000, 1), None)

@@ -1,0 +1,119 @@
+"""Stores of torch.distributed: how processes find each other there.
+
+A queue in a store has any number of senders and one receiver, and nothing is lost when one of them is killed. A client
+of a store is locked while it waits, so each thread has one of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from asyncsync.errors import NotConnected
+
+__all__ = ["FOREVER", "LAST_LOOK", "Address", "OwnStore", "client_of", "connect", "innermost", "wait_for"]
+
+Address = tuple[str, int]
+"""Host and port of a store."""
+
+ANSWER_SECONDS = 20.0
+FOREVER = timedelta(days=365)
+FIRST_LOOK, LAST_LOOK = 0.002, 0.05
+
+# A child process that was forked must not destroy what it has inherited: it would wait for threads that it has not.
+_open: set[Any] = set()
+
+
+class OwnStore:
+    """A TCPStore of this process's, on one address of this host: torch itself would listen on all of them.
+
+    The port is taken when this is made, and is ``address``'s, or one that is free. Nobody listens there before
+    :meth:`open`. Raises NotConnected: there is no such address, or the port is in use.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._bound.bind((host, port))
+        except OSError as error:
+            self._bound.close()
+            raise NotConnected(
+                f"no store can be opened at {host}:{port}: {error}; is it an address of this host's, and a free port?"
+            ) from error
+        self.address: Address = host, self._bound.getsockname()[1]
+        self._store: Any = None
+
+    def open(self) -> None:
+        """Listen. Idempotent."""
+        if self._store is None:
+            self._bound.listen()
+            host, port = self.address
+            self._store = distributed.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
+            )
+            _open.add(self._store)
+            weakref.finalize(self, _forget, self._store, os.getpid()).atexit = False
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._bound.close()
+        store, self._store = self._store, None
+        _open.discard(store)
+
+
+def _forget(store: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        _open.discard(store)
+
+
+def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
+    """A client of the store at this address. Raises NotConnected: there is none."""
+    try:
+        # Where nobody listens, torch goes on trying until the time is over, and prints why.
+        socket.create_connection(address, timeout).close()
+        host, port = address
+        return distributed.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, timeout))
+        )
+    except (OSError, RuntimeError) as error:
+        raise NotConnected(f"there is no store at {address[0]}:{address[1]}: {error}") from error
+
+
+def client_of(store: Any) -> Any:
+    """Another client of the same store. Raises NotConnected: this torch has no queues in stores, or not in this one."""
+    if not hasattr(store, "queue_push") or isinstance(innermost(store), distributed.FileStore):
+        raise NotConnected(
+            f"a {type(innermost(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or newer, "
+            "and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"
+        )
+    return store.clone()
+
+
+def innermost(store: Any) -> Any:
+    """The store below all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def wait_for(store: Any, key: str, seconds: float, is_over: Callable[[], bool]) -> bytes | None:
+    """The value of a key when there is one; None if it is over before, or the time is."""
+    # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
+    pause, deadline = FIRST_LOOK, time.monotonic() + seconds
+    while not store.check([key]):
+        if is_over() or time.monotonic() > deadline:
+            return None
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_LOOK)
+    value: bytes = store.get(key)
+    return value
