@@ -21,6 +21,7 @@ from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.launched_collector import LaunchedCollector, port_of
 from asyncsync.collectors.distributed.rank_nodes import RankNodes
 from asyncsync.collectors.single import Collector
+from asyncsync.sync import DistributedWeightSyncScheme
 
 __all__ = ["DistributedCollector"]
 
@@ -43,6 +44,8 @@ class DistributedCollector(LaunchedCollector):
             attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
         restarts: how often each node that is lost is launched again, with a new environment and the current weights.
+
+    Weights go by :class:`asyncsync.sync.DistributedWeightSyncScheme` unless a scheme is given.
 
     Raises: as ``RPCCollector``.
     """
@@ -126,3 +129,6 @@ class DistributedCollector(LaunchedCollector):
             extend_buffer=extend_buffer,
             connect_timeout=connect_timeout,
         )
+
+    def _default_scheme(self) -> Any:
+        return DistributedWeightSyncScheme(backend=self.backend)

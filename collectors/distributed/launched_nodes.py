@@ -14,13 +14,15 @@ import socket
 import time
 from abc import abstractmethod
 from concurrent.futures import Future, InvalidStateError
-from datetime import timedelta
 from typing import Any, NamedTuple
+
+from torch.distributed import PrefixStore
 
 from asyncsync.collectors.distributed.launchers import Launcher, Program, check_launcher, make_launcher
 from asyncsync.collectors.distributed.node import Node
 from asyncsync.collectors.distributed.nodes import Nodes
-from asyncsync.errors import PeerLost
+from asyncsync.errors import NotConnected, PeerLost
+from asyncsync.transports.store import OwnStore, connect
 
 __all__ = ["DEFAULT_PORT", "LOOK_SECONDS", "LaunchedNodes", "Meeting", "watch", "where"]
 
@@ -40,12 +42,8 @@ class Meeting(NamedTuple):
     key: bytes
 
     def store(self) -> Any:
-        """The store, for a node. Raises RuntimeError: it is not there."""
-        from torch.distributed import PrefixStore, TCPStore
-
-        timeout = timedelta(seconds=STORE_SECONDS)
-        tcp = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return PrefixStore(self.token, tcp)
+        """A client of the store, for one thread. Raises NotConnected: it is not there."""
+        return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
 
 
 class LaunchedNodes(Nodes):
@@ -61,6 +59,7 @@ class LaunchedNodes(Nodes):
         self._launcher: Launcher | None = None
         self._joined: dict[int, Future[str]] = {}
         self._where: dict[int, str] = {}
+        self._own_store: OwnStore | None = None
         self.store: Any = None
 
     @abstractmethod
@@ -68,16 +67,11 @@ class LaunchedNodes(Nodes):
         """What runs in a node, a function of a module: ``program(meeting, rank, *arguments)``."""
 
     def open(self, count: int) -> None:
-        from torch.distributed import PrefixStore, TCPStore
-
         self._launcher = make_launcher(*self._launching)
-        address = self._launcher.address
-        listening = _listen(address, self._port)
-        port = listening.getsockname()[1]
-        self.meeting = Meeting(address, port, f"asyncsync-{secrets.token_hex(8)}", secrets.token_bytes(32))
-        # On this address alone; torch itself would listen on all of them.
-        tcp = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-        self.store = PrefixStore(self.meeting.token, tcp)
+        self._own_store = store = _store_at(self._launcher.address, self._port)
+        store.open()
+        self.meeting = Meeting(*store.address, f"asyncsync-{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self.store = self.meeting.store()
 
     def host(self) -> str:
         return self.meeting.host
@@ -117,17 +111,18 @@ class LaunchedNodes(Nodes):
 
     def close(self) -> None:
         self.store = None
+        if self._own_store is not None:
+            self._own_store.close()
 
 
-def _listen(address: str, port: int | None) -> socket.socket:
-    """A listening socket. Raises ValueError: the port that was asked for is taken."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def _store_at(address: str, port: int | None) -> OwnStore:
+    """Raises NotConnected: the port that was asked for is taken."""
+    if port is not None:
+        return OwnStore(address, port)
     try:
-        return socket.create_server((address, DEFAULT_PORT if port is None else port), family=family)
-    except OSError as error:
-        if port is None:
-            return socket.create_server((address, 0), family=family)
-        raise ValueError(f"tcp_port={port} cannot be had at {address}: {error}; pass another, or none") from error
+        return OwnStore(address, DEFAULT_PORT)
+    except NotConnected:  # another collector's
+        return OwnStore(address)
 
 
 def watch(node: Node, store: Any) -> None:

@@ -174,7 +174,7 @@ class RankNodes(LaunchedNodes):
                 return
             meeting = self.meeting
             pair = Pair(meeting.store(), f"node-{there}", _TRAINER, meeting.host)
-        except RuntimeError as error:
+        except RuntimeError as error:  # NotConnected is one
             with contextlib.suppress(InvalidStateError):
                 self._joined[rank].set_exception(PeerLost(f"it cannot be reached: {error}"))
             return
