@@ -39,7 +39,9 @@ def test_every_module_of_private_names_is_in_here() -> None:
         for module in pkgutil.walk_packages(paths, prefix)
         if module.name.endswith("_private")
     }
-    assert found == {module.__name__ for module in (asyncio_private, model_private, rpc_private, weights_private, zmq_private)}
+    assert found == {
+        module.__name__ for module in (asyncio_private, model_private, rpc_private, weights_private, zmq_private)
+    }
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 from asyncsync.collectors.workers.channel import dumps, loads
@@ -61,7 +63,9 @@ class ProcessLauncher(Launcher):
 
     def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:
         # No daemon: environments and nested collectors have processes of their own.
-        process = self._context.Process(target=program, args=arguments, name=f"asyncsync-node-{rank}", daemon=False)
+        process = self._context.Process(
+            target=_in_process, args=(program, arguments), name=f"asyncsync-node-{rank}", daemon=False
+        )
         with sigint_blocked():
             process.start()
         self._processes[rank] = process
@@ -77,14 +81,20 @@ class ProcessLauncher(Launcher):
             return
         # Not join(): the thread that watches it may have reaped it just now.
         deadline = time.monotonic() + timeout
-        multiprocessing.connection.wait([process.sentinel], timeout)
+        wait([process.sentinel], timeout)
         if process.exitcode is None:
             process.kill()
-            multiprocessing.connection.wait([process.sentinel], KILLED_SECONDS + max(0.0, deadline - time.monotonic()))
+            wait([process.sentinel], KILLED_SECONDS + max(0.0, deadline - time.monotonic()))
 
     def name(self, rank: int) -> str:
         process = self._processes.get(rank)
         return "a process" if process is None else f"pid {process.pid}"
+
+
+def _in_process(program: Program, arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now; an environment's processes are not
+    program(*arguments)
 
 
 class SubmititLauncher(Launcher):

@@ -35,6 +35,7 @@ from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest
+from asyncsync.collectors.workers.main import seed_apart
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
 from asyncsync.errors import ClosedError
 
@@ -209,6 +210,7 @@ class Node:
             future.set_result(answer)
 
     def _build(self, count: int, specification: bytes, replay_buffer: Any, schemes: Mapping[str, Any]) -> Answer:
+        seed_apart()
         given = loads(specification)
         if isinstance(given.arguments.get("traj_pool"), PoolOfNode):
             given.arguments["traj_pool"] = StridedPool(SharedPool(self._page), self.rank, count)

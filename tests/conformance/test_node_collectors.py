@@ -20,8 +20,8 @@ FAMILIES = ["by_rpc", "by_gloo", pytest.param("by_ray", marks=needs_ray)]
 
 
 @cache
-def seen(program: str) -> Any:
-    return in_program(getattr(collecting_nodes, program), seconds=350)
+def seen(program: str, *args: Any) -> Any:
+    return in_program(getattr(collecting_nodes, program), *args, seconds=350)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,6 +77,11 @@ def test_r208_a_node_that_is_killed_is_named_at_once_and_nothing_is_left(family:
     assert seconds < 5
     assert found["closed"]
     assert all(case["gone"] for case in (found, *(seen(family)[c] for c in ("asynchronous", "failing", "nested"))))
+
+
+@pytest.mark.parametrize("kind", ["RPCCollector", "DistributedCollector"])
+def test_r208_nodes_end_when_their_trainer_was_killed(kind: str) -> None:
+    assert seen("killed_trainer", kind)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,6 +4,7 @@ start, and returns what it has seen."""
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ import torch
 from asyncsync import sync
 from helpers.collecting_multi import acted, make, policy
 
-__all__ = ["Kept", "by_gloo", "by_jobs", "by_ranks", "by_ray", "by_rpc", "with_actors"]
+__all__ = ["Kept", "by_gloo", "by_jobs", "by_ranks", "by_ray", "by_rpc", "killed_trainer", "with_actors"]
 
 Makes = Callable[..., Any]
 
@@ -158,6 +159,28 @@ def nested(makes: Makes) -> dict[str, Any]:
 
 
 CASES = (asynchronous, synchronous, failing, nested)
+
+
+def _trainer(kind: str, pipe: Any) -> None:
+    from asyncsync.collectors import distributed
+
+    collector = getattr(distributed, kind)([make(delay=0.01)] * 2, policy(), frames_per_batch=4, launcher="mp")
+    collector.next()
+    pipe.send(_pids(collector))
+    time.sleep(60)
+
+
+def killed_trainer(kind: str) -> bool:
+    """Whether the nodes of a trainer that is killed end by themselves."""
+    _prepare()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    trainer = context.Process(target=_trainer, args=(kind, there))
+    trainer.start()
+    pids = here.recv() if here.poll(100) else []
+    trainer.kill()
+    trainer.join()
+    return len(pids) == 2 and _gone(pids)
 
 
 def _all_of(makes: Makes) -> dict[str, Any]:
