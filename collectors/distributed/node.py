@@ -13,8 +13,8 @@ closes it. They come from any thread, as does a signal, which takes effect betwe
 - ``("rollout", serial, random)``; ``("call", name, arguments)``, with pickled arguments, between two rollouts.
 
 Signals are ``("wishes", wishes)``; ``("stand_still", wishes)``, answered when the node has paused; ``("stop",
-wishes, seconds)``, answered when the environment is closed; and ``("meet", bus, introduction)``, how the node finds
-the trainer's weights. What the user's code raises is the answer's failure, and
+wishes, seconds)``, answered when the environment is closed; ``("watch",)``, answered then, too; and ``("meet",
+bus, introduction)``, how the node finds the trainer's weights. What the user's code raises is the answer's failure, and
 ends the node, unless a call has raised it.
 """
 
@@ -126,6 +126,8 @@ class Node:
         if signal[0] == "meet":
             meet(*signal[1:])
             return Answer(None)
+        if signal[0] == "watch":
+            return Answer(None, self.ended.wait())
         kind, wishes, *seconds = signal
         self._heed(wishes)
         if kind == "stand_still":

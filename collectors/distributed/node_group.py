@@ -27,16 +27,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDictBase
-
 from asyncsync.collectors.distributed.node import Answer, Command, PoolOfNode, Wishes
+from asyncsync.collectors.distributed.node_places import NodePlaces
 from asyncsync.collectors.distributed.nodes import Nodes
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
 from asyncsync.collectors.workers.loop_group import LoopGroup
 from asyncsync.collectors.workers.rollout_worker import FREE
-from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
+from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
@@ -60,6 +59,7 @@ class NodeGroup(LoopGroup):
         self._builds: list[Command] = []
         self._incarnations: list[int] = []  # how often each node was launched again
         self._lost: set[int] = set()
+        self._follows = True  # this process's versions
         self._introductions: dict[str, Mapping[int, bytes]] = {}
         self._asked: dict[int, int] = {}  # of each call without a reply, the node
         self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
@@ -93,14 +93,20 @@ class NodeGroup(LoopGroup):
 
     def _built(self, rank: int, answer: Answer) -> None:
         self.infos[rank] = WorkerInfo(*answer.value)
+        # Answered when the node has ended, and lost when it is: so it is missed at once, whatever it does.
+        self._submit(rank, ("watch",), lambda _: None)
         self._told.pop(rank, None)
         self._tell(rank)
         self._let_meet(rank)
+        if not self._follows:
+            self._let_follow(rank)
         self._submit(rank, ("connect",), partial(self._has_connected, rank))
         self._notify()
 
     def _has_connected(self, rank: int, _: Answer) -> None:
         self.states[rank] = "running" if rank in self._free else "connected"
+        self._told.pop(rank, None)  # what has paused before was not connected
+        self._tell(rank)
         if (request := self._requested.get(rank)) is not None:  # of the one that was lost
             self._roll_out(rank, request)
         self._notify()
@@ -205,7 +211,7 @@ class NodeGroup(LoopGroup):
         self._notify()
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
-        return _Places(dim, self)
+        return NodePlaces(dim, self.nodes)
 
     def cut(self, serial: int) -> None:
         self._cut = max(self._cut, serial)
@@ -317,9 +323,13 @@ class NodeGroup(LoopGroup):
         self._notify()
 
     def follow(self, root: Any, index: int) -> None:
-        # The root's page is on another host. Nodes know the newest version from the trainer, or from their schemes.
+        # The root's page is on another host: what nodes receive tells them which version of the root's it stands for.
+        self._follows = False
         for rank in self.infos:
-            self._submit(rank, ("follow",), lambda _: None)
+            self._let_follow(rank)
+
+    def _let_follow(self, rank: int) -> None:
+        self._submit(rank, ("follow", None, 0), lambda _: None)
 
     def trajectory_pool(self) -> _TrajectoryPool:
         return PoolOfNode()
@@ -370,28 +380,3 @@ class NodeGroup(LoopGroup):
 
     def close(self) -> None:
         """Nothing is shared with the nodes."""
-
-
-class _Place(SharedPlace):
-    """Parts that are fetched from their nodes when they are wanted."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        super().__init__(None)
-        self._nodes = nodes
-
-    def parts(self, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
-        return [self._nodes.payload(result.worker, result.payload) for result in results]
-
-
-class _Places(SharedPlaces):
-    """Nothing is shared with a node: every batch comes by value."""
-
-    def __init__(self, dim: int | None, group: NodeGroup) -> None:
-        super().__init__(dim, lambda _: None)
-        self._nodes = group.nodes
-
-    def next(self) -> SharedPlace:
-        return _Place(self._nodes)
-
-    def learn(self, place: SharedPlace, results: Sequence[RolloutResult]) -> None:
-        """There is no memory to be laid out."""

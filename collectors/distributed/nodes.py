@@ -18,7 +18,7 @@ from asyncsync.collectors.distributed.node import Answer, Command
 
 __all__ = ["SIGNALS", "Nodes"]
 
-SIGNALS = ("wishes", "stand_still", "stop", "meet")
+SIGNALS = ("wishes", "stand_still", "stop", "meet", "watch")
 """Commands that are signals, which a family hands to :meth:`Node.signal` in a thread that no other command holds up."""
 
 

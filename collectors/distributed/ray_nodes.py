@@ -16,11 +16,12 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.distributed.node import Answer, Command, Node
 from asyncsync.collectors.distributed.nodes import SIGNALS, Nodes
 from asyncsync.collectors.workers.channel import Parcel, loads
+from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
 
 __all__ = ["ActorBuffer", "RayNodes", "library"]
 
-COMMANDS, SIGNAL_THREADS = 8, 4
+COMMANDS, SIGNAL_THREADS = 8, 6
 """Threads of an actor. A command waits in one for its turn."""
 
 FETCH_SECONDS = 60.0
@@ -123,7 +124,10 @@ class RayNodes(Nodes):
         return found
 
     def payload(self, rank: int, result: Any) -> TensorDictBase:
-        parcel = self._ray.get(result, timeout=FETCH_SECONDS)
+        try:
+            parcel = self._ray.get(result, timeout=FETCH_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise PeerLost(f"a batch of {self.name(rank)} is lost: {error}") from error
         # What Ray returns lies in its store, and is read-only.
         batch: TensorDictBase = loads(Parcel(parcel.pickled, [bytearray(buffer) for buffer in parcel.buffers]))
         return batch
