@@ -18,6 +18,7 @@ from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import split_trajectories
 from asyncsync.collectors.weights.legacy_updaters import (
     MultiProcessedWeightUpdater,
+    RayWeightUpdater,
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "MultiSyncCollector",
     "ProfileConfig",
     "RandomPolicy",
+    "RayWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
     "split_trajectories",

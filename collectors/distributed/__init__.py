@@ -5,5 +5,14 @@ from asyncsync.collectors.distributed.launchers import serve_node
 from asyncsync.collectors.distributed.ray_collector import RayCollector
 from asyncsync.collectors.distributed.ray_nodes import ActorBuffer
 from asyncsync.collectors.distributed.rpc_collector import RPCCollector
+from asyncsync.collectors.weights.legacy_updaters import DistributedWeightUpdater, RPCWeightUpdater
 
-__all__ = ["ActorBuffer", "DistributedCollector", "RPCCollector", "RayCollector", "serve_node"]
+__all__ = [
+    "ActorBuffer",
+    "DistributedCollector",
+    "DistributedWeightUpdater",
+    "RPCCollector",
+    "RPCWeightUpdater",
+    "RayCollector",
+    "serve_node",
+]

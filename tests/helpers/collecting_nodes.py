@@ -188,7 +188,7 @@ def _all_of(makes: Makes) -> dict[str, Any]:
 
 
 def by_rpc() -> dict[str, Any]:
-    from asyncsync.collectors.distributed import RPCCollector
+    from asyncsync.collectors.distributed import RPCCollector, RPCWeightUpdater
 
     _prepare()
     options = {"num_worker_threads": 4, "_transports": ["uv"]}
@@ -197,7 +197,8 @@ def by_rpc() -> dict[str, Any]:
         return RPCCollector(*args, launcher="mp", tensorpipe_options=options, tcp_port="29871", **given)
 
     found = _all_of(makes)
-    collector = makes([make()], policy(2.0), frames_per_batch=4, visible_devices=["cpu"])
+    source = policy(2.0)
+    collector = makes([make()], source, frames_per_batch=4, visible_devices=["cpu"], weight_updater=RPCWeightUpdater)
     [reference] = collector.collector_rrefs.values()
     found["remote"] = reference.rpc_sync().cascade_execute("env.set_seed", 5)
     try:
@@ -205,6 +206,10 @@ def by_rpc() -> dict[str, Any]:
     except RuntimeError as error:
         found["second"] = str(error)
     found["still"] = acted(collector.next())
+    source[0].fill(8.0)
+    collector.update_policy_weights_()
+    collector.next()
+    found["pushed"] = acted(collector.next())
     collector.shutdown()
     return found
 
