@@ -1,5 +1,9 @@
 """Collectors: environments stepped in parallel by workers whose policy follows the trainer."""
 
+from functools import partial as _partial
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from tensordict.nn import InteractionType as ExplorationType
 
 from asyncsync.collectors.construct import FAMILIES
@@ -14,6 +18,7 @@ from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import split_trajectories
 from asyncsync.collectors.weights.legacy_updaters import (
     MultiProcessedWeightUpdater,
+    RayWeightUpdater,
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
@@ -29,9 +34,24 @@ __all__ = [
     "MultiSyncCollector",
     "ProfileConfig",
     "RandomPolicy",
+    "RayWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
     "split_trajectories",
 ]
 
+
+def _distributed(name: str, *args: _Any, **kwargs: _Any) -> _Any:
+    """A collector of a family that is imported when it is first used."""
+    return getattr(_import_module("asyncsync.collectors.distributed"), name)(*args, **kwargs)
+
+
 FAMILIES.update({"sync": MultiSyncCollector, "async": MultiAsyncCollector, "process": MultiCollector})
+FAMILIES.update(
+    {
+        "ray": _partial(_distributed, "RayCollector"),
+        "rpc": _partial(_distributed, "RPCCollector"),
+        "distributed": _partial(_distributed, "DistributedCollector"),
+        "submitit": _partial(_distributed, "DistributedCollector", launcher="submitit"),
+    }
+)

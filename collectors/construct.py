@@ -17,8 +17,8 @@ from asyncsync.collectors.arguments import is_list, whole
 __all__ = ["FAMILIES", "Chooses", "by_backend"]
 
 FAMILIES: dict[str, Callable[..., Any]] = {}
-"""Classes by the names of their families: "sync" and "async" step environments in processes of this host, and "process"
-is one of the two, by its own argument ``sync``."""
+"""What makes a collector, by the names of families: "sync" and "async" step environments in processes of this host, and
+"process" is one of the two, by its own argument ``sync``; those of the other backends have nodes elsewhere."""
 
 BACKENDS = ("direct", "process", "ray", "rpc", "distributed", "submitit")
 """Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
@@ -55,7 +55,7 @@ def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subc
     ``cls`` choose; None: the one of this process is meant.
 
     Raises TypeError, ValueError: arguments that exclude each other, or any of these for a ``subclass``, which never
-    chooses; NotImplementedError: a backend that this version does not have.
+    chooses.
     """
     backend, options, count, sync = given = [kwargs.pop(name, None) for name in SELECTORS]
     if subclass:
@@ -75,11 +75,6 @@ def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subc
     if backend == "direct":
         _check_direct(count, sync, options)
         return None
-    if backend not in FAMILIES:
-        raise NotImplementedError(
-            f"backend={backend!r} is not there yet: this version of asyncsync has the backends "
-            f"{', '.join(repr(name) for name in BACKENDS if name == 'direct' or name in FAMILIES)}"
-        )
     if not isinstance(sync, bool | None):
         raise TypeError(f"sync must be True or False, not {sync!r}")
     if not args and "create_env_fn" not in kwargs:

@@ -112,7 +112,9 @@ class Collector(LocalCollector, metaclass=Chooses):
             None: any number.
         traj_pool: where trajectory ids come from.
         backend: "direct": this class. "process": what comes is a MultiAsyncCollector, or (``sync=True``) a
-            MultiSyncCollector, with one worker for each factory. None: "process" if num_collectors is given.
+            MultiSyncCollector, with one worker for each factory. "ray", "rpc", "distributed": a RayCollector,
+            RPCCollector or DistributedCollector with one node for each; "submitit": the latter, whose nodes are jobs.
+            None: "process" if num_collectors is given.
         backend_options: further arguments of that class. Only with a backend that has workers.
         num_collectors: how many workers, where create_env_fn is no list.
         sync: see backend.

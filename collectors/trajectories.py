@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase, pad
 __all__ = [
     "FLAGS",
     "Key",
+    "StridedPool",
     "_TrajectoryPool",
     "_aggregate_end_of_traj",
     "beside",
@@ -59,6 +60,28 @@ class _TrajectoryPool:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, or from here if that is further."""
         self._advance(0, least=int(state_dict["traj_id"]))
+
+
+class StridedPool(_TrajectoryPool):
+    """Every ``step``-th identifier, from ``first`` on: what several pools with one step and different firsts hand out
+    is unique, wherever they are. ``pool`` counts."""
+
+    def __init__(self, pool: _TrajectoryPool, first: int, step: int) -> None:
+        super().__init__()
+        self._pool, self._first, self._step = pool, first, step
+
+    def get_traj_and_increment(self, n: int = 1, device: torch.device | str | None = None) -> torch.Tensor:
+        """``n`` fresh identifiers: int64, shape ``[n]``."""
+        n = int(n)
+        first = self._advance(n)
+        return torch.arange(first, first + n * self._step, self._step, device=device)
+
+    def _advance(self, n: int, least: int = 0) -> int:
+        counted = max(0, -(-(least - self._first) // self._step))
+        return self._first + self._step * self._pool._advance(n, counted)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StridedPool, (self._pool, self._first, self._step)
 
 
 def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> torch.Tensor:

@@ -22,7 +22,7 @@ PAGE = Path(__file__).with_name("from-torchrl.md")
 MODULES = {
     "torchrl.weight_update": ("asyncsync.sync", "asyncsync.collectors"),
     "torchrl.collectors": ("asyncsync.collectors",),
-    "torchrl.collectors.distributed": ("asyncsync.collectors",),
+    "torchrl.collectors.distributed": ("asyncsync.collectors.distributed", "asyncsync.collectors"),
 }
 LATER = "not yet: a later version brings RPC, torch.distributed and Ray"
 REASONS = {

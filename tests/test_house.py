@@ -35,7 +35,7 @@ ORDER = [
 # The same within asyncsync.collectors.
 COLLECTORS = [
     [""],
-    ["evaluating"],
+    ["evaluating", "distributed"],
     ["multi"],
     ["single"],
     ["local_collector"],

@@ -14,6 +14,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import collectors, transports
+from asyncsync.collectors.distributed import rpc_private
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
@@ -40,7 +41,9 @@ def test_every_module_of_private_names_is_in_here() -> None:
         for module in pkgutil.walk_packages(paths, prefix)
         if module.name.endswith("_private")
     }
-    modules = (asyncio_private, model_private, ray_private, transports_private, weights_private, zmq_private)
+    modules = (
+        asyncio_private, model_private, ray_private, rpc_private, transports_private, weights_private, zmq_private
+    )  # fmt: skip
     assert found == {module.__name__ for module in modules}
 
 
@@ -161,3 +164,16 @@ def test_the_private_names_of_ray_are_tried_in_a_cluster() -> None:
     ``deserialize_and_register_object_ref``. Without them an object can be named in no message but Ray's own; pickled by
     anybody else, it would be pinned for ever. tests/conformance/test_ray_schemes.py has the test."""
     assert {name for name in ray_private.__all__ if name != "the_ray"} == {"describe", "find"}
+
+
+def test_an_rpc_agent_can_be_started_with_a_store_that_is_given() -> None:
+    """``rpc._init_rpc_backend``, ``rpc._is_current_rpc_agent_set``, ``rpc._set_profiler_node_id`` and
+    ``autograd._init``. Without them an RPCCollector has to call ``rpc.init_rpc``, which works once per process."""
+    from torch.distributed import autograd, rpc
+
+    assert not rpc_private.has_agent()
+    for owner, name in ((rpc, "_init_rpc_backend"), (rpc, "_set_profiler_node_id"), (autograd, "_init")):
+        assert callable(getattr(owner, name))
+    assert list(inspect.signature(rpc._init_rpc_backend).parameters)[:5] == [
+        "backend", "store", "name", "rank", "world_size",
+    ]  # fmt: skip

@@ -54,8 +54,10 @@ from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.plan import _RegisteredModels
 from asyncsync.collectors.whole_trajectories import check_trajectories
+from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.process import check_platform, check_start_method
 from asyncsync.collectors.workers.process_group import ProcessGroup
+from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["MultiCollector"]
 
@@ -216,7 +218,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
             local_init_rb=local_init_rb,
         )  # fmt: skip
-        check_shared(replay_buffer)
+        self._check_buffer(replay_buffer)
         check_start_method(start_method)
         self._check_results(cat_results, preemptive_threshold)
         self._arguments = BatchArguments(
@@ -233,7 +235,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         policies = policies_of_workers(policy, policy_factory, count)
         needs_weights = update_at_each_batch or max_weight_update_interval > 0
         updater, weight_sync_schemes = ways_of_weights(
-            policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights
+            policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights, self._default_scheme
         )
         devices = {
             "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
@@ -291,13 +293,16 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             for index, own_policy in enumerate(policies)
         ]
         defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
-        each_own = [with_partial(collector_class, arguments | own, defaults) for own in each_own]
+        each_own = [
+            self._with_options(index, with_partial(collector_class, arguments | own, defaults))
+            for index, own in enumerate(each_own)
+        ]
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
             if scheme._context is self:  # an open bus keeps its schemes, which would keep this collector alive
                 scheme._context = scheme._sources.context = _RegisteredModels(self)
-        self._group = group = ProcessGroup(start_method, type(self).__name__)
+        self._group = group = self._make_group(start_method)
         self._calls = Calls(group, count)
         self._driver = self._driver_class(self, group, self._arguments)
         self.closed = False
@@ -354,9 +359,26 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         self._senders.buses[0]._on_published = lambda version, workers: group.announce(version, workers)
         return True
 
-    # -- what is different in the two --------------------------------------------------------------------------------
+    # -- what is different where the workers are not processes of this host -----------------------------------------
 
-    _driver_class: Callable[[BaseCollector, ProcessGroup, BatchArguments], Driver]
+    def _make_group(self, start_method: str) -> WorkerGroup:
+        return ProcessGroup(start_method, type(self).__name__)
+
+    def _default_scheme(self) -> Any:
+        """What brings the policy's weights to the workers if no scheme is given."""
+        return SharedMemWeightSyncScheme()
+
+    def _check_buffer(self, replay_buffer: Any) -> None:
+        """Raises TypeError: the workers cannot share it."""
+        check_shared(replay_buffer)
+
+    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a worker's collector, with those that were given for that one alone."""
+        return arguments
+
+    # -- what is different in the two schedules ----------------------------------------------------------------------
+
+    _driver_class: Callable[[BaseCollector, WorkerGroup, BatchArguments], Driver]
 
     @abstractmethod
     def _frames_of_batch(self, frames: list[int]) -> int:

@@ -22,7 +22,6 @@ from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
-from asyncsync.sync import SharedMemWeightSyncScheme
 
 __all__ = ["check_shared", "connect", "described", "make_finalizers", "wait_until_built", "ways_of_weights"]
 
@@ -105,16 +104,21 @@ def described(
 
 
 def ways_of_weights(
-    policy: Any, has_factory: bool, weight_updater: Any, schemes: Mapping[str, Any] | None, are_needed: bool
+    policy: Any,
+    has_factory: bool,
+    weight_updater: Any,
+    schemes: Mapping[str, Any] | None,
+    are_needed: bool,
+    default: Callable[[], Any],
 ) -> tuple[WeightUpdaterBase | None, Mapping[str, Any]]:
     """The updater and the schemes that bring weights to the workers, which make their own policies if ``has_factory``.
-    ``policy`` is the registered one; ``are_needed``: the collector sends weights by itself. Raises TypeError,
-    ValueError: nothing brings weights to workers that need them."""
+    ``policy`` is the registered one; ``are_needed``: the collector sends weights by itself; ``default`` makes a scheme.
+    Raises TypeError, ValueError: nothing brings weights to workers that need them."""
     updater = None if weight_updater is None else make_updater(weight_updater, policy)
     if schemes is None:
         has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
         needs_one = has_weights or isinstance(updater, MultiProcessedWeightUpdater)
-        schemes = {"policy": SharedMemWeightSyncScheme()} if needs_one else {}
+        schemes = {"policy": default()} if needs_one else {}
     brings_weights = updater is not None or "policy" in schemes
     if policy is not None and has_factory and not brings_weights:
         raise TypeError(

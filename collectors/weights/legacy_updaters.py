@@ -22,7 +22,10 @@ from torch import nn
 from asyncsync.model.strategy import WeightStrategy
 
 __all__ = [
+    "DistributedWeightUpdater",
     "MultiProcessedWeightUpdater",
+    "RPCWeightUpdater",
+    "RayWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
     "WorkerIds",
@@ -281,6 +284,73 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
             WeightStrategy().apply_weights(copy, server_weights)
             server_weights = copy
         collector._push_policy(server_weights, worker_id)
+
+
+class _NodeWeightUpdater(MultiProcessedWeightUpdater):
+    """What the updaters for nodes have in common: they bring weights there over the bus that the collector has, by
+    default or by ``weight_sync_schemes``; ``policy_weights`` are those to push where none are given."""
+
+    def __init__(self, policy_weights: Any = None) -> None:
+        super().__init__(get_server_weights=lambda: policy_weights)
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> Self | None:
+        """One that sends this policy's current weights where none are given."""
+        return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
+
+
+class RayWeightUpdater(_NodeWeightUpdater):
+    """Brings weights to the actors of a ``RayCollector``, over the bus that they receive by.
+
+    Args:
+        policy_weights: the weights to push where none are given: a module or TensorDict.
+        remote_collectors: not needed, as the collector knows its actors.
+        max_interval: 0; for fewer updates pass the collector ``max_weight_update_interval``.
+    """
+
+    _scheme = "RayWeightSyncScheme"
+
+    def __init__(self, policy_weights: Any = None, remote_collectors: Any = None, max_interval: int = 0) -> None:
+        if max_interval:
+            raise ValueError(f"max_interval={max_interval}: pass the collector max_weight_update_interval= instead")
+        super().__init__(policy_weights)
+
+
+class RPCWeightUpdater(_NodeWeightUpdater):
+    """Brings weights to the nodes of an ``RPCCollector``, over the bus that they receive by.
+
+    Args:
+        collector_infos, collector_class, collector_rrefs, num_workers: not needed, as the collector knows its nodes.
+        policy_weights: the weights to push where none are given: a module or TensorDict.
+    """
+
+    _scheme = "RPCWeightSyncScheme"
+
+    def __init__(
+        self,
+        collector_infos: Any = None,
+        collector_class: Any = None,
+        collector_rrefs: Any = None,
+        policy_weights: Any = None,
+        num_workers: int | None = None,
+    ) -> None:
+        super().__init__(policy_weights)
+
+
+class DistributedWeightUpdater(_NodeWeightUpdater):
+    """Brings weights to the nodes of a ``DistributedCollector``, over the bus that they receive by.
+
+    Args:
+        store, num_workers, sync: not needed, as the collector knows its nodes.
+        policy_weights: the weights to push where none are given: a module or TensorDict.
+    """
+
+    _scheme = "DistributedWeightSyncScheme"
+
+    def __init__(
+        self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool | None = None
+    ) -> None:
+        super().__init__(policy_weights)
 
 
 def mark_counted() -> None:

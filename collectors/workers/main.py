@@ -40,7 +40,7 @@ from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
 from asyncsync.net.memory_file import MemoryPlace
 
-__all__ = ["WorkerLoop", "run_worker"]
+__all__ = ["WorkerLoop", "run_worker", "seed_apart"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -62,7 +62,7 @@ def run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now; an environment's processes are not
     sys.setswitchinterval(SWITCH_INTERVAL)
-    _seed_apart()
+    seed_apart()
     # Before the control page: that it can be opened shows that this is the trainer's pid.
     watched = [bell, *_trainer(place.pid)]
     try:
@@ -93,7 +93,7 @@ def run_worker(
         sys.exit(code)
 
 
-def _seed_apart() -> None:
+def seed_apart() -> None:
     """Seed this process's random numbers: torch begins all processes alike, and a forked one continues its parent's."""
     torch.seed()
     np.random.seed()

@@ -9,32 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import multiprocessing
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
-
-from anyio import Event, move_on_after
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import encode
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure, died
-from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
+from asyncsync.collectors.workers.loop_group import LoopGroup
 from asyncsync.collectors.workers.main import run_worker
 from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
-from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime import loop_thread
 
 __all__ = ["ProcessGroup"]
 
 logger = logging.getLogger("asyncsync")
-
-T = TypeVar("T")
 
 # Parts of a shutdown's time: to end by themselves, and after SIGTERM; then there is SIGKILL.
 BY_ITSELF, TERMINATED = 0.7, 0.9
@@ -49,38 +42,19 @@ def _on_page(name: str) -> Any:
     return property(lambda group: getattr(group._page, name), lambda group, n: setattr(group._page, name, n))
 
 
-class ProcessGroup(WorkerGroup):
+class ProcessGroup(LoopGroup):
     """Worker processes, by multiprocessing's ``start_method`` "spawn" or "forkserver". ``owner`` names their collector
-    in errors.
-
-    Attributes:
-        states: what each worker does: "connected", "paused", "running", "finished".
-        ending: whether the end has begun.
-    """
+    in errors."""
 
     def __init__(self, start_method: str, owner: str) -> None:
+        super().__init__(owner)
         self._context = multiprocessing.get_context(start_method)
-        self._owner = owner
         self._workers: list[WorkerProcess] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed = Event()  # replaced whenever it is set
-        self.replies: dict[int, Any] = {}
-        self._calls = itertools.count()
-        self._pid = os.getpid()
         self._page = ControlPage()
-        self.results: deque[RolloutResult] = deque()
-        self.infos: dict[int, WorkerInfo] = {}
-        self.states: dict[int, str] = {}
-        self.failure: BaseException | None = None
-        self.ending = self.is_over = False
 
     @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
-
-    @property
-    def is_ours(self) -> bool:
-        return self._pid == os.getpid()
 
     @property
     def connected(self) -> bool:
@@ -89,15 +63,6 @@ class ProcessGroup(WorkerGroup):
     @property
     def alive(self) -> int:
         return sum(worker.is_alive for worker in self._workers)
-
-    def check(self) -> None:
-        if not self.is_ours:
-            raise ClosedError(
-                f"this {self._owner} belongs to process {self._pid}, and this one was forked from it: use it there, or "
-                "make another one here"
-            )
-        if self.ending:
-            raise ClosedError(f"this {self._owner} has been shut down")
 
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
         loop_thread.run(self._watch)
@@ -111,16 +76,6 @@ class ProcessGroup(WorkerGroup):
             # Not an argument: multiprocessing writes those into a pipe of 64 KiB, which a worker reads when it has
             # imported torch.
             self.post(index, ("build", pickled))
-
-    async def _watch(self) -> None:
-        """Keep the loop thread running until the end."""
-        self._loop = asyncio.get_running_loop()
-        loop_thread.keep(self, True)
-
-    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended, and the workers before
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(function, *arguments)
 
     def _watch_worker(self, worker: WorkerProcess) -> None:
         if worker.is_alive:
@@ -148,10 +103,6 @@ class ProcessGroup(WorkerGroup):
         for worker in self._workers:
             self.states[worker.index] = "running"
             self.post(worker.index, ("run", total, random))
-
-    @property
-    def finished(self) -> bool:
-        return all(state == "finished" for state in self.states.values())
 
     def pause(self) -> None:
         self._page.paused = True
@@ -224,28 +175,6 @@ class ProcessGroup(WorkerGroup):
         self.post(worker, ("call", number, name, arguments))
         return number
 
-    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
-        with move_on_after(timeout):
-            while True:
-                self.check()
-                if self.failure is not None:
-                    raise self.failure
-                if result := met():
-                    return result
-                await self._changed.wait()
-        raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s")
-
-    def nudge(self) -> None:
-        self.call_soon(self._notify)
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, Event()
-        changed.set()
-
-    def _fail(self, error: BaseException) -> None:
-        self.failure = self.failure or error
-        self._notify()
-
     def _on_readable(self, worker: WorkerProcess) -> None:
         self._read(worker)
         if not worker.is_open:
@@ -313,10 +242,6 @@ class ProcessGroup(WorkerGroup):
     def stop(self, close_env: bool = True) -> None:
         self._page.stop(close_env)
 
-    def end(self, timeout: float, close_env: bool = True) -> None:
-        if self.is_ours and not self.is_over:
-            loop_thread.run(lambda: self._shutdown(timeout, close_env))
-
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
         """Terminate, then kill what has not ended by itself after most of the timeout. Cancelled, it kills at once:
         nobody else would."""
@@ -353,22 +278,13 @@ class ProcessGroup(WorkerGroup):
     def _have_ended(self) -> bool:
         return not any(worker.is_alive for worker in self._workers)
 
-    async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
-        """Whether the condition comes true within the timeout (seconds)."""
-        with move_on_after(timeout):
-            while not met():
-                await self._changed.wait()
-        return met()
-
     def _release(self) -> None:
         if self.is_over:
             return
         for worker in self._workers:
             self._unwatch(worker)
             worker.close()
-        self.is_over = True
-        self._notify()
-        loop_thread.keep(self, False)
+        self._is_closed()
 
     def close(self) -> None:
         self._page.close()

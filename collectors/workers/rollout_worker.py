@@ -71,6 +71,9 @@ class RolloutWorker:
         writer: stores batches in the places of requests.
         stand_still: reports that this worker has paused, and returns when it may go on.
         serve: carries out what the trainer has sent to a worker that runs free.
+
+    Attributes:
+        collector: what it runs; None before :meth:`build`.
     """
 
     def __init__(
@@ -81,12 +84,12 @@ class RolloutWorker:
         stand_still: Callable[[], None],
         serve: Callable[[], None],
     ) -> None:
-        self._index = index
+        self.index = index
         self._page = page
         self._writer = writer
         self._report_pause = stand_still
         self._serve = serve
-        self._collector: Any = None
+        self.collector: Any = None
         self._schemes: Mapping[str, Any] = {}
         self._nested = self._writes = self._connecting = False
         self._hook: Callable[[TensorDictBase], None] | None = None
@@ -101,7 +104,7 @@ class RolloutWorker:
             given.init_fn()
         self._writes = replay_buffer is not None
         arguments = given.arguments | {"replay_buffer": replay_buffer} if self._writes else given.arguments
-        self._collector = collector = given.kind(given.create_env_fn, **arguments)
+        self.collector = collector = given.kind(given.create_env_fn, **arguments)
         self._nested = collector.acts_elsewhere
         collector._attach(self, self._writer.allocate)
         self._hook = given.post_collect_hook
@@ -112,7 +115,7 @@ class RolloutWorker:
         self._schemes, self._timeout = schemes, given.timeout
         collector.register_scheme_receiver(schemes, synchronize_weights=False)
         if given.follows:
-            self.follow(self._page.place, self._index)
+            self.follow(self._page.place, self.index)
         self._connecting = True
         if self._page.stopped:  # before there was anything to interrupt
             raise Stopped
@@ -121,19 +124,19 @@ class RolloutWorker:
     def connect(self) -> None:
         """Wait for the first weights."""
         if self._schemes:
-            self._collector._weights.connect(self._schemes, self._timeout)
+            self.collector._weights.connect(self._schemes, self._timeout)
         self._connecting = False
 
     def interrupt(self, timeout: float) -> None:
         """In another thread, when this worker is stopped. A collector that steps sees that by itself; one of collectors
         waits for its own workers, and one that is not connected yet for the trainer."""
         if self._nested or self._connecting:
-            self._collector._interrupt(timeout, self._page.closes_env)
+            self.collector._interrupt(timeout, self._page.closes_env)
 
     def close(self) -> None:
         """End the collector. Idempotent."""
-        if self._collector is not None:
-            self._collector.shutdown(close_env=self._page.closes_env)
+        if self.collector is not None:
+            self.collector.shutdown(close_env=self._page.closes_env)
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -145,8 +148,8 @@ class RolloutWorker:
         self._writer.open(place)
         batch, frames = self._collect(is_random)
         if self._writes:
-            return RolloutResult(self._index, self._serial, False, 0, frames, None, None)
-        collector = self._collector
+            return RolloutResult(self.index, self._serial, False, 0, frames, None, None)
+        collector = self.collector
         # The trainer postprocesses the whole batch. This is for what a partial has set in each worker's collector.
         processes = not self._nested and (collector.postproc is not None or collector.split_trajs)
         if processes:
@@ -161,12 +164,12 @@ class RolloutWorker:
             del batch
             batch = self._writer.kept(steps)
         if batch is None:
-            return RolloutResult(self._index, self._serial, True, steps, frames, None, None)
-        return RolloutResult(self._index, self._serial, False, steps, frames, batch, layout)
+            return RolloutResult(self.index, self._serial, True, steps, frames, None, None)
+        return RolloutResult(self.index, self._serial, False, steps, frames, batch, layout)
 
     def _collect(self, is_random: bool) -> tuple[Any, int]:
         """A batch (none if it goes to the replay buffer), and its number of frames."""
-        batch, frames = self._collector._rollout_for_parent(is_random, self._writes)
+        batch, frames = self.collector._rollout_for_parent(is_random, self._writes)
         if self._page.stopped:
             raise Stopped
         if self._writes:
@@ -192,7 +195,7 @@ class RolloutWorker:
 
     def _stand_still(self) -> None:
         """Between two steps, until the trainer goes on; with workers of its own, between two of their batches."""
-        with self._collector.pause() if self._nested else contextlib.nullcontext():
+        with self.collector.pause() if self._nested else contextlib.nullcontext():
             self._report_pause()
 
     def run_free(self, total: float, random_frames: int) -> None:
@@ -209,7 +212,7 @@ class RolloutWorker:
     def call(self, name: str, *arguments: Any) -> Any:
         """Carry out ``seed``, ``reset``, ``state``, ``load``, ``fake``, ``pre_hook``, ``post_hook``, ``execute``,
         ``read`` or ``profile``, and return its answer; of ``read``, which may have weights in it, pickled."""
-        collector = self._collector
+        collector = self.collector
         match name, arguments:
             case "seed", (seed, static_seed):
                 torch.manual_seed(seed)
@@ -244,4 +247,4 @@ class RolloutWorker:
         """Read the newest version where the trainer with this control page announces it to its worker ``index``; None:
         in this worker's own schemes."""
         reads = not self._nested and root is not None
-        self._collector._follow(root, index, partial(page_at(root).newest, index) if reads else None)
+        self.collector._follow(root, index, partial(page_at(root).newest, index) if reads else None)

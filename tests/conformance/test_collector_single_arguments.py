@@ -53,7 +53,7 @@ def test_r126_frames_per_batch_is_required_and_positive() -> None:
 
 
 def test_r034_r127_frames_that_do_not_divide_are_rounded_up_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 127, what holds for this collector; RPCCollector, which raises, is not there yet."""
+    """Of 127, what holds for this collector; RPCCollector raises."""
 
     def frames(**kwargs: Any) -> int:
         with Collector(WalkEnv((3,)), Actor(), **({"frames_per_batch": 192} | kwargs)) as c:

@@ -13,7 +13,13 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from asyncsync import sync
-from asyncsync.collectors import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from asyncsync.collectors import (
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from asyncsync.collectors.distributed import DistributedWeightUpdater, RPCWeightUpdater
 from asyncsync.errors import SchemaMismatch
 from helpers.collecting_weights import Stepping, reading
 from helpers.pairs import Model, read
@@ -51,6 +57,9 @@ class Recorder(WeightUpdaterBase):
         (WeightUpdaterBase, "SharedMemWeightSyncScheme"),
         (lambda: VanillaWeightUpdater(policy_weights=Model()), "NoWeightSyncScheme"),
         (MultiProcessedWeightUpdater, "SharedMemWeightSyncScheme"),
+        (RayWeightUpdater, "RayWeightSyncScheme"),
+        (RPCWeightUpdater, "RPCWeightSyncScheme"),
+        (DistributedWeightUpdater, "DistributedWeightSyncScheme"),
         (Recorder, "SharedMemWeightSyncScheme"),
     ],
 )

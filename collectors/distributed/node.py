@@ -1,0 +1,283 @@
+"""Node: what runs a worker of a collector that is elsewhere, whatever brings the commands and takes the answers away.
+
+    node = Node(rank=0)
+    node.carry_out(("build", 2, specification, None, schemes)).result()
+    node.carry_out(("rollout", 1, False)).result()      # an Answer, with the batch as its payload
+    node.signal(("stop", Wishes(1, stopped=True), 3.5))
+
+Commands are carried out one after another, in a thread of the node's own, which makes the environment, steps it and
+closes it. They come from any thread, as does a signal, which takes effect between two steps:
+
+- ``("build", count, specification, replay_buffer, schemes)``: make the collector; answered with what it is.
+- ``("connect",)``: wait for the first weights.
+- ``("rollout", serial, random)``; ``("call", name, arguments)``, with pickled arguments, between two rollouts.
+
+Signals are ``("wishes", wishes)``; ``("stand_still", wishes)``, answered when the node has paused; ``("stop",
+wishes, seconds)``, answered when the environment is closed; ``("watch",)``, answered then, too; and ``("meet",
+bus, introduction)``, how the node finds the trainer's weights. What the user's code raises is the answer's failure, and
+ends the node, unless a call has raised it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from asyncsync.collectors.distributed.node_scheme import meet
+from asyncsync.collectors.trajectories import StridedPool, _TrajectoryPool
+from asyncsync.collectors.workers.batch_writer import BatchWriter
+from asyncsync.collectors.workers.channel import Parcel, loads
+from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
+from asyncsync.collectors.workers.failures import Failure
+from asyncsync.collectors.workers.group import RolloutRequest
+from asyncsync.collectors.workers.main import seed_apart
+from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
+from asyncsync.errors import ClosedError
+
+__all__ = ["Answer", "Command", "Node", "PoolOfNode", "Wishes"]
+
+logger = logging.getLogger("asyncsync")
+
+Command = tuple[Any, ...]
+
+PAUSE_SECONDS = 60.0
+"""How long a signal to stand still waits for the step under way."""
+
+STEP_SECONDS = 0.05
+"""How long a node that is to end steps on before what else it may wait for is ended."""
+
+WHILE_PAUSED = ("state", "read")
+"""Calls that need no end of a rollout."""
+
+
+class Wishes(NamedTuple):
+    """What a trainer wants of a node between two steps, all of it at once: of two, that with the higher ``number``
+    holds, whichever comes first.
+
+    Attributes:
+        paused: stand still before the next step.
+        cut: rollouts with this serial number, or a smaller one, end after the step under way.
+        newest: the newest version that was published for this node.
+        counted: versions that reached the nodes without a scheme.
+        stopped: end before the next step; ``close_env``: and close the environment.
+    """
+
+    number: int
+    paused: bool = False
+    cut: int = 0
+    newest: int = 0
+    counted: int = 0
+    stopped: bool = False
+    close_env: bool = True
+
+
+class Answer(NamedTuple):
+    """What a command has come to: what was raised, or a value. ``payload``: a rollout's batch; None: it has gone to the
+    replay buffer."""
+
+    failure: Failure | None
+    value: Any = None
+    payload: Parcel | None = None
+
+
+class PoolOfNode(_TrajectoryPool):
+    """Stands for the pool that each node makes, whose identifiers no other node has. It has none itself."""
+
+    def _advance(self, n: int, least: int = 0) -> int:
+        return least
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PoolOfNode, ()
+
+
+class Node:
+    """Runs the worker of this number. ``ended`` is set when that has ended, and its environment is closed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ended = threading.Event()
+        self._page = ControlPage()  # the trainer's wishes, for the worker and for workers of its own
+        self._changed = threading.Condition()
+        self._commands: deque[tuple[Command, Future[Answer]]] = deque()
+        self._number = 0  # of the wishes that hold
+        self._is_busy = self._stands_still = False
+        self._worker: RolloutWorker | None = None
+        threading.Thread(target=self._run, name="asyncsync-node", daemon=True).start()
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def carry_out(self, command: Command) -> Future[Answer]:
+        """Carry a command out after those before it; what becomes of it."""
+        future: Future[Answer] = Future()
+        with self._changed:
+            self._commands.append((command, future))
+            self._changed.notify_all()
+        if self.ended.is_set():
+            self._refuse()
+        return future
+
+    def signal(self, signal: Command) -> Answer:
+        """Take note of the trainer's wishes, and wait for what the signal is answered with."""
+        if signal[0] == "meet":
+            meet(*signal[1:])
+            return Answer(None)
+        if signal[0] == "watch":
+            return Answer(None, self.ended.wait())
+        kind, wishes, *seconds = signal
+        self._heed(wishes)
+        if kind == "stand_still":
+            return Answer(None, self._has_paused(wishes.number))
+        if kind == "stop":
+            return Answer(None, self._has_ended(*seconds))
+        return Answer(None)
+
+    def stop(self, seconds: float) -> None:
+        """End, as nobody is there any more who could wish for it."""
+        self.signal(("stop", Wishes(self._number + 1, stopped=True), seconds))
+
+    @property
+    def collector(self) -> Any:
+        """The collector. Raises RuntimeError: it has not been built."""
+        if self._worker is None:
+            raise RuntimeError("this node has no collector yet")
+        return self._worker.collector
+
+    def _heed(self, wishes: Wishes) -> None:
+        with self._changed:
+            if wishes.number <= self._number:
+                return
+            self._number = wishes.number
+            page = self._page
+            page.paused, page.counted = wishes.paused, wishes.counted
+            page.cut(wishes.cut)
+            page.publish(wishes.newest, [self.rank])
+            if wishes.stopped:
+                page.stop(wishes.close_env)
+            self._changed.notify_all()
+
+    def _has_paused(self, number: int) -> bool:
+        """Whether the node stands still, or has nothing to do, before there are other wishes."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stands_still or not self._is_busy or self._number != number, PAUSE_SECONDS
+            )
+            return self._number == number and (self._stands_still or not self._is_busy)
+
+    def _has_ended(self, seconds: float) -> bool:
+        """Whether the node ends within this time."""
+        deadline = time.monotonic() + seconds
+        if self._worker is not None and not self.ended.wait(min(STEP_SECONDS, seconds)):
+            self._worker.interrupt(max(0.0, deadline - time.monotonic()))
+        return self.ended.wait(max(0.0, deadline - time.monotonic()))
+
+    # -- in the node's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._page.stopped:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._commands or self._page.stopped)
+                    if self._page.stopped:
+                        break
+                    command, future = self._commands.popleft()
+                    self._is_busy = True
+                self._settle(command, future)
+                del future
+                with self._changed:
+                    self._is_busy = False
+                    self._changed.notify_all()
+        except Stopped:
+            pass
+        finally:
+            self._close()
+
+    def _settle(self, command: Command, future: Future[Answer]) -> None:
+        """Carry out one command. Raises Stopped: the trainer wants the end, or the user's code has failed."""
+        kind, *rest = command
+        try:
+            answer = getattr(self, f"_{kind}")(*rest)
+        except Stopped:
+            future.set_result(_over())
+            raise
+        except BaseException as error:
+            future.set_result(Answer(Failure.of(error)))
+            if kind != "call" or not isinstance(error, Exception):
+                raise Stopped from None
+        else:
+            future.set_result(answer)
+
+    def _build(self, count: int, specification: bytes, replay_buffer: Any, schemes: Mapping[str, Any]) -> Answer:
+        seed_apart()
+        given = loads(specification)
+        if isinstance(given.arguments.get("traj_pool"), PoolOfNode):
+            given.arguments["traj_pool"] = StridedPool(SharedPool(self._page), self.rank, count)
+        self._worker = RolloutWorker(self.rank, self._page, BatchWriter(), self._stand_still, lambda: None)
+        return Answer(None, self._worker.build(given, replay_buffer, schemes))
+
+    def _connect(self) -> Answer:
+        assert self._worker is not None
+        self._worker.connect()
+        return Answer(None)
+
+    def _rollout(self, serial: int, random: bool) -> Answer:
+        assert self._worker is not None
+        done = self._worker.rollout(RolloutRequest(serial, random, None))
+        value = (serial, done.steps, done.frames)
+        return Answer(None, value, None if done.payload is None else Parcel.of(done.payload))
+
+    def _call(self, name: str, arguments: bytes) -> Answer:
+        if self._stands_still and name not in WHILE_PAUSED:
+            raise RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
+        assert self._worker is not None
+        return Answer(None, Parcel.of(self._worker.call(name, *loads(arguments))))
+
+    def _follow(self, root: Any, index: int) -> Answer:
+        assert self._worker is not None
+        self._worker.follow(root, index)
+        return Answer(None)
+
+    def _stand_still(self) -> None:
+        """Between two steps, until the trainer goes on; carries out calls meanwhile."""
+        try:
+            while True:
+                with self._changed:
+                    self._stands_still = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._commands or self._page.stopped or not self._page.paused)
+                    if self._page.stopped:
+                        raise Stopped
+                    if not self._page.paused:
+                        return
+                    command, future = self._commands.popleft()
+                self._settle(command, future)
+        finally:
+            self._stands_still = False
+
+    def _close(self) -> None:
+        self._page.stop(self._page.closes_env)
+        try:
+            if self._worker is not None:
+                self._worker.close()
+        except Exception:
+            logger.exception("a node's collector could not be shut down")
+        finally:
+            self.ended.set()
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Nothing will be carried out any more."""
+        while self._commands:
+            _, future = self._commands.popleft()
+            future.set_result(_over())
+
+
+def _over() -> Answer:
+    return Answer(Failure.of(ClosedError("this node has been stopped")))

@@ -1,0 +1,382 @@
+"""NodeGroup: a collector's workers on other hosts, or on this one, over futures.
+
+    group = NodeGroup(RayNodes(…), "RayCollector")
+    group.start(specifications, schemes, None)         # launch, build and connect all nodes, one command after another
+    group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
+    result = await group.until(lambda: group.results and group.results.popleft())
+    batch = place.parts([result])                      # fetched in the caller's thread
+
+Each command's future is looked at on the loop thread. What a node answers with is a failure of the user's code, which
+is raised with its type, or a value. A future that fails means that the node is lost: that is PeerLost, unless the
+family may launch it again. Then its collector is made anew, gets the weights that it should have from the trainer's
+bus, and does the rollout that the lost one was to do.
+
+What is wanted between two steps (a pause, a cut rollout, the end, the newest version) is one record per node,
+:class:`~asyncsync.collectors.distributed.node.Wishes`, of which one is on its way at a time: however often it changes
+meanwhile, only the last one follows. Nodes do not run free by themselves: the group requests one rollout after another,
+and counts the frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from asyncsync.collectors.distributed.node import Answer, Command, PoolOfNode, Wishes
+from asyncsync.collectors.distributed.node_places import NodePlaces
+from asyncsync.collectors.distributed.nodes import Nodes
+from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.workers.failures import Failure
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
+from asyncsync.collectors.workers.loop_group import LoopGroup
+from asyncsync.collectors.workers.rollout_worker import FREE
+from asyncsync.collectors.workers.shared_batches import SharedPlaces
+from asyncsync.errors import PeerLost
+from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import elsewhere
+
+__all__ = ["NodeGroup"]
+
+logger = logging.getLogger("asyncsync")
+
+BY_ITSELF = 0.7
+"""Part of a shutdown's time in which nodes end by themselves; then their programs are ended."""
+
+
+class NodeGroup(LoopGroup):
+    """The nodes of a family. ``owner`` names their collector in errors."""
+
+    def __init__(self, nodes: Nodes, owner: str) -> None:
+        super().__init__(owner)
+        self.nodes = nodes
+        self.frames = 0
+        self._counted = 0
+        self._builds: list[Command] = []
+        self._incarnations: list[int] = []  # how often each node was launched again
+        self._lost: set[int] = set()
+        self._follows = True  # this process's versions
+        self._introductions: dict[str, Mapping[int, bytes]] = {}
+        self._asked: dict[int, int] = {}  # of each call without a reply, the node
+        self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
+        self._free: set[int] = set()  # nodes that run free
+        self._free_total, self._free_random = 0.0, 0
+        # What is wanted of the nodes.
+        self._number = 0
+        self._paused = self._stopped = False
+        self._close_env = True
+        self._cut = 0
+        self._newest: list[int] = []
+        self._told: dict[int, Wishes] = {}  # each node's last ones
+        self._telling: dict[int, Wishes] = {}  # those of them that are on their way
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
+        count = len(specifications)
+        self._builds = [("build", count, pickled, replay_buffer, schemes) for pickled in specifications]
+        self._incarnations, self._newest = [0] * count, [0] * count
+        loop_thread.run(self._watch)
+        self.nodes.open(count)
+        for rank in range(count):
+            self._launch(rank)
+
+    def _launch(self, rank: int) -> None:
+        self._when(rank, self.nodes.launch(rank), lambda _: self._build(rank))
+
+    def _build(self, rank: int) -> None:
+        self._submit(rank, self._builds[rank], partial(self._built, rank))
+
+    def _built(self, rank: int, answer: Answer) -> None:
+        self.infos[rank] = WorkerInfo(*answer.value)
+        # Answered when the node has ended, and lost when it is: so it is missed at once, whatever it does.
+        self._submit(rank, ("watch",), lambda _: None)
+        self._told.pop(rank, None)
+        self._tell(rank)
+        self._let_meet(rank)
+        if not self._follows:
+            self._let_follow(rank)
+        self._submit(rank, ("connect",), partial(self._has_connected, rank))
+        self._notify()
+
+    def _has_connected(self, rank: int, _: Answer) -> None:
+        self.states[rank] = "running" if rank in self._free else "connected"
+        self._told.pop(rank, None)  # what has paused before was not connected
+        self._tell(rank)
+        if (request := self._requested.get(rank)) is not None:  # of the one that was lost
+            self._roll_out(rank, request)
+        self._notify()
+
+    def introduce(self, bus: str, introductions: Mapping[int, bytes]) -> None:
+        """Tell each node how it finds its end of this bus. From any thread."""
+        self._introductions[bus] = introductions
+        for rank in introductions:
+            self.call_soon(self._let_meet, rank)
+
+    def _let_meet(self, rank: int) -> None:
+        if rank in self.infos:  # else it will be told when it is built
+            for bus, introductions in self._introductions.items():
+                self._submit(rank, ("meet", bus, introductions[rank]), lambda _: None)
+
+    @property
+    def connected(self) -> bool:
+        return len(self.states) == len(self._builds) and "starting" not in self.states.values()
+
+    @property
+    def alive(self) -> int:
+        return 0 if self.is_over else len(self._builds) - len(self._lost)
+
+    # -- commands and their futures -----------------------------------------------------------------------------------
+
+    def _submit(self, rank: int, command: Command, then: Callable[[Answer], object], *, fatal: bool = True) -> None:
+        """Send a command, and have its answer taken on the loop thread. A failure ends collection if it is ``fatal``;
+        else it is for ``then``, too."""
+        try:
+            future = self.nodes.submit(rank, command)
+        except Exception as error:
+            self.call_soon(self._lose, rank, self._incarnations[rank], error)
+        else:
+            self._when(rank, future, partial(self._answered, rank, then, fatal))
+
+    def _when(self, rank: int, future: Future[Any], then: Callable[[Any], object]) -> None:
+        incarnation = self._incarnations[rank]
+        future.add_done_callback(lambda done: self.call_soon(self._settled, rank, incarnation, done, then))
+
+    def _settled(self, rank: int, incarnation: int, future: Future[Any], then: Callable[[Any], object]) -> None:
+        if self.is_over or incarnation != self._incarnations[rank]:
+            return
+        if (error := future.exception()) is not None:
+            self._lose(rank, incarnation, error)
+        else:
+            then(future.result())
+
+    def _answered(self, rank: int, then: Callable[[Answer], object], fatal: bool, answer: Answer) -> None:
+        if answer.failure is None or not fatal:
+            then(answer)
+        elif self.failure is None and not self.ending:
+            self._fail(answer.failure.error(self.nodes.name(rank)))
+        elif not self.ending:  # most often the same mistake, which the first one's error shows in full
+            one = answer.failure.described
+            logger.warning(
+                "%s has failed as well: %s: %.200s", self.nodes.name(rank), one.type_name, one.remote_message
+            )
+
+    def _lose(self, rank: int, incarnation: int, error: BaseException) -> None:
+        """A node is lost, unless that one was launched again meanwhile."""
+        if self.is_over or incarnation != self._incarnations[rank] or rank in self._lost:
+            return
+        lost = PeerLost(f"{self.nodes.name(rank)} is lost: {str(error).partition(chr(10))[0]}")
+        lost.__cause__ = error
+        for number in [number for number, asked in self._asked.items() if asked == rank]:
+            self._reply(number, Answer(Failure.of(lost)))
+        self._telling.pop(rank, None)
+        if not self.ending and self.failure is None and incarnation < self.nodes.restarts:
+            logger.warning("%s; it is launched again", lost)
+            self._incarnations[rank] += 1
+            self.states[rank] = "starting"
+            try:
+                self._launch(rank)
+            except Exception as again:
+                self._lose(rank, self._incarnations[rank], again)
+            return
+        self._lost.add(rank)
+        if not self.ending:
+            lost.add_note("Collection is over.")
+            self._fail(lost)
+        self._notify()
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def request(self, worker: int, request: RolloutRequest) -> None:
+        self._requested[worker] = request
+        if self.states[worker] != "starting":  # else it is being launched again
+            self._roll_out(worker, request)
+
+    def _roll_out(self, rank: int, request: RolloutRequest) -> None:
+        self._submit(rank, ("rollout", request.serial, request.random), partial(self._rolled_out, rank))
+
+    def _rolled_out(self, rank: int, answer: Answer) -> None:
+        self._requested.pop(rank, None)
+        serial, steps, frames = answer.value
+        if self._builds[rank][3] is not None:
+            self.frames += frames
+        if rank in self._free:
+            self._go_on(rank)
+        else:
+            self.results.append(RolloutResult(rank, serial, False, steps, frames, answer.payload, None))
+        self._notify()
+
+    def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
+        return NodePlaces(dim, self.nodes)
+
+    def cut(self, serial: int) -> None:
+        self._cut = max(self._cut, serial)
+        self._wish()
+
+    def run_free(self, total: float, random: int) -> None:
+        self._free_total, self._free_random = total, random
+        for rank in self.states:
+            self.states[rank] = "running"
+        self.call_soon(self._set_free)
+
+    def _set_free(self) -> None:
+        self._free = set(self.states)
+        for rank in self._free - self._requested.keys():
+            self._go_on(rank)
+        self._notify()
+
+    def _go_on(self, rank: int) -> None:
+        """One more rollout of a node that runs free, if there are not enough frames yet."""
+        if self.frames < self._free_total:
+            self.request(rank, RolloutRequest(FREE, self.frames < self._free_random, None))
+        else:
+            self._free.discard(rank)
+            self.states[rank] = "finished"
+
+    # -- wishes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def counted(self) -> int:
+        return self._counted
+
+    @counted.setter
+    def counted(self, counted: int) -> None:  # type: ignore[override]
+        self._counted = counted
+        self._wish()
+
+    def count_version(self) -> None:
+        self.counted += 1
+
+    def announce(self, version: int, workers: Iterable[int] | None) -> None:
+        for rank in range(len(self._newest)) if workers is None else workers:
+            self._newest[rank] = max(self._newest[rank], version)
+        self._wish()
+
+    def pause(self) -> None:
+        self._paused = True
+        self._wish()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wish()
+
+    def stand_still(self, workers: Iterable[int]) -> bool:
+        return all(self.states.get(worker) in ("paused", "finished") for worker in workers)
+
+    def stop(self, close_env: bool = True) -> None:
+        self._stopped, self._close_env = True, close_env
+        self._wish()
+
+    def _wish(self) -> None:
+        """What is wanted has changed. From any thread; never waits."""
+        self.call_soon(self._tell_all)
+
+    def _tell_all(self) -> None:
+        self._number += 1
+        for rank in self.infos:
+            if not self._paused and self.states.get(rank) == "paused":
+                self.states[rank] = "running"
+            self._tell(rank)
+
+    def _wishes(self, rank: int) -> Wishes:
+        return Wishes(
+            self._number, self._paused, self._cut, self._newest[rank], self._counted, self._stopped, self._close_env
+        )
+
+    def _tell(self, rank: int) -> None:
+        """Send the wishes, unless this node has them, or will be sent them when it has answered earlier ones. Those
+        that a node is to pause are answered when it has, or when there are others: these do not wait."""
+        before = self._telling.get(rank)
+        wishes = self._wishes(rank)
+        if rank in self._lost or self._told.get(rank) == wishes or (before is not None and not before.paused):
+            return
+        self._told[rank] = self._telling[rank] = wishes
+        kind = "stand_still" if wishes.paused else "wishes"
+        self._submit(rank, (kind, wishes), partial(self._has_been_told, rank, wishes))
+
+    def _has_been_told(self, rank: int, wishes: Wishes, answer: Answer) -> None:
+        if self._telling.get(rank) is wishes:
+            del self._telling[rank]
+        if answer.value and self._paused and self.states.get(rank) in ("connected", "running"):
+            self.states[rank] = "paused"
+        self._tell(rank)
+        self._notify()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def call(self, worker: int, name: str, arguments: bytes) -> int:
+        self.check()
+        number = next(self._calls)
+        self.replies[number] = None
+        self._asked[number] = worker
+        self._submit(worker, ("call", name, arguments), partial(self._reply, number), fatal=False)
+        return number
+
+    def _reply(self, number: int, answer: Answer) -> None:
+        self._asked.pop(number, None)
+        if number in self.replies:
+            self.replies[number] = (answer.failure, answer.value)
+        self._notify()
+
+    def follow(self, root: Any, index: int) -> None:
+        # The root's page is on another host: what nodes receive tells them which version of the root's it stands for.
+        self._follows = False
+        for rank in self.infos:
+            self._let_follow(rank)
+
+    def _let_follow(self, rank: int) -> None:
+        self._submit(rank, ("follow", None, 0), lambda _: None)
+
+    def trajectory_pool(self) -> _TrajectoryPool:
+        return PoolOfNode()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
+        is_first, self.ending = not self.ending, True
+        self._notify()
+        deadline = time.monotonic() + timeout
+        try:
+            if not is_first:
+                await self._happens(lambda: self.is_over, timeout)
+            else:
+                await self._end(timeout, close_env)
+        finally:
+            if not self.is_over:
+                await elsewhere("asyncsync-nodes-end", partial(self._stop_all, deadline))
+                self._is_closed()
+
+    async def _end(self, timeout: float, close_env: bool) -> None:
+        """Have the nodes end by themselves."""
+        self._stopped, self._close_env = True, close_env
+        self._number += 1
+        seconds = BY_ITSELF * timeout
+        ends = []
+        for rank in set(self.infos) - self._lost:
+            try:
+                ends.append(asyncio.wrap_future(self.nodes.submit(rank, ("stop", self._wishes(rank), seconds))))
+            except Exception as error:
+                logger.debug("%s cannot be stopped: %s", self.nodes.name(rank), error)
+        if ends:
+            await asyncio.wait(ends, timeout=seconds)
+        for end in ends:
+            if end.done() and not end.cancelled():
+                end.exception()  # retrieved: a node that is lost needs no end
+
+    def _stop_all(self, deadline: float) -> None:
+        """In a thread: end the nodes' programs."""
+        try:
+            for rank in range(len(self._builds)):
+                try:
+                    self.nodes.stop(rank, max(0.5, deadline - time.monotonic()))
+                except Exception:
+                    logger.exception("%s could not be ended", self.nodes.name(rank))
+        finally:
+            self.nodes.close()
+
+    def close(self) -> None:
+        """Nothing is shared with the nodes."""

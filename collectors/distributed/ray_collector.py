@@ -1,0 +1,176 @@
+"""RayCollector: environments stepped by Ray's actors.
+
+    collector = RayCollector([make_env] * 8, policy, frames_per_batch=200, total_frames=100_000)
+    for batch in collector:                     # or: async for batch in collector
+        train(batch)
+        collector.update_policy_weights_()
+    collector.shutdown()                        # or: with RayCollector(...) as collector
+
+Names and defaults follow TorchRL's ``RayCollector``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict.nn import InteractionType
+
+from asyncsync.collectors.arguments import Devices, each, is_list, whole
+from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
+from asyncsync.collectors.distributed.collector import NodeCollector
+from asyncsync.collectors.distributed.ray_nodes import ActorBuffer, RayNodes
+from asyncsync.collectors.single import Collector
+
+__all__ = ["RayCollector"]
+
+
+class RayCollector(NodeCollector):
+    """Ray's actors step environments. Needs the library ``ray`` (``asyncsync[ray]``).
+
+    A node that is killed, or whose host is lost, ends collection with
+    :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, it is made anew instead.
+
+    Args:
+        create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per actor; or one, with
+            ``num_collectors``. They travel by cloudpickle.
+        policy, policy_factory, frames_per_batch, device, storing_device, env_device, policy_device, create_env_kwargs,
+            max_frames_per_traj, init_random_frames, reset_at_each_iter, postproc, split_trajs, exploration_type,
+            trust_policy, no_cuda_sync, pre_collect_hook, post_collect_hook, max_weight_update_interval,
+            weight_updater, weight_sync_schemes, weight_recv_schemes, trajs_per_batch: as of ``MultiCollector``, whose
+            workers are the nodes here.
+        total_frames: frames until collection ends, a multiple of ``frames_per_batch``; -1: it does not.
+        collector_class: what each node runs: "single" (``Collector``), "sync" or "async" (with workers of its own:
+            ``MultiSyncCollector`` and ``MultiAsyncCollector``), or such a class.
+        collector_kwargs: further arguments of that: a dict, or one for each node.
+        num_workers_per_collector: workers of each node's own; all of them make the same environment.
+        sync: True: a batch is a stack of all nodes' rollouts; False: it is one node's, first come, first served.
+        ray_init_config: for ``ray.init``, if that was not called before. Then ``ray.shutdown`` is called at the end.
+        remote_configs: for ``ray.remote``: what an actor needs and where it may be placed, such as ``num_cpus`` or
+            ``scheduling_strategy``; a dict, or one for each actor. None: one CPU.
+        num_collectors: how many actors, where ``create_env_fn`` is one callable.
+        update_after_each_batch: send the policy's weights before each batch (``sync``), or after each to the node that
+            it came from.
+        replay_buffer: where frames go instead: an actor with the methods ``extend`` or ``add``, its
+            :class:`~asyncsync.collectors.distributed.ActorBuffer`, or what pickles as a handle on what is elsewhere,
+            and says so by a true attribute ``shared``.
+        extend_buffer: whole rollouts, or frame by frame.
+        restarts: how often each actor that has died is made anew, with a new environment and the current weights.
+        worker_idx: which worker of a larger collector this is.
+        connect_timeout: seconds for all nodes to be ready.
+
+    Raises:
+        TypeError, ValueError: arguments that exclude each other, or do not fit the nodes.
+        ImportError: Ray is not installed.
+        Exception: what a node raises before it is ready, with its type.
+        PeerLost: a node was lost before it was ready.
+        AckTimeout, NotConnected: the nodes were not ready in time.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Any = None,
+        trust_policy: bool | None = None,
+        frames_per_batch: int,
+        total_frames: int | None = -1,
+        device: Devices = None,
+        storing_device: Devices = None,
+        env_device: Devices = None,
+        policy_device: Devices = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        max_frames_per_traj: int | None = -1,
+        init_random_frames: int | None = -1,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[Any], Any] | None = None,
+        split_trajs: bool | None = False,
+        exploration_type: InteractionType | None = InteractionType.RANDOM,
+        collector_class: str | Callable[..., BaseCollector] = Collector,
+        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        num_workers_per_collector: int = 1,
+        sync: bool = False,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        num_collectors: int | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
+        replay_buffer: Any = None,
+        extend_buffer: bool = True,
+        weight_updater: Any = None,
+        weight_sync_schemes: Mapping[str, Any] | None = None,
+        weight_recv_schemes: Mapping[str, Any] | None = None,
+        no_cuda_sync: bool = False,
+        trajs_per_batch: int | None = None,
+        pre_collect_hook: PreHook | None = None,
+        post_collect_hook: PostHook | None = None,
+        restarts: int = 0,
+        worker_idx: int | None = None,
+        connect_timeout: float = 120.0,
+    ) -> None:
+        if not is_list(create_env_fn):
+            create_env_fn = [create_env_fn] * whole(
+                "num_collectors", 1 if num_collectors is None else num_collectors, 1
+            )
+        elif num_collectors not in (None, len(create_env_fn)):
+            raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
+        configs = each(
+            "remote_configs", {"num_cpus": 1} if remote_configs is None else remote_configs, len(create_env_fn)
+        )
+        for config in configs:
+            if not isinstance(config, Mapping):
+                raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
+            if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
+                raise ValueError(f"{own} in remote_configs: leave these to the collector, or pass restarts=")
+        nodes = RayNodes(configs, ray_init_config, whole("restarts", restarts, 0))
+        super().__init__(
+            nodes,
+            create_env_fn,
+            policy,
+            policy_factory=policy_factory,
+            trust_policy=trust_policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            device=device,
+            storing_device=storing_device,
+            env_device=env_device,
+            policy_device=policy_device,
+            create_env_kwargs=create_env_kwargs,
+            max_frames_per_traj=max_frames_per_traj,
+            init_random_frames=init_random_frames,
+            reset_at_each_iter=reset_at_each_iter,
+            postproc=postproc,
+            split_trajs=split_trajs,
+            exploration_type=exploration_type,
+            collector_class=collector_class,
+            collector_kwargs=collector_kwargs,
+            num_workers_per_collector=num_workers_per_collector,
+            sync=sync,
+            update_after_each_batch=update_after_each_batch,
+            max_weight_update_interval=max_weight_update_interval,
+            replay_buffer=_as_buffer(replay_buffer),
+            extend_buffer=extend_buffer,
+            weight_updater=weight_updater,
+            weight_sync_schemes=weight_sync_schemes,
+            weight_recv_schemes=weight_recv_schemes,
+            no_cuda_sync=no_cuda_sync,
+            trajs_per_batch=trajs_per_batch,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+            worker_idx=worker_idx,
+            connect_timeout=connect_timeout,
+        )
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The actors, by their ranks: ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method there."""
+        nodes = self._nodes
+        assert isinstance(nodes, RayNodes)
+        return list(nodes.actors)
+
+
+def _as_buffer(given: Any) -> Any:
+    """A replay buffer as workers write to it: an actor behind the methods of a replay buffer."""
+    is_actor = type(given).__module__.startswith("ray.") and hasattr(given, "_actor_id")
+    return ActorBuffer(given) if is_actor else given

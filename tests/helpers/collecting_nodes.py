@@ -1,0 +1,354 @@
+"""Programs with collectors whose workers are nodes: each runs many cases with few collectors, as nodes take long to
+start, and returns what it has seen."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import torch
+
+from asyncsync import sync
+from helpers.collecting_multi import acted, make, policy
+
+__all__ = ["Kept", "by_gloo", "by_jobs", "by_ranks", "by_ray", "by_rpc", "killed_trainer", "with_actors"]
+
+Makes = Callable[..., Any]
+
+
+def _prepare() -> None:
+    """Nodes' programs find what is here."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+
+def _pids(collector: Any) -> list[int]:
+    return [int(where.split()[1]) for _, where in sorted(collector._nodes._where.items())]
+
+
+def _gone(pids: list[int], seconds: float = 15.0) -> bool:
+    """Whether these processes end in time, a zombie counting as ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        alive = [pid for pid in pids if psutil.pid_exists(pid)]
+        if not [pid for pid in alive if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def asynchronous(makes: Makes) -> dict[str, Any]:
+    """Batches of one node each, by both kinds of loops, with updates after each of them."""
+    source = policy(1.0)
+    collector = makes([make()] * 2, source, frames_per_batch=6, total_frames=48, update_after_each_batch=True)
+    pids = _pids(collector)
+    sizes, values, nodes = [], [], []
+
+    def note(batch: Any) -> None:
+        sizes.append(list(batch.batch_size))
+        values.append(acted(batch))
+        nodes.append(sorted({int(i) % 2 for i in batch["collector", "traj_ids"].flatten().tolist()}))
+        source[0].fill(len(sizes) + 1.0)
+
+    for batch in collector:
+        note(batch)
+        if len(sizes) == 4:
+            break
+
+    async def others() -> None:
+        async for batch in collector:
+            note(batch)
+
+    asyncio.run(others())
+    collector.shutdown()
+    return {"sizes": sizes, "values": values, "nodes": nodes, "gone": _gone(pids)}
+
+
+def synchronous(makes: Makes) -> dict[str, Any]:
+    """Batches of all nodes, everything that can be asked of a collector, and a node that is killed."""
+    source = policy(1.0)
+    collector = makes([make()] * 2, source, frames_per_batch=6, sync=True, max_weight_update_interval=2)
+    pids = _pids(collector)
+    found: dict[str, Any] = {"values": []}
+    for step in range(5):
+        batch = collector.next()
+        found["values"].append(acted(batch))
+        source[0].fill(step + 2.0)
+    found["shape"] = list(batch.batch_size)
+    collector.update_policy_weights_(policy(9.0))
+    found["updated"] = acted(collector.next())
+    found["version"] = sorted(set(collector.next()["collector", "policy_version"].flatten().tolist()))
+    found["policy_version"] = collector.policy_version
+    collector.set_seed(7)
+    found["seeds"] = sorted(set(collector.next()["observation"][..., 0].flatten().tolist()))
+    found["lengths"] = collector.get_distant_attr("env.length")
+    found["executed"] = collector.map_fn("env.set_seed", [[1], [2]])
+    state = collector.state_dict()
+    found["frames"] = (state["frames"], sorted(k for k in state if k.startswith("worker")))
+    collector.load_state_dict(state)
+    with collector.pause():
+        found["paused"] = collector.stats(workers="per_worker")["worker_1/frames"]
+    with ThreadPoolExecutor(1) as pool:
+        with collector.pause():
+            waiting = pool.submit(collector.next)
+            time.sleep(0.3)
+            found["waited"] = not waiting.done()
+        found["went on"] = list(waiting.result(30).batch_size)
+    try:
+        collector.start()
+    except NotImplementedError as error:
+        found["start"] = str(error)
+    os.kill(pids[1], signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        while True:
+            collector.next()
+    except Exception as error:
+        found["lost"] = (type(error).__name__, str(error), time.monotonic() - begun)
+    found["closed"], found["pid"], found["gone"] = collector.closed, pids[1], _gone(pids)
+    return found
+
+
+def failing(makes: Makes) -> dict[str, Any]:
+    """An environment that fails in a node, and a policy that is made there."""
+    collector = makes(
+        [make(), make(fail_at=9)], policy_factory=lambda: policy(3.0), frames_per_batch=4, collector_kwargs=[{}, {}]
+    )
+    pids, values = _pids(collector), []
+    try:
+        for batch in collector:
+            values.append(acted(batch))
+    except ValueError as error:
+        return {"values": values, "error": str(error), "notes": error.__notes__, "gone": _gone(pids)}
+    finally:
+        collector.shutdown()
+    return {}
+
+
+def nested(makes: Makes) -> dict[str, Any]:
+    """A node with workers of its own, and a collector that receives what it passes on."""
+    above = sync.ZMQWeightSyncScheme()
+    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
+    received = pickle.loads(pickle.dumps(above))
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(above.connect, timeout=90)
+        collector = makes(
+            [make()], policy(1.0), frames_per_batch=8, collector_class="sync", num_workers_per_collector=2,
+            collector_kwargs={"start_method": "forkserver"}, weight_recv_schemes={"policy": received}, worker_idx=0,
+        )  # fmt: skip
+        connecting.result(90)
+    pids = _pids(collector)
+    below = [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+    found: dict[str, Any] = {"first": acted(collector.next())}
+    above.send(policy(5.0))
+    batch = collector.next()
+    found |= {"shape": list(batch.batch_size), "values": acted(collector.next())}
+    found["ids"] = len({*batch["collector", "traj_ids"][:, 0].tolist()})
+    collector.shutdown()
+    above.shutdown()
+    return found | {"gone": _gone(pids + below)}
+
+
+CASES = (asynchronous, synchronous, failing, nested)
+
+
+def _trainer(kind: str, pipe: Any) -> None:
+    from asyncsync.collectors import distributed
+
+    collector = getattr(distributed, kind)([make(delay=0.01)] * 2, policy(), frames_per_batch=4, launcher="mp")
+    collector.next()
+    pipe.send(_pids(collector))
+    time.sleep(60)
+
+
+def killed_trainer(kind: str) -> bool:
+    """Whether the nodes of a trainer that is killed end by themselves."""
+    _prepare()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    trainer = context.Process(target=_trainer, args=(kind, there))
+    trainer.start()
+    pids = here.recv() if here.poll(100) else []
+    trainer.kill()
+    trainer.join()
+    return len(pids) == 2 and _gone(pids)
+
+
+def _all_of(makes: Makes) -> dict[str, Any]:
+    return {case.__name__: case(makes) for case in CASES}
+
+
+def by_rpc() -> dict[str, Any]:
+    from asyncsync.collectors.distributed import RPCCollector, RPCWeightUpdater
+
+    _prepare()
+    options = {"num_worker_threads": 4, "_transports": ["uv"]}
+
+    def makes(*args: Any, **given: Any) -> Any:
+        return RPCCollector(*args, launcher="mp", tensorpipe_options=options, tcp_port="29871", **given)
+
+    found = _all_of(makes)
+    source = policy(2.0)
+    collector = makes([make()], source, frames_per_batch=4, visible_devices=["cpu"], weight_updater=RPCWeightUpdater)
+    [reference] = collector.collector_rrefs.values()
+    found["remote"] = reference.rpc_sync().cascade_execute("env.set_seed", 5)
+    try:
+        makes([make()], policy(2.0), frames_per_batch=4)
+    except RuntimeError as error:
+        found["second"] = str(error)
+    found["still"] = acted(collector.next())
+    source[0].fill(8.0)
+    collector.update_policy_weights_()
+    collector.next()
+    found["pushed"] = acted(collector.next())
+    collector.shutdown()
+    return found
+
+
+def by_gloo() -> dict[str, Any]:
+    from asyncsync.collectors import Collector
+    from asyncsync.collectors.distributed import DistributedCollector
+
+    _prepare()
+    found = _all_of(lambda *args, **given: DistributedCollector(*args, launcher="mp", **given))
+    options = {"launcher": "mp", "restarts": 1}
+    with Collector(
+        [make()] * 2, policy(2.0), frames_per_batch=4, backend="distributed", sync=True, backend_options=options
+    ) as collector:
+        found["kind"] = type(collector).__name__
+        collector.next()
+        os.kill(_pids(collector)[0], signal.SIGKILL)
+        found["again"] = [acted(collector.next()) for _ in range(2)]
+        collector.update_policy_weights_(policy(6.0))
+        found["again"].append(acted(collector.next()))
+    return found
+
+
+def by_jobs() -> dict[str, Any]:
+    """Nodes as jobs of submitit's, which are processes of this host here."""
+    from asyncsync.collectors import Collector
+
+    _prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"slurm_kwargs": {"folder": folder, "cluster": "local", "timeout_min": 5}}
+        with Collector(
+            make(), policy(2.0), frames_per_batch=4, backend="submitit", backend_options=options
+        ) as collector:
+            return {"kind": type(collector).__name__, "values": acted(collector.next())}
+
+
+def by_ranks() -> list[Any]:
+    """Two ranks, as torchrun starts them: rank 0 makes a collector twice."""
+    import subprocess
+
+    _prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.path.join(folder, "log")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29877"]
+        done = subprocess.run([*command, __file__, log], capture_output=True, text=True, timeout=150, check=False)
+        assert done.returncode == 0, done.stderr
+        with open(log) as file:
+            return file.read().split()
+
+
+def _rank(log: str) -> None:
+    from asyncsync.collectors.distributed import DistributedCollector, serve_node
+
+    if os.environ["RANK"] != "0":
+        for _ in range(2):
+            serve_node(timeout=100)
+        return
+    with open(log, "w") as file:
+        for value in (2.0, 3.0):
+            with DistributedCollector([make()], policy(value), frames_per_batch=4, launcher="torchrun") as collector:
+                file.write(f"{acted(collector.next())[0]}\n")
+
+
+class Kept:
+    """A replay buffer, as an actor."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def extend(self, batch: Any) -> int:
+        self.sizes.append(batch.numel())
+        return len(self.sizes)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+
+RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+
+
+def by_ray() -> dict[str, Any]:
+    import ray
+
+    from asyncsync.collectors.distributed import RayCollector
+
+    _prepare()
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        ray.init(**RAY, _temp_dir=folder)
+        found = _all_of(lambda *args, **given: RayCollector(*args, remote_configs={"num_cpus": 0.5}, **given))
+        ray.shutdown()
+    return found
+
+
+def with_actors() -> dict[str, Any]:
+    """What only Ray's nodes have: restarts, buffers that are actors, calls of the actors; and Ray's own start."""
+    import ray
+
+    from asyncsync.collectors import Collector
+
+    _prepare()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        given: dict[str, Any] = {"ray_init_config": {**RAY, "_temp_dir": folder}, "restarts": 1}
+        collector = Collector(
+            make(), policy(2.0), frames_per_batch=4, num_collectors=2, backend="ray", sync=True, backend_options=given
+        )
+        found["kind"] = type(collector).__name__
+        found["remote"] = ray.get(collector.remote_collectors[0].cascade_execute.remote("env.set_seed", 5))
+        collector.next()
+        os.kill(_pids(collector)[0], signal.SIGKILL)
+        found["again"] = [acted(collector.next()) for _ in range(2)]
+        collector.update_policy_weights_(policy(6.0))
+        found["again"].append(acted(collector.next()))
+        ray_is_there = ray.is_initialized()
+        collector.shutdown()
+        found["ray"] = (ray_is_there, ray.is_initialized())
+
+        ray.init(**RAY, _temp_dir=folder)
+        buffer = ray.remote(num_cpus=0)(Kept).remote()
+        options = {"replay_buffer": buffer, "remote_configs": [{"num_cpus": 1}, {"num_cpus": 0.5}]}
+        with Collector([make()] * 2, policy(), frames_per_batch=6, total_frames=30, backend="ray",
+                       backend_options=options) as collector:  # fmt: skip
+            found["handed out"] = list(collector)
+            found["frames"] = ray.get(buffer.__len__.remote())
+        with Collector([make(delay=0.01)] * 2, policy(), frames_per_batch=6, backend="ray",
+                       backend_options=options) as collector:  # fmt: skip
+            collector.start()
+            while ray.get(buffer.__len__.remote()) < 100:
+                time.sleep(0.05)
+            with collector.pause():
+                still = ray.get(buffer.__len__.remote())
+                time.sleep(0.3)
+                found["paused"] = ray.get(buffer.__len__.remote()) == still
+            found["running"] = collector.is_running()
+            collector.async_shutdown()
+        ray.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _rank(sys.argv[1])
