@@ -542,8 +542,8 @@ def test_every_collected_case_has_a_bar() -> None:
         figures += [figure("collect", case, workers, system, 1) for system in {*sides, "memcpy"}]
     found = bars(figures)
     assert [bar.name.partition(", collected")[0] for bar in found] == list(CASES)
-    assert [bar.limit for bar in found] == pytest.approx([1.0, 1.0, 1.0, 1 / 0.6, 1 / 0.6, 2.0])
-    assert [bar.counts for bar in found] == [True, True, True, True, False, True]
+    assert [bar.limit for bar in found] == pytest.approx([1.0, 1 / 1.5, 1.0, 1.0, *[1 / 0.75] * 5, 2.0])
+    assert [bar.counts for bar in found] == [*[True] * 6, False, False, True, True]
     (table, _) = Report(figures, {}).tables()
     assert table.title == "Collectors"
 

@@ -5,8 +5,8 @@
     seconds = collection.once("CartPole", workers=1)   # for FRAMES frames
     collection.close()
 
-Everything here blocks. Both sides step TorchRL's GymEnv with the same small policy; the vector environment is stepped
-by our collector, and by nothing but a loop.
+Everything here blocks. Both sides step TorchRL's GymEnv with the same small policy, ours our GymEnv, too. Vector
+environments are stepped by our collector, and by a loop that stores nothing.
 """
 
 from __future__ import annotations
@@ -14,31 +14,48 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-__all__ = ["CASES", "ENVIRONMENTS", "FRAMES", "IMAGE_BYTES", "Collection", "ImageEnv"]
+__all__ = ["CASES", "FRAMES", "IMAGE_BYTES", "Collection", "ImageEnv"]
 
 FRAMES = 1000  # of a trial: a figure is the time for so many
-ENVIRONMENTS = 64  # in the vector environment
-VECTOR_STEPS = 64  # of it in a batch
+OUR_ENV = "CartPole, our GymEnv"
+
+
+class Vector(NamedTuple):
+    """A vector environment: how many, Gymnasium's vectorization_mode, steps in a batch, and whether they show
+    images."""
+
+    count: int
+    mode: str
+    steps: int
+    images: bool = False
+
+
+VECTORS = {
+    "8 CartPoles": Vector(8, "sync", 128),
+    "64 CartPoles": Vector(64, "sync", 64),
+    "8 CartPoles, vectorised": Vector(8, "vector_entry_point", 256),
+    "64 CartPoles, vectorised": Vector(64, "vector_entry_point", 64),
+    "8 cameras": Vector(8, "sync", 32, images=True),
+}
 CASES = {  # name: workers, and who has it
     "CartPole": (1, ("asyncsync", "TorchRL")),
+    OUR_ENV: (1, ("asyncsync", "TorchRL")),
     "CartPole, sync": (2, ("asyncsync", "TorchRL")),
     "CartPole, async": (2, ("asyncsync", "TorchRL")),
-    "64 CartPoles": (1, ("asyncsync", "bare loop")),
-    "64 CartPoles, vectorised": (1, ("asyncsync", "bare loop")),
+    **dict.fromkeys(VECTORS, (1, ("asyncsync", "bare loop"))),
     "64 MiB of images": (1, ("asyncsync",)),
 }
 IMAGE = (64, 1024)  # bytes of one
 STEPS = 512
 IMAGE_BYTES = 2 * STEPS * IMAGE[0] * IMAGE[1]  # of a batch: each image, and the next one
 BATCHES = 4  # of an asynchronous collector in one trial, after those that are there already
-MODES = {"64 CartPoles": "sync", "64 CartPoles, vectorised": "vector_entry_point"}
 
 
 class _Act(nn.Module):
@@ -50,6 +67,13 @@ class _Act(nn.Module):
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         return nn.functional.one_hot(self.layers(observation).argmax(-1), 2)
+
+
+class _Look(_Act):
+    """Image uint8 [..., 84, 84, 3] → the same, from four of its numbers: what is measured is not the policy."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation[..., 40, 40:44, 0].float())
 
 
 def _policy() -> TensorDictModule:
@@ -90,6 +114,27 @@ class ImageEnv:
         return tensordict.set("next", after.copy().set("reward", torch.zeros(1))), after
 
 
+def _camera() -> Any:
+    """The spec of a Gymnasium environment that shows another image at each step, and ends after 200."""
+    import gymnasium
+    import numpy as np
+
+    class Camera(gymnasium.Env[Any, Any]):
+        observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            super().reset(seed=seed)
+            self.steps = 0
+            return np.zeros((84, 84, 3), np.uint8), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            self.steps += 1
+            return np.full((84, 84, 3), self.steps, np.uint8), 1.0, self.steps == 200, False, {}
+
+    return gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=Camera)
+
+
 class _Still(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1)
@@ -115,8 +160,8 @@ class Collection:
 
     def open(self, case: str) -> None:
         """Have a collector, or a loop, that is warm."""
-        if case in MODES:
-            collector, once = self._vector(MODES[case])
+        if case in VECTORS:
+            collector, once = self._vector(VECTORS[case])
         elif case.endswith("images"):
             collector, once = self._images()
         else:
@@ -140,8 +185,11 @@ class Collection:
             import torchrl.collectors as theirs  # type: ignore[no-redef]
         module: Any = theirs
         _, _, kind = case.partition(", ")
-        if not kind:
-            return self._batches(module.Collector(cart_pole, _policy(), frames_per_batch=FRAMES, total_frames=-1), 1, 0)
+        if CASES[case][0] == 1:
+            make: Any = cart_pole
+            if case == OUR_ENV and self._side == "asyncsync":
+                make = "CartPole-v1"  # of an id, our collectors make our GymEnv
+            return self._batches(module.Collector(make, _policy(), frames_per_batch=FRAMES, total_frames=-1), 1, 0)
         create = [cart_pole] * CASES[case][0]
         if kind == "sync":
             collector = module.MultiSyncCollector(create, _policy(), frames_per_batch=FRAMES, total_frames=-1)
@@ -166,27 +214,27 @@ class Collection:
         once()
         return collector, once
 
-    def _vector(self, mode: str) -> tuple[Any, Callable[[], float]]:
+    def _vector(self, vector: Vector) -> tuple[Any, Callable[[], float]]:
         import gymnasium
 
-        frames = VECTOR_STEPS * ENVIRONMENTS
+        frames = vector.steps * vector.count
         scale = FRAMES / frames
+        name, policy = (_camera(), _Look()) if vector.images else ("CartPole-v1", _Act())
         if self._side == "asyncsync":
             from asyncsync.collectors import Collector, GymEnv
 
-            environment = GymEnv("CartPole-v1", num_envs=ENVIRONMENTS, vectorization_mode=mode)
+            environment = GymEnv(name, num_envs=vector.count, vectorization_mode=vector.mode)
             # The very module of the loop: a TensorDictModule of one's own takes 40 µs more.
-            collector = Collector(environment, _Act(), frames_per_batch=frames, total_frames=-1)
+            collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1)
             collector, once = self._batches(collector, 1, 0)
             return collector, lambda: once() * scale
-        environments = gymnasium.make_vec("CartPole-v1", num_envs=ENVIRONMENTS, vectorization_mode=mode)
-        policy = _Act()
+        environments = gymnasium.make_vec(name, num_envs=vector.count, vectorization_mode=vector.mode)
         observation = [environments.reset()[0]]
 
         def loop() -> float:
             start = time.perf_counter()
             with torch.no_grad():
-                for _ in range(VECTOR_STEPS):
+                for _ in range(vector.steps):
                     action = policy(torch.from_numpy(observation[0])).argmax(-1)
                     observation[0] = environments.step(action.numpy())[0]
             return (time.perf_counter() - start) * scale

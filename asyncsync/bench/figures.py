@@ -28,10 +28,14 @@ BESIDE_TORCHRL = (  # section, case, system, how many times TorchRL's median wit
 )
 COLLECTORS = (  # case, workers, peer, how many times its median the same frames may take, and whether that counts
     ("CartPole", 1, "TorchRL", 1.0, True),
+    ("CartPole, our GymEnv", 1, "TorchRL", 1 / 1.5, True),
     ("CartPole, sync", 2, "TorchRL", 1.0, True),
     ("CartPole, async", 2, "TorchRL", 1.0, True),
-    ("64 CartPoles", 1, "bare loop", 1 / 0.6, True),
-    ("64 CartPoles, vectorised", 1, "bare loop", 1 / 0.6, False),
+    ("8 CartPoles", 1, "bare loop", 1 / 0.75, True),
+    ("64 CartPoles", 1, "bare loop", 1 / 0.75, True),
+    ("8 CartPoles, vectorised", 1, "bare loop", 1 / 0.75, False),
+    ("64 CartPoles, vectorised", 1, "bare loop", 1 / 0.75, False),
+    ("8 cameras", 1, "bare loop", 1 / 0.75, True),
     ("64 MiB of images", 1, "memcpy", 2.0, True),
 )
 

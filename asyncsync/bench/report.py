@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncsync.bench.collection import ENVIRONMENTS, FRAMES
+from asyncsync.bench.collection import FRAMES
 from asyncsync.bench.figures import SCHEMES, Bar, Figure, Figures, bars
 from asyncsync.bench.peers import GLOO
 
@@ -247,8 +247,9 @@ def _collect(figures: Figures) -> Table:
         rows.append([case, f"{workers}", peer.system, _ms(ours), _ms(peer.median), *rates, _times(ours, peer.median)])
     note = (
         f"Medians of {_trials(figures)} interleaved trials: milliseconds for {FRAMES} frames with a small policy; "
-        f"CartPole is TorchRL's GymEnv, {ENVIRONMENTS} CartPoles are Gymnasium's vector environment. Images: from the "
-        "last step until the batch can be read in the trainer, beside one memcpy of as much."
+        "CartPole is TorchRL's GymEnv. Several are a vector environment of Gymnasium's; cameras show images of 21 KB; "
+        "the bare loop stores nothing. Images: from the last step until the batch can be read in the trainer, beside "
+        "one memcpy of as much."
     )
     columns = ["", "workers", "peer", "asyncsync", "peer's", "frames/s", "peer's frames/s", "asyncsync ÷ peer"]
     return Table("Collectors", columns, rows, note)
