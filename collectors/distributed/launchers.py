@@ -109,7 +109,7 @@ class SubmititLauncher(Launcher):
             submitit = importlib.import_module("submitit")
         except ImportError as error:
             raise ImportError(
-                "launcher='submitit' needs submitit, which is not installed: pip install 'asyncsync[submitit]', or "
+                "launcher='submitit' needs submitit, which is not installed: pip install 'asyncsync[slurm]', or "
                 "pass launcher='mp' for processes of this host"
             ) from error
         given = dict(options)

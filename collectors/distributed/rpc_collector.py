@@ -53,7 +53,7 @@ class RPCCollector(LaunchedCollector):
             it came from.
         max_weight_update_interval: the most batches that a node may produce before it is sent the current weights; -1:
             any number.
-        launcher: "submitit" (jobs; needs that library, ``asyncsync[submitit]``), "mp" (processes of this host), or
+        launcher: "submitit" (jobs; needs that library, ``asyncsync[slurm]``), "mp" (processes of this host), or
             "torchrun": ranks that are there already, of which this is the first, and each of the others calls
             :func:`~asyncsync.collectors.distributed.serve_node`.
         tcp_port: where nodes find this process; None: 10003, or any if that is taken.
