@@ -126,9 +126,10 @@ class RayCore(RemoteCallCore):
 
     async def _call(self, call: Call) -> None:
         method = getattr(self._remotes[call.worker], METHOD)
-        # The name is shown for the task, and is all that reaches the method beside its arguments.
+        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is being
+        # restarted is called when it is there.
         name = MARK + base64.b64encode(call.encode()).decode()
-        await _returned(method.options(name=name).remote(), call.worker)
+        await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 
     def _current_call(self) -> Call | None:
         ray = sys.modules.get("ray")
