@@ -238,8 +238,9 @@ class TransformCore(RayCore):
         if self._registered:
             await super()._connect_sender(initial, timeout)
             return
+        scheme: Any = self
         initialise = self._remotes[0]._init_weight_sync_scheme
-        there = _returned(initialise.remote(scheme=self.blocking, model_id=self.model_id or MODULE), 0)
+        there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
         here = super()._connect_sender(initial, timeout)
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as both:
