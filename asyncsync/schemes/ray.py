@@ -126,9 +126,10 @@ class RayCore(RemoteCallCore):
 
     async def _call(self, call: Call) -> None:
         method = getattr(self._remotes[call.worker], METHOD)
-        # The name is shown for the task, and is all that reaches the method beside its arguments.
+        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is being
+        # restarted is called when it is there.
         name = MARK + base64.b64encode(call.encode()).decode()
-        await _returned(method.options(name=name).remote(), call.worker)
+        await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 
     def _current_call(self) -> Call | None:
         ray = sys.modules.get("ray")
@@ -237,8 +238,9 @@ class TransformCore(RayCore):
         if self._registered:
             await super()._connect_sender(initial, timeout)
             return
+        scheme: Any = self
         initialise = self._remotes[0]._init_weight_sync_scheme
-        there = _returned(initialise.remote(scheme=self.blocking, model_id=self.model_id or MODULE), 0)
+        there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
         here = super()._connect_sender(initial, timeout)
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as both:

@@ -10,6 +10,7 @@ and runs many cases there, each with both APIs on the sender's side. A test asks
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -351,6 +352,7 @@ class Outcomes:
     """What a program's cases have come to."""
 
     def __init__(self, program: Callable[[Callable[[str, str | None], None]], None]) -> None:
+        faulthandler.cancel_dump_traceback_later()  # pytest's: it takes longer than a test
         self._found: dict[str, str | None] = {}
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()

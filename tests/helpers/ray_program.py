@@ -88,6 +88,22 @@ class Transform:
         scheme._set_transform(self)
 
 
+class Host:
+    """An actor that is a worker in one case after another: its process has taken seconds to import what it needs."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def make(self, kind: type, *args: Any, **options: Any) -> None:
+        self.worker = kind(*args, **options)
+
+    def do(self, method: str, *args: Any) -> Any:
+        return getattr(self.worker, method)(*args)
+
+    def _receive_weights_scheme(self) -> None:
+        self.worker._receive_weights_scheme()
+
+
 class RayLab(Lab):
     """With actors."""
 
@@ -98,18 +114,29 @@ class RayLab(Lab):
         import ray
 
         self.ray, self.options = ray, options
+        self._idle: list[Any] = []
 
     def actor(self, kind: type, *args: Any, **options: Any) -> Any:
+        """One for a single case."""
         return self.ray.remote(kind).options(num_cpus=0, **options).remote(*args)
 
     def start(self, scheme: Any, index: int, numel: int, **options: Any) -> Any:
-        return self.ray.remote(Worker).options(num_cpus=0).remote(scheme, index, numel, **options)
+        host = self._idle.pop() if self._idle else self.actor(Host)
+        host.make.remote(Worker, scheme, index, numel, **options)
+        return host
 
     async def call(self, worker: Any, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(getattr(worker, method).remote(*args).future())
+        return await self.result(worker.do.remote(method, *args))
+
+    async def result(self, reference: Any) -> Any:
+        return await asyncio.wrap_future(reference.future())
 
     def end(self, worker: Any) -> None:
-        self.ray.kill(worker)
+        try:
+            self.ray.get(worker.do.remote("shutdown"), timeout=10)
+            self._idle.append(worker)
+        except self.ray.exceptions.RayError:  # it was killed
+            self.ray.kill(worker)
 
 
 async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
@@ -117,11 +144,11 @@ async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
     there = getattr(sender, "bare", sender).aio
     actor = lab.actor(Coroutines, there, 0, 8)
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
-    await asyncio.gather(sender.connect(), lab.call(actor, "connect"))
+    await asyncio.gather(sender.connect(), lab.result(actor.connect.remote()))
     await sender.send_async(model.fill(2.0))
-    assert await lab.call(actor, "state") == (1, 2.0, 2.0)
+    assert await lab.result(actor.state.remote()) == (1, 2.0, 2.0)
     await sender.shutdown()
-    lab.end(actor)
+    lab.ray.kill(actor)
 
 
 async def the_page_of_rpc_collector_connects_a_receiver(lab: RayLab, api: Api) -> None:
@@ -133,10 +160,10 @@ async def the_page_of_rpc_collector_connects_a_receiver(lab: RayLab, api: Api) -
         "_receiver_schemes['policy']._set_dist_connection_info", connection_info_ref, worker_idx=0
     )
     await sender.connect()
-    await asyncio.wrap_future(there.future())
-    assert await lab.call(collector, "value") == 1.0
+    await lab.result(there)
+    assert await lab.result(collector.value.remote()) == 1.0
     await sender.shutdown()
-    lab.end(collector)
+    lab.ray.kill(collector)
 
 
 async def only_the_sender_of_a_transform_connects(lab: RayLab, api: Api) -> None:
@@ -146,11 +173,11 @@ async def only_the_sender_of_a_transform_connects(lab: RayLab, api: Api) -> None
         Transform(actor, scheme)
         scheme.init_on_sender(model_id="transform_module", model=model)
         await scheme.connect()
-        assert await lab.call(actor, "value") == 1.0
+        assert await lab.result(actor.value.remote()) == 1.0
         await scheme.send_async(model.fill(2.0))
-        assert await lab.call(actor, "value") == 2.0
+        assert await lab.result(actor.value.remote()) == 2.0
         await scheme.shutdown()
-        lab.end(actor)
+        lab.ray.kill(actor)
     with pytest.raises(ValueError, match="which transform"):
         api.make(api.RayModuleTransformScheme).init_on_sender(model_id="transform_module")
 
@@ -177,7 +204,7 @@ async def torchrls_transform_is_updated(lab: RayLab, api: Api) -> None:
     data = TensorDict(observation=torch.ones(2))
     assert torch.equal(transform(data.clone())["seen"], mine(data.clone())["seen"])
     await in_thread(scheme.shutdown)
-    lab.end(transform._actor)
+    lab.ray.kill(transform._actor)
 
 
 async def a_restarted_actor_finds_its_target(lab: RayLab, api: Api) -> None:
@@ -186,15 +213,15 @@ async def a_restarted_actor_finds_its_target(lab: RayLab, api: Api) -> None:
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
     await sender.connect()
     await sender.send_async(model.fill(2.0))
-    os.kill((await lab.call(actor, "state"))["pid"], 9)
+    os.kill((await lab.result(actor.state.remote()))["pid"], 9)
     with pytest.raises(asyncsync.PartialSendError) as caught:
         await sender.send_async(model.fill(3.0))
     assert isinstance(caught.value.failed[0], asyncsync.PeerLost)
     await eventually(lambda: sender.status()[0].state == "live", 30)
     await sender.send_async(model.fill(4.0))
-    assert (await lab.call(actor, "state"))["value"] == 4.0
+    assert (await lab.result(actor.state.remote()))["value"] == 4.0
     await sender.shutdown()
-    lab.end(actor)
+    lab.ray.kill(actor)
 
 
 class Restarting(Worker):
@@ -252,8 +279,8 @@ async def a_described_object_is_found_and_not_pinned(lab: RayLab, api: Api) -> N
     core = lab.ray._private.worker.global_worker.core_worker
     before, reference = len(core.get_all_reference_counts()), lab.ray.put(np.ones(1 << 20, np.uint8))
     actor = lab.actor(Finder)
-    assert await lab.call(actor, "total", describe(reference)) == 1 << 20
-    lab.end(actor)
+    assert await lab.result(actor.total.remote(describe(reference))) == 1 << 20
+    lab.ray.kill(actor)
     del reference, actor
     await eventually(lambda: len(core.get_all_reference_counts()) <= before, why=core.get_all_reference_counts)
 
