@@ -70,7 +70,7 @@ class LaunchedNodes(Nodes):
         self._launcher = make_launcher(*self._launching)
         self._own_store = store = _store_at(self._launcher.address, self._port)
         store.open()
-        self.meeting = Meeting(*store.address, f"asyncsync-{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
         self.store = self.meeting.store()
 
     def host(self) -> str:

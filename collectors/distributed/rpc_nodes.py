@@ -101,7 +101,7 @@ class RPCNodes(LaunchedNodes):
 
 def _name(meeting: Meeting, rank: int | None = None) -> str:
     """An agent's name; None: the trainer's."""
-    return f"{meeting.token}-{'trainer' if rank is None else rank}"
+    return f"{meeting.token}_{'trainer' if rank is None else rank}"  # a dash would end it, for torch
 
 
 def _settle(future: Future[Answer], done: TorchFuture[Any]) -> None:

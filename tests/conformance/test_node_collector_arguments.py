@@ -153,7 +153,7 @@ def test_a_rank_that_is_none_is_told_how_to_become_one(monkeypatch: pytest.Monke
     [
         ("rpc", {"launcher": "mp", "tcp_port": 0}, "tcp_port must be at least 1"),
         ("distributed", {"launcher": "mp", "slurm_kwargs": {"a": 1}}, "slurm_kwargs are for launcher='submitit'"),
-        ("submitit", {"backend": "udp"}, "unknown backend 'udp'"),
+        ("submitit", {"tcp_port": "x"}, "tcp_port must be a port's number"),
         ("ray", {"remote_configs": [{}]}, "remote_configs has 1 entries"),
     ],
 )
