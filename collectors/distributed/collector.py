@@ -42,8 +42,6 @@ COUNTED_HERE = (
 class NodeCollector(MultiCollector):
     """A collector whose workers are ``nodes``; a subclass has the documented constructor of its family."""
 
-    _selectors = ()
-
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         """The class that is called is meant; ``sync`` is an argument like any other."""

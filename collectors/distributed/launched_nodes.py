@@ -16,7 +16,7 @@ from abc import abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.collectors.distributed.launchers import Launcher, Program, check_launcher, make_launcher
 from asyncsync.collectors.distributed.node import Node
@@ -79,7 +79,8 @@ class LaunchedNodes(Nodes):
     def launch(self, rank: int) -> Future[str]:
         assert self._launcher is not None
         self._launcher.stop(rank, 0.0)  # what is left of one that was lost
-        self._joined[rank] = future = Future()
+        future: Future[str] = Future()
+        self._joined[rank] = future
 
         def ended(how: str) -> None:
             with contextlib.suppress(InvalidStateError):  # it has joined before

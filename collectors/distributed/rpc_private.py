@@ -19,7 +19,8 @@ def begin_rpc(store: Any, name: str, rank: int, options: Any) -> None:
 
     autograd._init(rank)  # type: ignore[attr-defined]
     rpc._set_profiler_node_id(rank)  # type: ignore[attr-defined]
-    rpc._init_rpc_backend(rpc.BackendType.TENSORPIPE, store, name, rank, None, options)  # type: ignore[attr-defined]
+    begin: Any = rpc._init_rpc_backend  # type: ignore[attr-defined]
+    begin(rpc.BackendType.TENSORPIPE, store, name, rank, None, options)
 
 
 def has_agent() -> bool:
