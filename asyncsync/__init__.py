@@ -27,12 +27,15 @@ from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
+from asyncsync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
+from asyncsync.schemes.rpc import RPCWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
-from asyncsync.transports.torch_distributed import DistributedTransport
+from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
 from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += _errors.__all__
@@ -43,6 +46,11 @@ __all__ += [
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayTransport",
+    "RayWeightSyncScheme",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",

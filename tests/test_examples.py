@@ -28,7 +28,7 @@ def example(path: Path, cwd: Path, *arguments: str) -> str:
 def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
     here = {"async_trainer", "lora", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "sb3_workers"}
-    here |= {"weight_sync_standalone"}
+    here |= {"ray_trainer", "weight_sync_standalone"}
     # test_examples_collectors.py
     there = {"async_collector", "multi_model", "replay_buffer", "torchrl_collector", "weight_sync_collectors"}
     assert found == here | there
@@ -77,6 +77,19 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     acted = re.findall(r"version (\d+): acted on by \[([\d, ]*)\], \[([\d., ]*)\]", out)
     assert acted[-1] == ("11", "0, 1", "10.0")
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
+
+
+@pytest.mark.thorough
+def test_ray_trainer_learns_while_its_actors_play(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with start(EXAMPLES / "ray_trainer.py", "--rounds", "60", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=100)
+    assert code == 0, err
+    shown = re.findall(r"round (\d+): version (\d+) of (\d+) is wrong by ([\d.]+)", out)
+    assert {number for number, *_ in shown} == {"0", "20", "40"}
+    assert all(int(version) <= int(newest) for _, version, newest, _ in shown)
+    [wrong] = re.findall(r"after 60 rounds the actions are wrong by ([\d.]+)", out)
+    assert float(wrong) < float(shown[0][3])
 
 
 @pytest.mark.thorough

@@ -18,6 +18,8 @@ from asyncsync.collectors.distributed import rpc_private
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
+from asyncsync.transports import ray_private
+from asyncsync.transports import torch_private as transports_private
 from asyncsync.weights import torch_private as weights_private
 
 
@@ -39,9 +41,10 @@ def test_every_module_of_private_names_is_in_here() -> None:
         for module in pkgutil.walk_packages(paths, prefix)
         if module.name.endswith("_private")
     }
-    assert found == {
-        module.__name__ for module in (asyncio_private, model_private, rpc_private, weights_private, zmq_private)
-    }
+    modules = (
+        asyncio_private, model_private, ray_private, rpc_private, transports_private, weights_private, zmq_private
+    )  # fmt: skip
+    assert found == {module.__name__ for module in modules}
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:
@@ -154,6 +157,13 @@ def test_the_garbage_collection_closes_neither_a_context_nor_its_sockets() -> No
     assert forgotten.get(zmq.TYPE) == zmq.PAIR, "it is open"
     forgotten.close(linger=0)
     context.destroy(linger=0)
+
+
+def test_the_private_names_of_ray_are_tried_in_a_cluster() -> None:
+    """``ray._private.worker.global_worker.core_worker``: ``serialize_object_ref`` and
+    ``deserialize_and_register_object_ref``. Without them an object can be named in no message but Ray's own; pickled by
+    anybody else, it would be pinned for ever. tests/conformance/test_ray_schemes.py has the test."""
+    assert {name for name in ray_private.__all__ if name != "the_ray"} == {"describe", "find"}
 
 
 def test_an_rpc_agent_can_be_started_with_a_store_that_is_given() -> None:

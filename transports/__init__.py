@@ -5,8 +5,18 @@
 
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
+from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
-from asyncsync.transports.torch_distributed import DistributedTransport
+from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
 from asyncsync.transports.zmq import ZMQTransport
 
-__all__ = ["TAG", "DistributedTransport", "MPTransport", "SharedMemTransport", "TransportBackend", "ZMQTransport"]
+__all__ = [
+    "TAG",
+    "DistributedTransport",
+    "MPTransport",
+    "RPCTransport",
+    "RayTransport",
+    "SharedMemTransport",
+    "TransportBackend",
+    "ZMQTransport",
+]

@@ -23,7 +23,7 @@ import torch
 
 from asyncsync.errors import WeightSyncError
 from asyncsync.net import memory_file
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.copying import copy_arrays, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
@@ -151,8 +151,20 @@ class ReceivedSlab(PrivateSlab):
 
     def copy_to(self, other: Slab) -> None:
         """What was sent, whatever this process has written into its Parameters since."""
-        other.memory[:] = self._sent[: self.nbytes]
+        copy_arrays(np.frombuffer(other.memory, np.uint8), self._array()[: self.nbytes])
         other.values = self.values
+
+    def copy(self) -> Slab:
+        """What was sent, in a mapping of its own: a page is copied when somebody writes it. This slab is not used again
+        before that mapping has ended."""
+        assert self.pool is not None
+        memory = memory_file.map_private(self._file, len(self._sent))
+        self.pool.exported(self)
+        weakref.finalize(memory, self.pool.returned, self).atexit = False
+        with normal_tensors():
+            twin = Slab(self.layout, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
+        twin.values = self.values
+        return twin
 
     def reuse(self, layout: Layout) -> None:
         self.show_the_file()

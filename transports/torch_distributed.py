@@ -24,7 +24,14 @@ from asyncsync.transports.zmq import ChunkTransport
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
-__all__ = ["PAIR_BYTES", "BlockingDistributedTransport", "DistributedTransport", "PairTransport"]
+__all__ = [
+    "PAIR_BYTES",
+    "BlockingDistributedTransport",
+    "BlockingRPCTransport",
+    "DistributedTransport",
+    "PairTransport",
+    "RPCTransport",
+]
 
 PAIR_BYTES = 64 << 10
 
@@ -122,3 +129,12 @@ class DistributedTransport(PairTransport, TransportBackend):
 @blocking.in_sync_as("DistributedTransport")
 class BlockingDistributedTransport(PairTransport, blocking.TransportBackend):
     """:class:`asyncsync.DistributedTransport` with ordinary methods."""
+
+
+class RPCTransport(PairTransport, TransportBackend):
+    """The transport of :class:`asyncsync.RPCWeightSyncScheme`: the same."""
+
+
+@blocking.in_sync_as("RPCTransport")
+class BlockingRPCTransport(PairTransport, blocking.TransportBackend):
+    """:class:`asyncsync.RPCTransport` with ordinary methods."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
 from asyncsync.bus.introduction import Introduction
 from asyncsync.bus.link import EXIT_SECONDS, Order
-from asyncsync.bus.member import Member, shared_here
+from asyncsync.bus.member import Calls, Member, shared_here
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
@@ -110,6 +110,7 @@ class BusCore:
         # Called on the loop with each version, and whom it is for, before anybody waits for acknowledgements.
         self._on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
+        self._calls: Calls | None = None  # a sender's whose workers are called with each version
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}

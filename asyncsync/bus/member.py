@@ -5,19 +5,32 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Member", "Source", "join_buses", "shared_here"]
+__all__ = ["Calls", "Member", "Source", "join_buses", "shared_here"]
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
 
 Source = FlatWeights | Mapping[int, FlatWeights]
 """A model's weights for everybody, or for each worker its own, ready to be packed."""
+
+
+class Calls(Protocol):
+    """Calls of the workers' objects, which are told so to apply a version. On the bus's event loop."""
+
+    def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
+        """These models have this version: call the workers that it is for; None: all whose target it is."""
+
+    def is_pending(self, worker: int, version: int) -> bool:
+        """Whether a call for this version is under way, or waits."""
+
+    def failure(self, worker: int, version: int) -> Exception | None:
+        """Why a call for it, or for a newer one, has failed; None: none has."""
 
 
 class Member(Protocol):

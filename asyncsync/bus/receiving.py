@@ -185,6 +185,30 @@ class Receiving:
         assert mark is not None
         return mark
 
+    async def reach(self, model_id: str, version: int, timeout: float) -> Mark:
+        """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied. Raises
+        AckTimeout: not within the timeout; SchemaMismatch, RemoteError or the like: it could not be applied here;
+        ClosedError, Fenced: it will not come."""
+        subscriber = self._subscriber
+
+        def done() -> bool:
+            held, failed = subscriber.holdings.version(model_id), subscriber.holdings.error.get(model_id, (0,))[0]
+            ended = subscriber.session.ended is not None or model_id in subscriber.session.refused
+            return ended or max(held, failed) >= version
+
+        with self._wanted(model_id):
+            self._link.settle()
+            in_time = await self._link.wait(done, timeout)
+        mark = self.mark(model_id)
+        if mark is not None and subscriber.holdings.version(model_id) >= version:
+            return mark
+        if in_time:
+            raise self._failure(model_id)
+        raise AckTimeout(
+            f"worker {subscriber.worker} was called for version {version} of {model_id!r}, and has not got it in "
+            f"{timeout:g} s: {self._why(model_id)}"
+        )
+
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
         """Wait until this worker has applied this version, or a newer one, of every one of these models that is to have
         one. Raises AckTimeout; ClosedError or Fenced if it will not come."""

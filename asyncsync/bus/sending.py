@@ -8,10 +8,11 @@ from typing import Any
 
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import Source
+from asyncsync.bus.member import Calls, Source
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError
 from asyncsync.protocol.metadata import encode_metadata
+from asyncsync.protocol.progress import Outcome, Progress
 
 __all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wait_version"]
 
@@ -76,6 +77,8 @@ async def publish_sources(
     )
     if bus._on_published is not None:
         bus._on_published(version, workers)
+    if bus._calls is not None:
+        bus._calls.begin(version, workers, list(sources))
     return version
 
 
@@ -89,7 +92,7 @@ async def send(
     """:func:`publish`, and wait until the workers have applied it. Raises NotConnected, with nothing published, if
     nobody could; PartialSendError, which names each worker that has not, and why."""
     link, encoded = bus._link, encode_metadata(metadata)
-    is_free = not (bus._closed or bus._preparing.waiting or bus._preparing.locked())
+    is_free = not (bus._closed or bus._calls or bus._preparing.waiting or bus._preparing.locked())
     if worker_ids is None and len(weights) == 1 and not encoded and type(link) is SenderLink and is_free:
         ((topic, given),) = weights.items()
         if link.fast.may_go_on(topic, timeout):
@@ -115,7 +118,7 @@ async def send_sources(
     link = bus._sender()
     _check_quorum(link, sources)
     begun = link.loop.time()
-    if workers is None and not metadata and link.fast.may_publish(timeout):
+    if workers is None and not (metadata or bus._calls) and link.fast.may_publish(timeout):
         transports = {topic: bus._schemes[topic]._transport() for topic in sources}
         if (version := link.fast.publish(sources, transports)) is not None:
             return await _complete(bus, link, version, next(iter(sources)), timeout, begun)
@@ -123,7 +126,7 @@ async def send_sources(
         version = await publish_sources(bus, sources, workers, metadata, timeout, at_once=False)
     except AckTimeout as error:  # nothing was published
         raise _unsent(bus, workers, error) from error
-    await _wait_applied(link, version, workers, list(sources), timeout, begun)
+    await _wait_applied(link, version, workers, list(sources), timeout, begun, bus._calls)
     return version
 
 
@@ -154,14 +157,21 @@ async def wait_version(
     if not 0 < version <= link.issued:
         raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
     workers = _check_workers(link, as_workers(worker_ids))
-    await _wait_applied(link, version, workers, models, timeout, link.loop.time())
+    await _wait_applied(link, version, workers, models, timeout, link.loop.time(), bus._calls)
 
 
 async def _wait_applied(
-    link: SenderLink, version: int, workers: list[int] | None, models: list[str] | None, timeout: float, begun: float
+    link: SenderLink,
+    version: int,
+    workers: list[int] | None,
+    models: list[str] | None,
+    timeout: float,
+    begun: float,
+    calls: Calls | None = None,
 ) -> None:
-    """Wait until these workers have applied at least this version; raises as :func:`send`. The timeout is from
-    ``begun`` on, a time of the loop's clock. What is to be sent departs when all is ready to wait."""
+    """Wait until these workers have applied at least this version, and the ``calls`` of their objects have ended;
+    raises as :func:`send`. The timeout is from ``begun`` on, a time of the loop's clock. What is to be sent departs
+    when all is ready to wait."""
     try:
         publisher = link.caught_up()
         progress = publisher.progress
@@ -172,16 +182,39 @@ async def _wait_applied(
 
         def done() -> bool:
             publisher.check_open()
+            if calls is not None:
+                return not _outcome(progress, version, chosen, models, calls).waiting
             return not progress.outstanding(version, chosen, models)
 
         await link.wait(done, max(0.0, begun + timeout - link.loop.time()), link.depart)
     finally:
         if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
             link.settle()
-    outcome = progress.of(version, chosen, models)
+    outcome = _outcome(progress, version, chosen, models, calls)
     late = {worker: progress.timeout_of(worker, version, timeout) for worker in outcome.waiting}
     if failed := outcome.failed | late:
         raise PartialSendError(outcome.acked, failed)
+
+
+def _outcome(
+    progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
+) -> Outcome:
+    """How far a version has come. A worker whose object is called has it when the call has ended, too."""
+    outcome = progress.of(version, chosen, models)
+    for worker in [] if calls is None else chosen:
+        assert calls is not None
+        if worker in outcome.failed:
+            continue
+        if (error := calls.failure(worker, version)) is not None:
+            outcome.failed[worker] = error
+        elif worker not in outcome.acked or calls.is_pending(worker, version):
+            outcome.waiting.add(worker)
+            outcome.acked.pop(worker, None)
+            continue
+        outcome.waiting.discard(worker)
+        if worker in outcome.failed:
+            outcome.acked.pop(worker, None)
+    return outcome
 
 
 def _check_workers(link: SenderLink, workers: list[int] | None) -> list[int] | None:

@@ -110,6 +110,9 @@ class SchemeCore(SchemeState, ABC):
         assert self._receiving is not None
         self._receiving.apply(weights, inplace=inplace)
 
+    def _continue(self, twin: SchemeCore) -> None:
+        """Take over what the scheme that this one was converted from has been initialised with."""
+
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
     def init_on_sender(
@@ -319,8 +322,7 @@ class SchemeCore(SchemeState, ABC):
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         self._register(worker_idx)
         link, receiving = self._receiver()
-        first = receiving.returned is None
-        start = link.loop.time()
+        first, start = receiving.returned is None, link.loop.time()
         await link.receiving.connected(self._topic, timeout)
         await self._transport()._ready(max(0.0, start + timeout - link.loop.time()))
         if first:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from copy import copy
+from importlib import import_module
 from typing import Any
 
 from asyncsync.schemes.state import LOCAL
@@ -46,6 +47,7 @@ def convert(scheme: Any, package: str) -> Any:
         )
     if scheme._registered or scheme._bus._link is not None or scheme._closed:
         raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
+    import_module(package)  # cloudpickle, by which Ray pickles, takes a class by value if its module is not loaded
     twin = kind.__new__(kind)
     twin.__setstate__(scheme.__getstate__())
     twin._bus = scheme._bus._twin(kind._bus_class)
@@ -59,4 +61,5 @@ def convert(scheme: Any, package: str) -> Any:
         if twin._bus._link is None:  # an earlier conversion of this scheme is replaced
             twin._bus._schemes.pop(scheme._topic, None)
         twin._bus._join(twin, scheme._role, scheme._topic)
+        twin._continue(scheme)
     return twin

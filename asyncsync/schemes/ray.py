@@ -1,0 +1,264 @@
+"""Ray: weights for actors. Each applies an update in a call of its ``_receive_weights_scheme()``, as TorchRL documents
+it; the bytes go through gloo, or through Ray's object store."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from asyncsync.arguments import check_bytes
+from asyncsync.bus.core import DEFAULT_TIMEOUT
+from asyncsync.bus.introduction import Introduction, Introductions
+from asyncsync.bus.member import Source
+from asyncsync.errors import PeerLost, WeightSyncError
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.net.address import own_address
+from asyncsync.runtime.asyncio_private import running_loop
+from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes.ray_rendezvous import find_introduction, hold_introductions
+from asyncsync.schemes.registry import register
+from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
+from asyncsync.schemes.torch_distributed import check_backend
+from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
+from asyncsync.transports.ray_private import the_ray
+from asyncsync.transports.slots import COPY_BYTES
+
+__all__ = ["BlockingRay", "BlockingRayModuleTransform", "RayModuleTransformScheme", "RayWeightSyncScheme"]
+
+OBJECT_STORE = "object_store"
+BACKENDS = ("gloo", "nccl", OBJECT_STORE)
+MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
+ELASTIC_WORKERS = 256
+MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
+
+
+class RayCore(RemoteCallCore):
+    """What Ray's schemes are, in both APIs."""
+
+    _adopts = True
+    _transport_class: ClassVar[type[ObjectTransport]]
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        backend: str = "gloo",
+        *,
+        map_above: int = COPY_BYTES,
+        **options: Any,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+        if backend != OBJECT_STORE:
+            check_backend(backend)
+        check_bytes("map_above", map_above)
+        super().__init__(strategy, **options)
+        self._backend = backend
+        self._map_above = map_above
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._holder: Any = None
+        self._info_name = ""  # if it was told another
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_holder", "_info_name")}
+
+    def create_transport(self, **kwargs: Any) -> ObjectTransport:
+        """The transport of this scheme's API."""
+        return self._transport_class(own_address(), self._map_above, stores=self._backend == OBJECT_STORE)
+
+    def _remotes_of(self, context: Any) -> Sequence[Any] | None:
+        found: Sequence[Any] | None = getattr(context, "remote_collectors", None)
+        return found
+
+    # -- the rendezvous -----------------------------------------------------------------------------------------------
+
+    @property
+    def connection_info_name(self) -> str:
+        """The name of the actor that has the workers' introductions."""
+        return self._info_name or f"asyncsync-{self._bus._uid}"
+
+    @property
+    def connection_info(self) -> str:
+        """What :meth:`_set_dist_connection_info` of a receiver takes."""
+        return self.connection_info_name
+
+    def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
+        """Connect a receiver that is initialised, as this worker: as TorchRL's page on ``cascade_execute`` shows it,
+        with a reference to the sender's :attr:`connection_info`."""
+        if not self._is_blocking:
+            raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
+        if not isinstance(connection_info, str):
+            ray = the_ray()
+            connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
+        self._info_name = connection_info
+        scheme: Any = self
+        scheme.connect(worker_idx=worker_idx)
+
+    async def _host(self, timeout: float) -> str:
+        host: str = await elsewhere("asyncsync-ray", lambda: the_ray().util.get_node_ip_address())
+        return host
+
+    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
+        if self._holder is None:
+            known = {w: introductions(w).encode() for w in range(self._bus.num_workers or ELASTIC_WORKERS)}
+            hold = partial(hold_introductions, self.connection_info_name, known, timeout)
+            self._holder = await elsewhere("asyncsync-ray", hold)
+
+    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
+        found = await elsewhere("asyncsync-ray", partial(find_introduction, self.connection_info_name, worker, timeout))
+        return Introduction.decode(found)
+
+    async def _end_transport(self, timeout: float) -> None:
+        holder, self._holder = self._holder, None
+        if holder is not None and running_loop() is not None:
+            await elsewhere("asyncsync-ray", partial(_kill, holder))
+        elif holder is not None:  # the link has ended before
+            _kill(holder)
+        await super()._end_transport(timeout)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Call) -> None:
+        method = getattr(self._remotes[call.worker], METHOD)
+        # The name is shown for the task, and is all that reaches the method beside its arguments.
+        name = MARK + base64.b64encode(call.encode()).decode()
+        await _returned(method.options(name=name).remote(), call.worker)
+
+    def _current_call(self) -> Call | None:
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return None
+        name = ray.get_runtime_context().get_task_name() or ""
+        try:
+            return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
+        except (binascii.Error, ValueError, TypeError):
+            return None
+
+
+async def _returned(reference: Any, worker: int) -> None:
+    """Wait for the end of a call of this worker's actor."""
+    exceptions = the_ray().exceptions
+    try:
+        await asyncio.wrap_future(reference.future())
+    except exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, WeightSyncError) else failure_of(error)) from None
+    except exceptions.RayError as error:
+        raise PeerLost(f"worker {worker} is lost: its actor cannot be called: {error}") from error
+
+
+def _kill(holder: Any) -> None:
+    ray = sys.modules["ray"]
+    if ray.is_initialized():
+        ray.kill(holder)
+
+
+class RayWeightSyncScheme(RayCore, Called):
+    """Weights for actors of Ray's. Usage::
+
+        scheme = RayWeightSyncScheme(backend="object_store")
+        actors = [Actor.remote(scheme, index) for index in range(2)]
+        scheme.init_on_sender(model_id="policy", model=policy, remotes=actors)
+        await scheme.connect()
+        version = await scheme.send_async()        # calls each actor's _receive_weights_scheme()
+
+    and in an actor, with the blocking class of :mod:`asyncsync.sync` (``scheme.blocking``)::
+
+        def connect(self):
+            self.scheme.init_on_receiver("policy", model=self.policy, worker_idx=self.index)
+            self.scheme.connect()
+
+        def _receive_weights_scheme(self):
+            self.scheme.receive()
+
+    Args:
+        backend: how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor;
+            ``"object_store"``: through Ray's object store, once for all actors of a host.
+        map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
+            are copied into the memory that the Parameters have.
+        options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
+    """
+
+    _transport_class = RayTransport
+
+
+class BlockingRay(RayCore, CalledBlocking):
+    """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
+
+    _transport_class = BlockingRayTransport
+
+
+class TransformCore(RayCore):
+    """What the scheme of a RayModuleTransform is, in both APIs."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._transform: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_transform"}
+
+    def _set_transform(self, transform: Any) -> None:
+        """A RayModuleTransform has been given this scheme."""
+        self._transform = transform
+
+    def init_on_sender(self, *, ray_transform: Any = None, **options: Any) -> None:
+        """Make this the sender's side.
+
+        Args:
+            ray_transform: the RayModuleTransform, unless that was given this scheme.
+            options: as for every scheme.
+
+        Raises:
+            ValueError: there is no transform.
+        """
+        transform = self._transform if ray_transform is None else ray_transform
+        if transform is None:
+            raise ValueError(
+                "which transform? Give this scheme to RayModuleTransform(weight_sync_scheme=…), or pass ray_transform="
+            )
+        super().init_on_sender(**{"remotes": [transform._actor], **options})
+        self._transform = transform
+
+    def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
+        options = {"worker_idx": 0, "model": getattr(context, "module", None), **options}
+        super().init_on_receiver(model_id, context=None, **options)
+        self._context = context
+
+    init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
+
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+        """The sender alone connects: it has the transform's actor do its part."""
+        if self._registered:
+            await super()._connect_sender(initial, timeout)
+            return
+        initialise = self._remotes[0]._init_weight_sync_scheme
+        there = _returned(initialise.remote(scheme=self.blocking, model_id=self.model_id or MODULE), 0)
+        here = super()._connect_sender(initial, timeout)
+        try:
+            async with asyncio.timeout(timeout), asyncio.TaskGroup() as both:
+                both.create_task(there)
+                both.create_task(here)
+        except* WeightSyncError as errors:
+            raise errors.exceptions[0] from None
+
+
+class RayModuleTransformScheme(TransformCore, Called):
+    """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
+
+    _transport_class = RayTransport
+
+
+class BlockingRayModuleTransform(TransformCore, CalledBlocking):
+    """The same with the blocking API; see :class:`asyncsync.RayModuleTransformScheme`."""
+
+    _transport_class = BlockingRayTransport
+
+
+register("ray", RayWeightSyncScheme, BlockingRay)
+register("ray_module_transform", RayModuleTransformScheme, BlockingRayModuleTransform)

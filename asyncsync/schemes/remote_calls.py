@@ -1,0 +1,300 @@
+"""Remote calls: the schemes whose sender calls ``_receive_weights_scheme()`` of an object in each worker, as TorchRL
+documents it for RPC and Ray.
+
+The bus does what it does for every scheme: versions, transfers, acknowledgements, late joiners. But a worker here
+applies what has come when it is told to: a publication calls the objects of the workers that it is for, each method
+runs ``scheme.receive()``, and that applies the version of the call, or a newer one. A call that comes late, after a
+newer one, finds nothing to do and returns; one that came from another scheme of the same object returns at once. There
+is one call at a time to each object; of those that wait for it, the newest follows.
+
+A subclass says how an object is called, and in a worker how such a call is recognised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgpack
+from tensordict import TensorDict
+
+from asyncsync.bus.core import BusCore
+from asyncsync.bus.introduction import Introduction
+from asyncsync.errors import AckTimeout, RemoteError, WeightSyncError
+from asyncsync.protocol.targets import Targets
+from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes.introduced import IntroducedCore
+
+__all__ = ["METHOD", "Call", "Called", "CalledBlocking", "RemoteCallCore", "failure_of"]
+
+METHOD = "_receive_weights_scheme"
+CALL_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a worker's object.
+
+    Attributes:
+        uid: the bus that calls.
+        worker: which worker it takes the object for.
+        versions: what is to be applied, by the models' names.
+        introduction: how to find the sender, where the call says that.
+    """
+
+    uid: str
+    worker: int
+    versions: dict[str, int]
+    introduction: bytes | None = None
+
+    def encode(self) -> bytes:
+        """For :meth:`decode`."""
+        encoded: bytes = msgpack.packb([self.uid, self.worker, self.versions, self.introduction])
+        return encoded
+
+    @classmethod
+    def decode(cls, data: bytes) -> Call:
+        """Raises what msgpack raises, or TypeError: it is something else."""
+        return cls(*msgpack.unpackb(data))
+
+    def version(self, model_id: str) -> int | None:
+        """Of this model; None: the call does not concern it."""
+        return self.versions.get(model_id, self.versions.get(""))  # a sender with one model need not name it
+
+
+def failure_of(error: BaseException) -> Exception:
+    """A worker's exception, as it travels to the sender: the library's own as it is, others with their traceback."""
+    if isinstance(error, WeightSyncError):
+        return error
+    kind = type(error)
+    shown = "".join(traceback.format_exception(error))
+    return RemoteError(f"{kind.__module__}.{kind.__qualname__}", str(error), shown)
+
+
+@dataclass
+class _Caller:
+    """The calls of one worker's object. ``wanted`` and ``ended`` are versions; the last one that failed, and why."""
+
+    wanted: int = 0
+    ended: int = 0
+    failed: tuple[int, Exception] | None = None
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class _Calls:
+    """The calls of one bus; see :class:`asyncsync.bus.member.Calls`."""
+
+    def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
+        self._bus = bus
+        self._remotes = remotes
+        self.call = call
+        self._callers: dict[int, _Caller] = {}
+
+    def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
+        link = self._bus._sender()
+        chosen = link.publisher.progress.targeted(version, models) if workers is None else workers
+        for worker in chosen:
+            if worker in self._remotes:
+                caller = self._callers.setdefault(worker, _Caller())
+                caller.wanted = version
+                if caller.task is None:
+                    caller.task = link.loop.create_task(self._run(worker, caller))
+
+    def is_pending(self, worker: int, version: int) -> bool:
+        caller = self._callers.get(worker)
+        return caller is not None and caller.ended < version <= caller.wanted
+
+    def failure(self, worker: int, version: int) -> Exception | None:
+        caller = self._callers.get(worker)
+        if caller is None or caller.failed is None or caller.failed[0] < version:
+            return None
+        return caller.failed[1]
+
+    async def _run(self, worker: int, caller: _Caller) -> None:
+        link = self._bus._sender()
+        targets = link.publisher.targets
+        called: dict[str, int] = {}
+        try:
+            while caller.ended < (version := caller.wanted):
+                failed = None
+                try:
+                    # Until all have accepted its layout, it may still go to nobody.
+                    await link.wait(partial(_is_settled, targets, version), CALL_SECONDS)
+                    due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
+                    if due != called and worker in self._remotes:
+                        called = due
+                        await self.call(Call(self._bus._uid, worker, due))
+                except Exception as error:
+                    failed = version, error
+                caller.ended, caller.failed = version, failed
+                link.notify()
+        finally:
+            caller.task = None
+
+    async def close(self) -> None:
+        """Wait for no call any more. What runs in a worker ends by itself."""
+        tasks = [caller.task for caller in self._callers.values() if caller.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _is_settled(targets: Targets, version: int) -> bool:
+    return version not in targets.pending
+
+
+class RemoteCallCore(IntroducedCore):
+    """A scheme of either API whose sender calls the workers' objects."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._remotes: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_remotes"}
+
+    # -- of a subclass ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _remotes_of(self, context: Any) -> Sequence[Any] | None:
+        """The workers' objects that a context has; None: it has none."""
+
+    @abstractmethod
+    async def _call(self, call: Call) -> None:
+        """Sender: call a worker's object, and wait for the end of that. Raises PeerLost: there is nobody; what the
+        object has raised."""
+
+    async def _connect_called(self, worker: int, timeout: float) -> None:
+        """Worker: connect, in the first call."""
+        await self._connect_receiver(worker, timeout)
+
+    @abstractmethod
+    def _current_call(self) -> Call | None:
+        """Worker: the call that the caller's thread or task is carrying out; None: it is none."""
+
+    # -- what users call ----------------------------------------------------------------------------------------------
+
+    @property
+    def remotes(self) -> dict[int, Any]:
+        """The workers' objects, ``{worker_idx: object}``, that a sender calls. To be changed where workers come and go;
+        one that is not in there is sent weights all the same, and applies them by itself if it has ``apply="auto"``."""
+        return self._remotes
+
+    def init_on_sender(
+        self,
+        *,
+        remotes: Sequence[Any] | Mapping[int, Any] | None = None,
+        context: Any = None,
+        num_workers: int | None = None,
+        min_workers: int | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Make this the sender's side. Sets up local state only.
+
+        Args:
+            remotes: the workers' objects, in the order of their indices; ``{worker_idx: object}`` where they come and
+                go. Each has a method ``_receive_weights_scheme()``, which runs its scheme's ``receive()``.
+            context: an object that has them, as TorchRL's collectors do; see :meth:`SchemeCore.init_on_sender`.
+            num_workers: fixed number of workers; None: as many as there are ``remotes`` in a sequence, unless
+                ``min_workers`` says that they come and go.
+            remote_collectors: TorchRL's name for ``remotes``.
+            min_workers, options: as for every scheme.
+
+        Raises:
+            ValueError: there are no objects, or not as many as workers.
+        """
+        given = remote_collectors if remotes is None else remotes
+        if given is None and context is not None:
+            given = self._remotes_of(context)
+        if given is None:
+            raise ValueError(
+                f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a context that "
+                "has them"
+            )
+        found = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+        fixed = num_workers or self._bus.num_workers
+        if fixed is None and not isinstance(given, Mapping) and min_workers is None and self._bus.min_workers == 1:
+            fixed = len(found)
+        if fixed is not None and sorted(found) != list(range(fixed)):
+            raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
+        if fixed is not None:
+            options["num_workers"] = fixed
+        super().init_on_sender(context=context, min_workers=min_workers, **options)
+        self._call_them(found)
+
+    def _call_them(self, remotes: dict[int, Any]) -> None:
+        self._remotes = remotes
+        self._bus._calls = _Calls(self._bus, remotes, self._call)
+
+    def _continue(self, twin: SchemeCore) -> None:
+        assert isinstance(twin, RemoteCallCore)
+        if self._role == "sender":
+            self._call_them(twin._remotes)
+
+    def init_on_receiver(
+        self, model_id: str, context: Any = None, *, apply: str = "on_receive", **options: Any
+    ) -> None:
+        super().init_on_receiver(model_id, context=context, apply=apply, **options)
+
+    init_on_receiver.__doc__ = IntroducedCore.init_on_receiver.__doc__
+
+    # -- in a worker --------------------------------------------------------------------------------------------------
+
+    async def _receive_in(self, call: Call | None, timeout: float | None) -> TensorDict | None:
+        """``receive``, perhaps in a call of the sender's."""
+        if call is None:
+            return await self._receive(timeout)
+        self._check_receive(timeout)
+        version = call.version(self._topic)
+        if call.uid != self._bus._uid or version is None:
+            return None  # it is for another scheme of the same object
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (CALL_SECONDS if timeout is None else timeout)
+        if not self._registered:
+            if call.introduction is not None:
+                self._bus._introduction = Introduction.decode(call.introduction)
+            await self._connect_called(call.worker, CALL_SECONDS)
+            assert self._receiving is not None
+            self._receiving.returned = None  # it is the first that anybody is told of
+        link, receiving = self._receiver()
+        try:
+            return await receiving.reach(link, version, max(0.0, deadline - loop.time()))
+        except AckTimeout:
+            if timeout is None:
+                raise
+            return None
+
+    async def _end_transport(self, timeout: float) -> None:
+        calls = self._bus._calls
+        if isinstance(calls, _Calls) and calls.call == self._call:
+            await calls.close()
+        await super()._end_transport(timeout)
+
+
+class Called(RemoteCallCore, aio.WeightSyncScheme):
+    """The asyncio API."""
+
+    async def receive(self, timeout: float | None = None) -> TensorDict | None:
+        self._check_not_held(timeout)
+        return await self._receive_in(self._current_call(), timeout)
+
+    receive.__doc__ = aio.WeightSyncScheme.receive.__doc__
+
+
+class CalledBlocking(RemoteCallCore, blocking.WeightSyncScheme):
+    """The blocking API."""
+
+    def receive(self, timeout: float | None = None) -> TensorDict | None:
+        self._check_not_held(timeout)
+        call = self._current_call()
+        return self._deliver(lambda: self._receive_in(call, timeout))
+
+    receive.__doc__ = blocking.WeightSyncScheme.receive.__doc__

@@ -1,0 +1,181 @@
+"""RPC: weights for objects in other processes of ``torch.distributed.rpc``. Each applies an update in a call of its
+``_receive_weights_scheme()``, as TorchRL documents it; the bytes go through gloo.
+
+The first call of a worker introduces it to its sender, and connects it: ``connect`` waits for nobody, on either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, ClassVar
+
+from tensordict import TensorDict
+
+from asyncsync.arguments import check_bytes
+from asyncsync.bus.introduction import Introduction, Introductions
+from asyncsync.bus.member import Source
+from asyncsync.errors import NotConnected, PeerLost
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.net.address import own_address
+from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.runtime.threads import elsewhere, settle
+from asyncsync.schemes.registry import register
+from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
+from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
+
+__all__ = ["BlockingRPC", "RPCWeightSyncScheme"]
+
+# Longer than anything that the worker does there: its own limit has a better message.
+RPC_SECONDS = 180.0
+
+_current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
+
+
+class RPCCore(RemoteCallCore):
+    """What the scheme is, in both APIs."""
+
+    _adopts = True
+    _transport_class: ClassVar[type[PairTransport]]
+
+    def __init__(
+        self, strategy: str | WeightStrategy = "tensordict", *, map_above: int = COPY_BYTES, **options: Any
+    ) -> None:
+        check_bytes("map_above", map_above)
+        super().__init__(strategy, **options)
+        self._map_above = map_above
+
+    def create_transport(self, **kwargs: Any) -> PairTransport:
+        """The transport of this scheme's API."""
+        return self._transport_class(own_address(), self._map_above)
+
+    def _remotes_of(self, context: Any) -> Sequence[Any] | None:
+        found: Sequence[Any] | None = getattr(context, "collector_rrefs", None)
+        return found
+
+    # -- connect waits for nobody -------------------------------------------------------------------------------------
+
+    async def _initial(self, weights: Any) -> Source | None:
+        return None if weights is None else await super()._initial(weights)
+
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._bus.endpoint == INTRODUCED:
+            await self._open(timeout)
+        link = self._bus._open_sender()
+        publisher = link.caught_up()
+        publisher.serve(self._topic, loop.time())
+        publisher.assemble(self._topic)  # nobody is waited for who has not been called
+        link.settle()
+        if initial is not None:
+            deadline = loop.time() + timeout
+            await link.publishing.publish(
+                {self._topic: initial}, {self._topic: self._transport()}, None, deadline=deadline
+            )
+        self._registered = True
+
+    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
+        """Nothing: each call brings its worker's introduction."""
+
+    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+        if worker_idx is not None:
+            self._check_worker(worker_idx)
+            self._worker_idx = worker_idx
+
+    async def _connect_called(self, worker: int, timeout: float) -> None:
+        await super()._connect_receiver(worker, timeout)
+
+    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
+        """Raises NotConnected: always; the first call brings the introduction."""
+        raise NotConnected(f"worker {worker} has not been called by its sender yet, which introduces it")
+
+    async def _receive(self, timeout: float | None) -> TensorDict | None:
+        if self._role == "receiver" and not self._registered:
+            self._check_open()
+            raise NotConnected("this worker has not been called by its sender yet, which introduces it")
+        return await super()._receive(timeout)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Call) -> None:
+        if self._bus.endpoint == INTRODUCED:
+            call = replace(call, introduction=self._introductions()(call.worker).encode())
+        rref = self._remotes[call.worker]
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Exception | None] = loop.create_future()
+
+        def ended(future: Any) -> None:  # in whatever thread
+            try:
+                settle(done, future.value())
+            except Exception as error:
+                settle(done, error=error)
+
+        def begin() -> None:
+            call_there = import_module("torch.distributed.rpc").rpc_async
+            arguments = rref, call.encode()
+            call_there(rref.owner(), _receive_there, arguments, timeout=RPC_SECONDS).add_done_callback(ended)
+
+        try:
+            await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            failure = await done
+        except RuntimeError as error:
+            raise PeerLost(f"worker {call.worker} is lost: it cannot be called by RPC: {error}") from error
+        if failure is not None:
+            raise failure
+
+    def _current_call(self) -> Call | None:
+        return _current.get()
+
+
+def _receive_there(rref: Any, encoded: bytes) -> Exception | None:
+    """In the worker: have the object receive. Returns what it raised."""
+    token = _current.set(Call.decode(encoded))
+    try:
+        outcome = getattr(rref.local_value(), METHOD)()
+        if inspect.isawaitable(outcome):
+            if inspect.iscoroutine(outcome):
+                outcome.close()
+            raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop")
+    except Exception as error:
+        return failure_of(error)
+    finally:
+        _current.reset(token)
+    return None
+
+
+class RPCWeightSyncScheme(RPCCore, Called):
+    """Weights for objects in processes of ``torch.distributed.rpc``. Usage::
+
+        rrefs = [rpc.remote(f"worker{index}", Worker, (scheme.blocking, index)) for index in range(2)]
+        scheme.init_on_sender(model_id="policy", model=policy, remotes=rrefs)
+        await scheme.connect()                     # waits for nobody
+        version = await scheme.send_async()        # calls each object's _receive_weights_scheme()
+
+    and in the object, with the blocking class of :mod:`asyncsync.sync`::
+
+        self.scheme.init_on_receiver("policy", model=self.policy, worker_idx=index)
+
+        def _receive_weights_scheme(self):
+            self.scheme.receive()
+
+    Args:
+        map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
+            are copied into the memory that the Parameters have.
+        options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
+    """
+
+    _transport_class = RPCTransport
+
+
+class BlockingRPC(RPCCore, CalledBlocking):
+    """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
+
+    _transport_class = BlockingRPCTransport
+
+
+register("rpc", RPCWeightSyncScheme, BlockingRPC)

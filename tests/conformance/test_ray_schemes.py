@@ -1,0 +1,125 @@
+"""Ray's schemes, on real actors of a real cluster: helpers/ray_program.py runs the cases, in a program of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import asyncsync
+import asyncsync.sync
+from helpers.called_workers import Outcomes
+from helpers.ray_program import WITH_GLOO, run_with_ray
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Outcomes]:
+    """What the cases have come to, all of them with both APIs."""
+    left = set(Path("/tmp").glob("r-*"))
+    processes = {process.pid for process in psutil.process_iter() if "ray" in process.name()}
+    outcomes = Outcomes(run_with_ray)
+    yield outcomes
+    assert outcomes.ended_by_itself
+    assert set(Path("/tmp").glob("r-*")) <= left
+    assert {process.pid for process in psutil.process_iter() if "ray" in process.name()} <= processes
+
+
+def test_r014_init_on_sender_registers_the_actors(ray: Outcomes) -> None:
+    ray.check("transports_and_objects_are_registered_by_init")
+
+
+def test_r019_r032_connect_delivers_the_initial_weights(ray: Outcomes) -> None:
+    ray.check("connect_does_what_is_documented")
+
+
+def test_r022_r032_a_send_calls_each_actor(ray: Outcomes) -> None:
+    ray.check("sends_call_each_worker")
+
+
+def test_r021_r022_there_is_no_receiver_loop(ray: Outcomes) -> None:
+    ray.check("without_a_call_nothing_is_applied")
+
+
+def test_r071_only_the_chosen_actor_is_called(ray: Outcomes) -> None:
+    ray.check("only_the_chosen_worker_is_called")
+
+
+def test_r195_what_an_actor_raises_is_its_failure(ray: Outcomes) -> None:
+    ray.check("what_a_worker_raises_is_its_failure")
+
+
+def test_r195_weights_that_do_not_fit_are_refused_by_name(ray: Outcomes) -> None:
+    ray.check("weights_that_do_not_fit_are_refused_by_name")
+
+
+def test_r195_a_killed_actor_is_named_and_the_others_go_on(ray: Outcomes) -> None:
+    ray.check("a_killed_worker_is_named_and_the_others_go_on")
+
+
+def test_r196_a_restarted_actor_finds_its_target(ray: Outcomes) -> None:
+    ray.check("a_restarted_actor_finds_its_target")
+
+
+def test_r196_r212_elastic_actors_come_and_go(ray: Outcomes) -> None:
+    ray.check("elastic_actors_come_and_go")
+
+
+def test_r198_of_many_publications_the_newest_is_applied(ray: Outcomes) -> None:
+    ray.check("of_many_publications_the_newest_is_applied")
+
+
+def test_r046_the_transports_receive_takes_a_timeout(ray: Outcomes) -> None:
+    ray.check("receive_takes_a_timeout")
+
+
+def test_r218_received_weights_are_the_callers_own(ray: Outcomes) -> None:
+    ray.check("received_weights_are_the_callers_own")
+
+
+def test_r190_coroutines_receive_in_an_actors_loop(ray: Outcomes) -> None:
+    ray.check("coroutines_receive_in_an_actors_loop")
+
+
+def test_r192_a_cancelled_send_loses_nothing(ray: Outcomes) -> None:
+    ray.check("a_cancelled_send_loses_nothing")
+
+
+def test_r191_the_loop_is_not_blocked_by_a_large_update(ray: Outcomes) -> None:
+    ray.check("the_loop_is_not_blocked_by_a_large_update")
+
+
+def test_r156_the_page_of_rpc_collector_connects_a_receiver(ray: Outcomes) -> None:
+    ray.check("the_page_of_rpc_collector_connects_a_receiver")
+
+
+def test_r033_only_the_sender_of_a_transform_connects(ray: Outcomes) -> None:
+    ray.check("only_the_sender_of_a_transform_connects")
+
+
+def test_r033_torchrls_transform_is_updated(ray: Outcomes) -> None:
+    ray.check("torchrls_transform_is_updated")
+
+
+@pytest.mark.parametrize("name", WITH_GLOO)
+def test_r032_r033_the_same_through_gloo(ray: Outcomes, name: str) -> None:
+    ray.check(f"gloo {name}")
+
+
+def test_nothing_stays_in_the_object_store(ray: Outcomes) -> None:
+    ray.check("nothing_stays_in_the_store")
+
+
+def test_a_described_object_is_found_and_not_pinned(ray: Outcomes) -> None:
+    """``serialize_object_ref`` and ``deserialize_and_register_object_ref``: see tests/test_private_names.py."""
+    ray.check("a_described_object_is_found_and_not_pinned")
+
+
+def test_r231_from_backend_knows_ray() -> None:
+    for module in (asyncsync, asyncsync.sync):
+        scheme = module.WeightSyncScheme.from_backend("ray", backend="object_store")
+        assert type(scheme) is module.RayWeightSyncScheme

@@ -1,0 +1,79 @@
+"""RPC's scheme, on objects of a real RPC agent: helpers/rpc_program.py runs the cases, in a program of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import asyncsync
+import asyncsync.sync
+from helpers.called_workers import Outcomes
+from helpers.rpc_program import run_with_rpc
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
+
+
+@pytest.fixture(scope="module")
+def rpc() -> Iterator[Outcomes]:
+    """What the cases have come to, all of them with both APIs."""
+    outcomes = Outcomes(run_with_rpc)
+    yield outcomes
+    assert outcomes.ended_by_itself
+
+
+def test_r014_init_on_sender_registers_the_rrefs(rpc: Outcomes) -> None:
+    rpc.check("transports_and_objects_are_registered_by_init")
+
+
+def test_r020_connect_is_a_no_op_and_the_first_send_syncs(rpc: Outcomes) -> None:
+    rpc.check("connect_does_what_is_documented")
+
+
+def test_r022_r031_a_send_calls_each_object(rpc: Outcomes) -> None:
+    rpc.check("sends_call_each_worker")
+
+
+def test_r021_r022_there_is_no_receiver_loop(rpc: Outcomes) -> None:
+    rpc.check("without_a_call_nothing_is_applied")
+
+
+def test_r071_only_the_chosen_worker_is_called(rpc: Outcomes) -> None:
+    rpc.check("only_the_chosen_worker_is_called")
+
+
+def test_r195_what_a_worker_raises_is_its_failure(rpc: Outcomes) -> None:
+    rpc.check("what_a_worker_raises_is_its_failure")
+
+
+def test_r195_weights_that_do_not_fit_are_refused_by_name(rpc: Outcomes) -> None:
+    rpc.check("weights_that_do_not_fit_are_refused_by_name")
+
+
+def test_r195_a_killed_worker_is_named_and_the_others_go_on(rpc: Outcomes) -> None:
+    rpc.check("a_killed_worker_is_named_and_the_others_go_on")
+
+
+def test_r198_of_many_publications_the_newest_is_applied(rpc: Outcomes) -> None:
+    rpc.check("of_many_publications_the_newest_is_applied")
+
+
+def test_r045_the_transports_receive_takes_a_timeout(rpc: Outcomes) -> None:
+    rpc.check("receive_takes_a_timeout")
+
+
+def test_r218_received_weights_are_the_callers_own(rpc: Outcomes) -> None:
+    rpc.check("received_weights_are_the_callers_own")
+
+
+def test_r192_a_cancelled_send_loses_nothing(rpc: Outcomes) -> None:
+    rpc.check("a_cancelled_send_loses_nothing")
+
+
+def test_r191_the_loop_is_not_blocked_by_a_large_update(rpc: Outcomes) -> None:
+    rpc.check("the_loop_is_not_blocked_by_a_large_update")
+
+
+def test_r231_from_backend_knows_rpc() -> None:
+    for module in (asyncsync, asyncsync.sync):
+        assert type(module.WeightSyncScheme.from_backend("rpc")) is module.RPCWeightSyncScheme

@@ -1,0 +1,389 @@
+"""Workers that are called remotely: Ray's actors and RPC's objects, by one set of cases.
+
+A family's program (:mod:`helpers.ray_program`, :mod:`helpers.rpc_program`) starts what it needs, which takes seconds,
+and runs many cases there, each with both APIs on the sender's side. A test asks for the outcome of one.
+
+    program = Outcomes(run_with_ray)          # in a process of its own
+    program.check("sends_call_each_worker")   # raises what it has raised there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncsync
+from helpers.apis import Api
+from helpers.processes import LARGE, Filled, eventually, value_of
+
+__all__ = ["CASES", "Lab", "Outcomes", "Worker", "case", "run_cases"]
+
+SMALL = 8
+PROMPT = 5.0  # seconds in which the loss of a worker is to be known
+PROGRAM_SECONDS = 400.0
+
+
+class Worker:
+    """The object of a worker, as users write it: with a blocking scheme."""
+
+    def __init__(self, scheme: Any, index: int, numel: int, **options: Any) -> None:
+        torch.set_num_threads(1)
+        self.scheme = scheme
+        self.model = Filled(numel, -1.0)
+        self.calls = 0
+        self.received: Any = None
+        self.failing = ""
+        scheme.init_on_receiver("policy", model=self.model, worker_idx=index, **options)
+
+    def connect(self) -> float:
+        begun = time.monotonic()
+        self.scheme.connect()
+        return time.monotonic() - begun
+
+    def _receive_weights_scheme(self) -> None:
+        self.calls += 1
+        if self.failing:
+            raise ArithmeticError(self.failing)
+        self.received = self.scheme.receive()
+
+    def fail(self, why: str) -> None:
+        self.failing = why
+
+    def state(self) -> dict[str, Any]:
+        """What the test looks at."""
+        received = None if self.received is None else value_of(self.received)
+        return {
+            "calls": self.calls,
+            "value": self.model.value,
+            "received": received,
+            "version": self.scheme.version,
+            "pid": os.getpid(),
+        }
+
+    def wait(self, timeout: float | None) -> float | None:
+        """What a ``receive_weights`` of the transport's returns."""
+        weights = self.scheme.receiver_transport.receive_weights(timeout)
+        return None if weights is None else value_of(weights)
+
+    def spoil(self) -> None:
+        """What was received is the caller's own."""
+        for leaf in self.received.values(True, True):
+            leaf.fill_(-5.0)
+
+    def shutdown(self) -> None:
+        self.scheme.shutdown()
+
+
+class Lab:
+    """How one family starts workers, calls and ends them. ``kind``: of its schemes; ``connects``: its ``connect``
+    brings the initial weights."""
+
+    kind: str
+    connects: bool
+    options: dict[str, Any]
+
+    def start(self, scheme: Any, index: int, numel: int, **options: Any) -> Any:
+        raise NotImplementedError
+
+    async def call(self, worker: Any, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def end(self, worker: Any) -> None:
+        raise NotImplementedError
+
+    def crew(self, api: Api, numel: int = SMALL, count: int = 2, **options: Any) -> Crew:
+        return Crew(self, api, numel, count, options)
+
+
+class Crew:
+    """A connected sender, and its workers: ``async with lab.crew(api) as crew``."""
+
+    def __init__(self, lab: Lab, api: Api, numel: int, count: int, options: dict[str, Any]) -> None:
+        self.lab, self.model = lab, Filled(numel, 1.0)
+        self.sender = api.scheme(**lab.options)
+        blocking = getattr(self.sender, "bare", self.sender).blocking
+        self.workers = [lab.start(blocking, i, numel, **options) for i in range(count)]
+        self.sender.init_on_sender(model_id="policy", model=self.model, remotes=self.workers)
+
+    async def __aenter__(self) -> Crew:
+        both = asyncio.gather(*(self.call(i, "connect") for i in range(len(self.workers))))
+        await asyncio.gather(self.sender.connect(timeout=50), both)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.sender.shutdown()
+        for worker in self.workers:
+            self.lab.end(worker)
+
+    async def call(self, index: int, method: str, *args: Any) -> Any:
+        return await self.lab.call(self.workers[index], method, *args)
+
+    async def send(self, value: float, *args: Any, **kwargs: Any) -> int:
+        self.model.fill(value)
+        version: int = await self.sender.send_async(*args, **kwargs)
+        return version
+
+    async def states(self, what: str) -> list[Any]:
+        return [(await self.call(i, "state"))[what] for i in range(len(self.workers))]
+
+
+Case = Callable[[Lab, Api], Awaitable[None]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """A case of every family."""
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+async def connect_does_what_is_documented(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        assert await crew.states("value") == ([1.0, 1.0] if lab.connects else [-1.0, -1.0])
+        assert await crew.states("calls") == [0, 0]
+        assert await crew.send(2.0) == (2 if lab.connects else 1)
+        assert await crew.states("value") == [2.0, 2.0]
+
+
+@case
+async def sends_call_each_worker(lab: Lab, api: Api) -> None:
+    for numel in (SMALL, LARGE):
+        async with lab.crew(api, numel) as crew:
+            for value in (2.0, 3.0, 4.0):
+                version = await crew.send(value)
+            assert await crew.states("calls") == [3, 3]
+            assert await crew.states("value") == [4.0, 4.0]
+            assert await crew.states("received") == [4.0, 4.0]
+            assert await crew.states("version") == [version, version]
+
+
+@case
+async def transports_and_objects_are_registered_by_init(lab: Lab, api: Api) -> None:
+    objects = ["one", "two"]
+    scheme = api.scheme(**lab.options)
+    scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), remotes=objects)
+    assert scheme.remotes == {0: "one", 1: "two"}
+    assert scheme.sender_transports.keys() == {0, 1}
+    assert {type(transport) for transport in scheme.sender_transports.values()} == {api.transport_class}
+    twin = scheme.aio.blocking if not api.is_blocking else scheme.blocking
+    assert twin.remotes == {0: "one", 1: "two"}
+    scheme = api.scheme(**lab.options)
+    with pytest.raises(ValueError, match="remotes"):
+        scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="num_workers=3"):
+        scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), remotes=objects, num_workers=3)
+    await scheme.shutdown()
+
+
+@case
+async def without_a_call_nothing_is_applied(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        uncalled = crew.sender.remotes.pop(1)
+        crew.model.fill(3.0)
+        version = await crew.sender.publish()
+        await crew.sender.wait_version(version, 0)
+        assert await crew.states("value") == [3.0, 2.0]
+        crew.sender.remotes[1] = uncalled
+        await crew.call(1, "_receive_weights_scheme")  # anybody may call it
+        assert await crew.states("value") == [3.0, 3.0]
+        assert await crew.states("calls") == [2, 2]
+
+
+@case
+async def only_the_chosen_worker_is_called(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        await crew.send(3.0, worker_ids=1)
+        assert await crew.states("value") == [2.0, 3.0]
+        assert await crew.states("calls") == [1, 2]
+
+
+@case
+async def what_a_worker_raises_is_its_failure(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.call(0, "fail", "the sensor is wet")
+        with pytest.raises(asyncsync.PartialSendError) as caught:
+            await crew.send(2.0)
+        assert caught.value.acked.keys() == {1}
+        error = caught.value.failed[0]
+        assert isinstance(error, asyncsync.RemoteError)
+        assert "the sensor is wet" in str(error)
+        assert "_receive_weights_scheme" in error.remote_traceback
+        await crew.call(0, "fail", "")
+        await crew.send(3.0)
+        assert await crew.states("value") == [3.0, 3.0]
+
+
+@case
+async def weights_that_do_not_fit_are_refused_by_name(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        with pytest.raises(asyncsync.PartialSendError) as caught:
+            await crew.sender.send_async(Filled(16, 3.0))
+        assert all(isinstance(error, asyncsync.SchemaMismatch) for error in caught.value.failed.values())
+        assert await crew.states("value") == [2.0, 2.0]
+        await crew.send(4.0)
+        assert await crew.states("value") == [4.0, 4.0]
+
+
+@case
+async def of_many_publications_the_newest_is_applied(lab: Lab, api: Api) -> None:
+    async with lab.crew(api, LARGE) as crew:
+        for value in range(2, 12):
+            crew.model.fill(value)
+            version = await crew.sender.publish()
+        await crew.sender.wait_version(version)
+        assert await crew.states("value") == [11.0, 11.0]
+        assert max(await crew.states("calls")) <= 10
+
+
+@case
+async def receive_takes_a_timeout(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        begun = time.monotonic()
+        assert await crew.call(0, "wait", 0.2) is None
+        assert await crew.call(0, "wait", 0) is None
+        assert 0.15 < time.monotonic() - begun < 5.0
+        waiting = asyncio.ensure_future(crew.call(1, "wait", None if lab.kind == "RPC" else 20.0))
+        crew.sender.remotes.pop(1)  # it has its hands full
+        crew.model.fill(3.0)
+        await crew.sender.publish()
+        assert await waiting == 3.0
+
+
+@case
+async def received_weights_are_the_callers_own(lab: Lab, api: Api) -> None:
+    async with lab.crew(api, LARGE) as crew:
+        await crew.send(2.0)
+        await crew.call(0, "spoil")
+        assert await crew.states("value") == [2.0, 2.0]
+        for value in (3.0, 4.0, 5.0):
+            await crew.send(value)
+            assert await crew.states("received") == [value, value]
+
+
+@case
+async def a_cancelled_send_loses_nothing(lab: Lab, api: Api) -> None:
+    async with lab.crew(api, LARGE) as crew:
+        for seconds in (0.0, 0.001, 0.01, 0.03):
+            crew.model.fill(9.0)
+            sending = asyncio.ensure_future(crew.sender.send_async())
+            await asyncio.sleep(seconds)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        await crew.send(10.0)
+        assert await crew.states("value") == [10.0, 10.0]
+
+
+@case
+async def the_loop_is_not_blocked_by_a_large_update(lab: Lab, api: Api) -> None:
+    async with lab.crew(api, 64 << 18) as crew:  # 64 MiB
+        await crew.send(2.0)
+        longest, done = 0.0, False
+
+        async def watch() -> None:
+            nonlocal longest
+            while not done:
+                begun = time.monotonic()
+                await asyncio.sleep(0.001)
+                longest = max(longest, time.monotonic() - begun)
+
+        crew.model.fill(3.0)
+        watching = asyncio.ensure_future(watch())
+        await crew.sender.send_async()
+        done = True
+        await watching
+        assert longest < 0.1, f"{longest:.3f} s"
+
+
+@case
+async def a_killed_worker_is_named_and_the_others_go_on(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        pid = (await crew.states("pid"))[1]
+        os.kill(pid, 9)
+        for value in (3.0, 4.0):  # while it is found out, and afterwards
+            begun = time.monotonic()
+            with pytest.raises(asyncsync.PartialSendError) as caught:
+                await crew.send(value)
+            assert time.monotonic() - begun < PROMPT
+            assert isinstance(caught.value.failed[1], asyncsync.PeerLost)
+            assert caught.value.acked.keys() == {0}
+        await crew.send(5.0, worker_ids=0)
+        assert (await crew.call(0, "state"))["value"] == 5.0
+        await eventually(lambda: crew.sender.status()[1].state == "lost")
+
+
+# -- programs --------------------------------------------------------------------------------------------------------
+
+
+def run_cases(lab: Lab, cases: dict[str, Any], tell: Callable[[str, str | None], None], prefix: str = "") -> None:
+    """Each case with both APIs; ``tell`` gets its name, and the traceback if it has failed."""
+    for module in (asyncsync, asyncsync.sync):
+        api = Api(module.__name__, module, lab.kind)
+        for name, function in cases.items():
+            failure = None
+            try:
+                asyncio.run(_within(function(lab, api)))
+            except BaseException:
+                failure = traceback.format_exc()
+            tell(f"{prefix}{name} {module.__name__}", failure)
+
+
+async def _within(made: Awaitable[None]) -> None:
+    async with asyncio.timeout(60):
+        await made
+
+
+class Outcomes:
+    """What a program's cases have come to."""
+
+    def __init__(self, program: Callable[[Callable[[str, str | None], None]], None]) -> None:
+        self._found: dict[str, str | None] = {}
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=_run, args=(program, there))
+        process.start()
+        there.close()
+        deadline = time.monotonic() + PROGRAM_SECONDS
+        try:
+            while here.poll(max(0.0, deadline - time.monotonic())):
+                name, failure = here.recv()
+                if not name:
+                    break
+                self._found[name] = failure
+        except EOFError:
+            pass
+        finally:
+            process.join(20)
+            self.ended_by_itself = process.exitcode == 0
+            process.kill()
+            process.join()
+            process.close()
+            here.close()
+
+    def check(self, name: str) -> None:
+        """Raise if a case has failed, with either API, or has not been run."""
+        both = [f"{name} asyncsync", f"{name} asyncsync.sync"]
+        missing = [one for one in both if one not in self._found]
+        assert not missing, f"not run: {missing}; run: {self._found}"
+        failures = [f"{one}:\n{self._found[one]}" for one in both if self._found[one]]
+        assert not failures, "\n".join(failures)
+
+
+def _run(program: Callable[[Callable[[str, str | None], None]], None], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    program(lambda name, failure: pipe.send((name, failure)))
+    pipe.send(("", None))

@@ -1,0 +1,120 @@
+"""The cases of :mod:`helpers.called_workers` with objects of torch.distributed.rpc, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import asyncsync.sync  # noqa: F401 - workers get its classes
+from asyncsync.runtime.threads import settle
+from helpers.called_workers import CASES, Lab, Worker, run_cases
+
+__all__ = ["run_with_rpc"]
+
+# Each API's killed worker is one that nobody needs afterwards: those of a crew are drawn from the front, the killed one
+# from the end.
+WORKERS = 4
+
+
+def _options() -> Any:
+    from torch.distributed import rpc
+
+    return rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30, _transports=["uv"])
+
+
+def _join(rank: int, port: int) -> None:
+    from torch.distributed import rpc
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=WORKERS + 1, rpc_backend_options=_options())
+
+
+def _serve(rank: int, port: int, stop: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    _join(rank, port)
+    stop.wait()
+    os._exit(0)  # others were killed: RPC's own end would wait for them
+
+
+class RPCLab(Lab):
+    """With RRefs."""
+
+    kind = "RPC"
+    connects = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._first = 1
+        self._processes: dict[int, int] = {}
+
+    def start(self, scheme: Any, index: int, numel: int, **options: Any) -> Any:
+        from torch.distributed import rpc
+
+        return rpc.remote(f"rank{self._rank(index)}", Worker, (scheme, index, numel), options)
+
+    def _rank(self, index: int) -> int:
+        """A process that runs."""
+        alive = [rank for rank, pid in self._processes.items() if _is_running(pid)]
+        return alive[index]
+
+    def know(self, processes: dict[int, int]) -> None:
+        self._processes = processes
+
+    async def call(self, worker: Any, method: str, *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def ended(future: Any) -> None:
+            try:
+                settle(done, future.value())
+            except Exception as error:
+                settle(done, error=error)
+
+        getattr(worker.rpc_async(timeout=50), method)(*args).add_done_callback(ended)
+        return await done
+
+    def end(self, worker: Any) -> None:
+        """Its process goes on; the scheme has ended with its sender."""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
+    """All cases; nothing is left behind."""
+    warnings.simplefilter("ignore")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    processes = [context.Process(target=_serve, args=(rank, port, stop)) for rank in range(1, WORKERS + 1)]
+    for process in processes:
+        process.start()
+    try:
+        _join(0, port)
+        lab = RPCLab()
+        lab.know({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
+        ordered = {name: function for name, function in CASES.items() if "killed" not in name}
+        run_cases(lab, {**ordered, **CASES}, tell)
+    finally:
+        stop.set()
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+    tell("", None)
+    os._exit(0)  # as in the workers

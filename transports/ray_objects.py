@@ -1,0 +1,122 @@
+"""Ray's transport: through gloo, or through Ray's object store, one object per update.
+
+The sender puts a slab into the store of its host, once for all workers, which read it where it lies there; Ray brings
+it to the stores of other hosts. A worker copies it out: the store's memory is everybody's, and nobody may write there.
+The descriptor says which object it is, and whose; the sender keeps it until no worker can ask for it any more. Small
+slabs ride in the instruction, as they do with ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from asyncsync.errors import NotConnected
+from asyncsync.runtime.threads import WorkThread, elsewhere
+from asyncsync.transports import blocking, ray_private
+from asyncsync.transports.base import TransportBackend
+from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
+from asyncsync.weights.copying import copy_arrays
+from asyncsync.weights.slab import Slab
+
+__all__ = ["BlockingRayTransport", "ObjectTransport", "RayTransport"]
+
+MARGIN = 0.5  # Ray's own timeout comes before the bus's, whose message has less in it
+MAGIC = b"RAY\x01"
+
+
+class ObjectTransport(PairTransport):
+    """Moves slabs through pairs or through the object store, whichever API is put over it.
+
+    Args:
+        address: of this host, for a sender: the one by which its workers reach it, in numbers.
+        map_above: a module's Parameters may get their memory in received weights of more bytes.
+        pair_above: weights of more bytes go through pairs or the store, fewer over the bus.
+        stores: through the store.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        map_above: int = COPY_BYTES,
+        pair_above: int = PAIR_BYTES,
+        *,
+        stores: bool = False,
+    ) -> None:
+        super().__init__(address, map_above, pair_above)
+        self._stores = stores
+        self._objects: dict[bytes, Any] = {}
+
+    # -- the sender ----------------------------------------------------------------------------------------------------
+
+    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
+        """Put the slab's bytes into the store, in a thread, or offer them through pairs."""
+        if not self._stores or slab.nbytes <= self.pair_above:
+            return await super().offer(slab, workers)
+        area = np.frombuffer(slab.export(0, slab.nbytes), np.uint8)
+        reference, descriptor = await elsewhere("asyncsync-put", partial(_put, area))
+        self._objects[descriptor] = reference
+        return descriptor
+
+    def retire(self, descriptor: bytes) -> None:
+        if descriptor.startswith(MAGIC):
+            self._objects.pop(descriptor, None)
+        else:
+            super().retire(descriptor)
+
+    # -- the receiver --------------------------------------------------------------------------------------------------
+
+    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+        """Raises NotConnected: the object is lost, or its sender; TimeoutError: it has not come by the deadline; and as
+        :meth:`PairTransport._fetch_slab`."""
+        if not descriptor.startswith(MAGIC):
+            await super()._fetch_slab(descriptor, slab, deadline)
+            return
+        remaining = deadline - asyncio.get_running_loop().time()
+        # A thread of its own: one that waits for an object that is lost keeps nobody waiting. What it writes into is
+        # not used for anything else before it has ended.
+        thread = WorkThread("asyncsync-get")
+        into = np.frombuffer(slab.export(0, slab.nbytes), np.uint8)
+        fetching = thread.submit(partial(_copy_out, descriptor, slab, into, max(0.0, remaining - MARGIN)))
+        del into
+        thread.abandon()
+        await fetching
+
+    def close(self) -> None:
+        """End all connections and drop the objects; what a model shows stays with it."""
+        super().close()
+        self._objects.clear()
+
+
+def _put(area: np.ndarray[Any, Any]) -> tuple[Any, bytes]:
+    reference = ray_private.the_ray().put(area)
+    return reference, MAGIC + ray_private.describe(reference)
+
+
+def _copy_out(descriptor: bytes, slab: Slab, into: np.ndarray[Any, Any], seconds: float) -> None:
+    begun = time.monotonic()
+    ray = ray_private.the_ray()
+    slab.reserve()
+    try:
+        area = ray.get(ray_private.find(descriptor.removeprefix(MAGIC)), timeout=seconds)
+    except ray.exceptions.GetTimeoutError as error:
+        waited = time.monotonic() - begun
+        raise TimeoutError(f"Ray has not brought the weights here within {waited:.3g} s: {error}") from error
+    except ray.exceptions.ObjectLostError as error:
+        raise NotConnected(f"the weights are lost, and perhaps their sender: {error}") from error
+    copy_arrays(into, area)
+
+
+class RayTransport(ObjectTransport, TransportBackend):
+    """The transport of :class:`asyncsync.RayWeightSyncScheme`."""
+
+
+@blocking.in_sync_as("RayTransport")
+class BlockingRayTransport(ObjectTransport, blocking.TransportBackend):
+    """:class:`asyncsync.RayTransport` with ordinary methods."""
