@@ -112,8 +112,9 @@ class LaunchedNodes(Nodes):
 
     def close(self) -> None:
         self.store = None
-        if self._own_store is not None:
-            self._own_store.close()
+        store, self._own_store = self._own_store, None  # it listens until nobody has it
+        if store is not None:
+            store.close()
 
 
 def _store_at(address: str, port: int | None) -> OwnStore:
