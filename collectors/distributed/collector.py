@@ -24,6 +24,7 @@ from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
+from asyncsync.schemes.remote_calls import RemoteCallCore
 
 __all__ = ["NodeCollector"]
 
@@ -80,6 +81,13 @@ class NodeCollector(MultiCollector):
                 f"num_workers_per_collector={per_node}, but the nodes run a collector that has no workers: pass "
                 "collector_class='sync' or 'async' too"
             )
+        for model_id, scheme in dict(arguments.get("weight_sync_schemes") or {}).items():
+            if isinstance(scheme, RemoteCallCore):
+                raise ValueError(
+                    f"weight_sync_schemes[{model_id!r}] is a {type(scheme).__name__}, which calls objects that are "
+                    f"there before it is initialised, and a {type(self).__name__} makes its nodes later: leave it out "
+                    "(weights go over ZeroMQ with keys then), or pass a DistributedWeightSyncScheme"
+                )
         self.sync = sync
         self._nodes = nodes
         self._own_scheme: NodeWeightSyncScheme | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import asyncsync.collectors.distributed
+from asyncsync import sync
 from asyncsync.collectors import Collector
 from asyncsync.collectors.distributed import DistributedCollector, RayCollector, RPCCollector, serve_node
 from helpers.collecting_multi import make, policy
@@ -65,6 +66,13 @@ def test_r127_r139_r140_r141_arguments_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         kind([make()] * 2, **{"policy": lambda td: td, "frames_per_batch": 4, **given})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", [sync.RPCWeightSyncScheme, sync.RayWeightSyncScheme])
+def test_schemes_that_call_objects_are_refused_as_there_are_none_yet(kind: Any, scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"is a \w+, which calls objects .*: leave it out"):
+        kind([make()], policy(), frames_per_batch=4, weight_sync_schemes={"policy": scheme()})
 
 
 @pytest.mark.parametrize("kind", [RPCCollector, DistributedCollector])
