@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncsync.collectors.arguments import each, frames_or_none, is_list, warn_rounding, whole
+from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, warn_rounding, whole
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.distributed.node_group import NodeGroup
 from asyncsync.collectors.distributed.node_scheme import NodeWeightSyncScheme
@@ -81,7 +81,9 @@ class NodeCollector(MultiCollector):
                 f"num_workers_per_collector={per_node}, but the nodes run a collector that has no workers: pass "
                 "collector_class='sync' or 'async' too"
             )
-        for model_id, scheme in dict(arguments.get("weight_sync_schemes") or {}).items():
+        schemes = arguments["weight_sync_schemes"]
+        check_schemes("weight_sync_schemes", schemes)
+        for model_id, scheme in (schemes or {}).items():
             if isinstance(scheme, RemoteCallCore):
                 raise ValueError(
                     f"weight_sync_schemes[{model_id!r}] is a {type(scheme).__name__}, which calls objects that are "
