@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncsync.collectors.arguments import each, frames_or_none, is_list, warn_rounding, whole
+from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, warn_rounding, whole
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.distributed.node_group import NodeGroup
 from asyncsync.collectors.distributed.node_scheme import NodeWeightSyncScheme
@@ -24,6 +24,7 @@ from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
+from asyncsync.schemes.remote_calls import RemoteCallCore
 
 __all__ = ["NodeCollector"]
 
@@ -41,8 +42,6 @@ COUNTED_HERE = (
 
 class NodeCollector(MultiCollector):
     """A collector whose workers are ``nodes``; a subclass has the documented constructor of its family."""
-
-    _selectors = ()
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -82,6 +81,15 @@ class NodeCollector(MultiCollector):
                 f"num_workers_per_collector={per_node}, but the nodes run a collector that has no workers: pass "
                 "collector_class='sync' or 'async' too"
             )
+        schemes = arguments["weight_sync_schemes"]
+        check_schemes("weight_sync_schemes", schemes)
+        for model_id, scheme in (schemes or {}).items():
+            if isinstance(scheme, RemoteCallCore):
+                raise ValueError(
+                    f"weight_sync_schemes[{model_id!r}] is a {type(scheme).__name__}, which calls objects that are "
+                    f"there before it is initialised, and a {type(self).__name__} makes its nodes later: leave it out "
+                    "(weights go over ZeroMQ with keys then), or pass a DistributedWeightSyncScheme"
+                )
         self.sync = sync
         self._nodes = nodes
         self._own_scheme: NodeWeightSyncScheme | None = None

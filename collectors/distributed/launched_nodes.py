@@ -16,7 +16,7 @@ from abc import abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.collectors.distributed.launchers import Launcher, Program, check_launcher, make_launcher
 from asyncsync.collectors.distributed.node import Node
@@ -70,7 +70,7 @@ class LaunchedNodes(Nodes):
         self._launcher = make_launcher(*self._launching)
         self._own_store = store = _store_at(self._launcher.address, self._port)
         store.open()
-        self.meeting = Meeting(*store.address, f"asyncsync-{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
         self.store = self.meeting.store()
 
     def host(self) -> str:
@@ -79,7 +79,8 @@ class LaunchedNodes(Nodes):
     def launch(self, rank: int) -> Future[str]:
         assert self._launcher is not None
         self._launcher.stop(rank, 0.0)  # what is left of one that was lost
-        self._joined[rank] = future = Future()
+        future: Future[str] = Future()
+        self._joined[rank] = future
 
         def ended(how: str) -> None:
             with contextlib.suppress(InvalidStateError):  # it has joined before
@@ -102,7 +103,7 @@ class LaunchedNodes(Nodes):
 
     def stop(self, rank: int, timeout: float) -> None:
         if self._launcher is not None and self.store is not None:
-            self.store.set(f"over/{rank}", "1")
+            self.store.set("over", "1")  # for all: they end at the same time
             self._launcher.stop(rank, timeout)
 
     def name(self, rank: int) -> str:
@@ -111,8 +112,9 @@ class LaunchedNodes(Nodes):
 
     def close(self) -> None:
         self.store = None
-        if self._own_store is not None:
-            self._own_store.close()
+        store, self._own_store = self._own_store, None  # it listens until nobody has it
+        if store is not None:
+            store.close()
 
 
 def _store_at(address: str, port: int | None) -> OwnStore:
@@ -129,7 +131,7 @@ def watch(node: Node, store: Any) -> None:
     """In a node's program: return when the trainer has written that it is over. If the trainer is gone, end the node,
     and this process."""
     try:
-        while not store.check([f"over/{node.rank}"]):
+        while not store.check(["over"]):
             # A wait in the store would print a warning whenever its time is over.
             time.sleep(LOOK_SECONDS if node.ended.is_set() else WATCH_SECONDS)
     except RuntimeError:

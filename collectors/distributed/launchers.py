@@ -187,7 +187,7 @@ def serve_node(timeout: float = 300.0) -> None:
 
 def _store_of_ranks() -> tuple[Any, int]:
     """The store of the ranks that are there, and which of them this is. Raises RuntimeError: there are none."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     if missing := [name for name in names if name not in os.environ]:

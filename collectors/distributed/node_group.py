@@ -244,7 +244,7 @@ class NodeGroup(LoopGroup):
         return self._counted
 
     @counted.setter
-    def counted(self, counted: int) -> None:  # type: ignore[override]
+    def counted(self, counted: int) -> None:
         self._counted = counted
         self._wish()
 

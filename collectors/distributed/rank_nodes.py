@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
+import logging
 import queue
 import struct
 import threading
@@ -32,7 +33,10 @@ from asyncsync.weights.copying import normal_tensors
 
 __all__ = ["RankNodes"]
 
+logger = logging.getLogger("asyncsync")
+
 SHUTDOWN_SECONDS = 5.0
+REASON_SECONDS = 0.5
 MAX_PARTS = 1 << 20
 _HEAD = struct.Struct("<QQ32s")  # number, parts, and what signs them
 _TRAINER, _NODE = 0, 1
@@ -79,7 +83,7 @@ class Line:
     def _signature(self, number: int, sizes: torch.Tensor, parts: list[torch.Tensor]) -> bytes:
         signing = hmac.new(self._key, struct.pack("<Q", number), "sha256")
         for part in (sizes, *parts):
-            signing.update(part.numpy())
+            signing.update(memoryview(part.numpy()))
         return signing.digest()
 
 
@@ -122,14 +126,13 @@ class _Connection:
             except Exception as error:  # what cannot be pickled
                 self._settle(command[0], error)
 
-    def receive_all(self) -> str:
-        """In a thread: settle futures until the connection is lost. Returns why it is."""
+    def receive_all(self) -> None:
+        """In a thread: settle futures until the connection is lost."""
         try:
             while True:
-                number, answer = self.line.receive()
-                self._settle(number, answer)
+                self._settle(*self.line.receive())
         except (RuntimeError, ProtocolError) as error:
-            return f"its connection is lost: {error}"
+            logger.debug("the connection to a node is lost: %s", error)
         finally:
             self._commands.put(None)
 
@@ -182,8 +185,11 @@ class RankNodes(LaunchedNodes):
         sender = threading.Thread(target=connection.send_all, name=f"asyncsync-node-{rank}-send", daemon=True)
         sender.start()
         self.has_joined(rank, there)
-        how = connection.receive_all()
-        connection.lose(self._ended.get(rank, how))
+        connection.receive_all()
+        until = time.monotonic() + REASON_SECONDS
+        while rank not in self._ended and not self._is_over and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)  # the launcher may know more
+        connection.lose(self._ended.get(rank, "its connection is lost"))
 
     def _wait_for(self, rank: int) -> str | None:
         """Where the node runs; None: it does not any more, or nobody waits for it."""

@@ -155,7 +155,8 @@ class RPCCollector(LaunchedCollector):
     @property
     def collector_rrefs(self) -> dict[int, Any]:
         """References to the nodes' collectors, by their ranks, for calls of RPC's own:
-        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``."""
+        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``. Of the first RPC agent that a process
+        has had, so of its first RPCCollector: torch binds all RRefs of a process to that."""
         nodes = self._nodes
         assert isinstance(nodes, RPCNodes)
         return nodes.references

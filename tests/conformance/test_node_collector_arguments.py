@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import asyncsync.collectors.distributed
+from asyncsync import sync
 from asyncsync.collectors import Collector
 from asyncsync.collectors.distributed import DistributedCollector, RayCollector, RPCCollector, serve_node
 from helpers.collecting_multi import make, policy
@@ -65,6 +66,13 @@ def test_r127_r139_r140_r141_arguments_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         kind([make()] * 2, **{"policy": lambda td: td, "frames_per_batch": 4, **given})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", [sync.RPCWeightSyncScheme, sync.RayWeightSyncScheme])
+def test_schemes_that_call_objects_are_refused_as_there_are_none_yet(kind: Any, scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"is a \w+, which calls objects .*: leave it out"):
+        kind([make()], policy(), frames_per_batch=4, weight_sync_schemes={"policy": scheme()})
 
 
 @pytest.mark.parametrize("kind", [RPCCollector, DistributedCollector])
@@ -153,7 +161,7 @@ def test_a_rank_that_is_none_is_told_how_to_become_one(monkeypatch: pytest.Monke
     [
         ("rpc", {"launcher": "mp", "tcp_port": 0}, "tcp_port must be at least 1"),
         ("distributed", {"launcher": "mp", "slurm_kwargs": {"a": 1}}, "slurm_kwargs are for launcher='submitit'"),
-        ("submitit", {"backend": "udp"}, "unknown backend 'udp'"),
+        ("submitit", {"tcp_port": "x"}, "tcp_port must be a port's number"),
         ("ray", {"remote_configs": [{}]}, "remote_configs has 1 entries"),
     ],
 )

@@ -57,7 +57,7 @@ def asynchronous(makes: Makes) -> dict[str, Any]:
         sizes.append(list(batch.batch_size))
         values.append(acted(batch))
         nodes.append(sorted({int(i) % 2 for i in batch["collector", "traj_ids"].flatten().tolist()}))
-        source[0].fill(len(sizes) + 1.0)
+        source.module.fill(len(sizes) + 1.0)
 
     for batch in collector:
         note(batch)
@@ -82,7 +82,7 @@ def synchronous(makes: Makes) -> dict[str, Any]:
     for step in range(5):
         batch = collector.next()
         found["values"].append(acted(batch))
-        source[0].fill(step + 2.0)
+        source.module.fill(step + 2.0)
     found["shape"] = list(batch.batch_size)
     collector.update_policy_weights_(policy(9.0))
     found["updated"] = acted(collector.next())
@@ -196,8 +196,9 @@ def by_rpc() -> dict[str, Any]:
     def makes(*args: Any, **given: Any) -> Any:
         return RPCCollector(*args, launcher="mp", tensorpipe_options=options, tcp_port="29871", **given)
 
-    found = _all_of(makes)
     source = policy(2.0)
+    found: dict[str, Any] = {}
+    # The first, as torch binds RRefs to a process's first agent.
     collector = makes([make()], source, frames_per_batch=4, visible_devices=["cpu"], weight_updater=RPCWeightUpdater)
     [reference] = collector.collector_rrefs.values()
     found["remote"] = reference.rpc_sync().cascade_execute("env.set_seed", 5)
@@ -206,12 +207,12 @@ def by_rpc() -> dict[str, Any]:
     except RuntimeError as error:
         found["second"] = str(error)
     found["still"] = acted(collector.next())
-    source[0].fill(8.0)
+    source.module.fill(8.0)
     collector.update_policy_weights_()
     collector.next()
     found["pushed"] = acted(collector.next())
     collector.shutdown()
-    return found
+    return found | _all_of(makes)
 
 
 def by_gloo() -> dict[str, Any]:
