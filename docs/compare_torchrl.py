@@ -34,7 +34,7 @@ REASONS = {
     "WeightSyncBackend": "no: a type alias of names; `WeightSyncScheme.from_backend` knows them",
     "RemoteModuleWeightUpdater": "no: a scheme sends to any process that has one of its receivers",
     "DEFAULT_SLURM_CONF": "no: `slurm_kwargs` are those of submitit",
-    "submitit_delayed_launcher": "`launcher=\"torchrun\"`, and `serve_node()` in the ranks that are nodes",
+    "submitit_delayed_launcher": '`launcher="torchrun"`, and `serve_node()` in the ranks that are nodes',
     "RayEvalWorker": LATER,
     "DistributedSyncCollector": "`DistributedCollector(…, sync=True)`",
     # arguments and attributes of classes, "Class.name" or "*.name"

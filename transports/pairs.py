@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.address import address_towards
@@ -76,7 +76,7 @@ class Pair:
 
     def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
         # A wait without a timeout has the one of the rendezvous.
-        self._group = gloo_pair(distributed.PrefixStore(name, store), rank, address, RENDEZVOUS_SECONDS)
+        self._group = gloo_pair(PrefixStore(name, store), rank, address, RENDEZVOUS_SECONDS)
         self._other = 1 - rank
         _open.add(self)
 

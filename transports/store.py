@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from asyncsync.errors import NotConnected
 
@@ -58,7 +58,7 @@ class OwnStore:
         if self._store is None:
             self._bound.listen()
             host, port = self.address
-            self._store = distributed.TCPStore(
+            self._store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
             )
             _open.add(self._store)
@@ -82,7 +82,7 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
         # Where nobody listens, torch goes on trying until the time is over, and prints why.
         socket.create_connection(address, timeout).close()
         host, port = address
-        return distributed.TCPStore(
+        return TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, timeout))
         )
     except (OSError, RuntimeError) as error:
@@ -91,7 +91,7 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
 
 def client_of(store: Any) -> Any:
     """Another client of the same store. Raises NotConnected: this torch has no queues in stores, or not in this one."""
-    if not hasattr(store, "queue_push") or isinstance(innermost(store), distributed.FileStore):
+    if not hasattr(store, "queue_push") or isinstance(innermost(store), FileStore):
         raise NotConnected(
             f"a {type(innermost(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or newer, "
             "and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"

@@ -31,7 +31,7 @@ class Vector(NamedTuple):
     """A vector environment: how many, Gymnasium's vectorization_mode, steps in a batch, and whether they show
     images."""
 
-    count: int
+    envs: int
     mode: str
     steps: int
     images: bool = False
@@ -132,7 +132,7 @@ def _camera() -> Any:
             self.steps += 1
             return np.full((84, 84, 3), self.steps, np.uint8), 1.0, self.steps == 200, False, {}
 
-    return gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=Camera)
+    return gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=lambda **_: Camera())
 
 
 class _Still(nn.Module):
@@ -217,18 +217,18 @@ class Collection:
     def _vector(self, vector: Vector) -> tuple[Any, Callable[[], float]]:
         import gymnasium
 
-        frames = vector.steps * vector.count
+        frames = vector.steps * vector.envs
         scale = FRAMES / frames
         name, policy = (_camera(), _Look()) if vector.images else ("CartPole-v1", _Act())
         if self._side == "asyncsync":
             from asyncsync.collectors import Collector, GymEnv
 
-            environment = GymEnv(name, num_envs=vector.count, vectorization_mode=vector.mode)
+            environment = GymEnv(name, num_envs=vector.envs, vectorization_mode=vector.mode)
             # The very module of the loop: a TensorDictModule of one's own takes 40 µs more.
             collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1)
             collector, once = self._batches(collector, 1, 0)
             return collector, lambda: once() * scale
-        environments = gymnasium.make_vec(name, num_envs=vector.count, vectorization_mode=vector.mode)
+        environments = gymnasium.make_vec(name, num_envs=vector.envs, vectorization_mode=vector.mode)
         observation = [environments.reset()[0]]
 
         def loop() -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch import distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.errors import NotConnected
@@ -32,7 +32,7 @@ Client = Callable[[], Any]
 
 
 def _place(client: Client, name: str) -> Any:
-    return client_of(distributed.PrefixStore(f"asyncsync/{name}", client()))
+    return client_of(PrefixStore(f"asyncsync/{name}", client()))
 
 
 class Host:

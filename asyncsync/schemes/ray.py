@@ -126,8 +126,8 @@ class RayCore(RemoteCallCore):
 
     async def _call(self, call: Call) -> None:
         method = getattr(self._remotes[call.worker], METHOD)
-        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is being
-        # restarted is called when it is there.
+        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is
+        # being restarted is called when it is there.
         name = MARK + base64.b64encode(call.encode()).decode()
         await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 

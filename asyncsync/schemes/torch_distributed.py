@@ -208,8 +208,9 @@ def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Addre
     if store_info is None:
         return None
     try:
-        found = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else tuple(store_info)
-        host, port = found
+        host: Any
+        port: Any
+        host, port = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else store_info
         if isinstance(host, str) and host and 0 < int(port) < 65536:
             return host, int(port)
     except (KeyError, TypeError, ValueError):

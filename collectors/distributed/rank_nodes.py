@@ -83,7 +83,7 @@ class Line:
     def _signature(self, number: int, sizes: torch.Tensor, parts: list[torch.Tensor]) -> bytes:
         signing = hmac.new(self._key, struct.pack("<Q", number), "sha256")
         for part in (sizes, *parts):
-            signing.update(memoryview(part.numpy()))
+            signing.update(part.numpy().data)
         return signing.digest()
 
 

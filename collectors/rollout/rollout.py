@@ -200,7 +200,7 @@ class Rollouts:
         """Fresh ids for the environments of a mask."""
         ids = self.metadata._get_str("traj_ids", None)
         renewed = ids.cpu().numpy().copy()  # a new tensor: the old one may be in a snapshot
-        renewed[ended] = self.traj_pool.get_traj_and_increment(np.count_nonzero(ended), device="cpu").numpy()
+        renewed[ended] = self.traj_pool.get_traj_and_increment(int(np.count_nonzero(ended)), device="cpu").numpy()
         self.metadata._set_str("traj_ids", torch.from_numpy(renewed).to(ids.device), inplace=False, validated=True)
 
     def _is_new_version(self) -> bool:
