@@ -35,7 +35,7 @@ _open: set[Any] = set()
 class OwnStore:
     """A TCPStore of this process's, on one address of this host: torch itself would listen on all of them.
 
-    The port is taken when this is made, and is ``address``'s, or one that is free. Nobody listens there before
+    The port is taken when this is made; 0: one that is free. Nobody listens there before
     :meth:`open`. Raises NotConnected: there is no such address, or the port is in use.
     """
 
@@ -52,6 +52,8 @@ class OwnStore:
             ) from error
         self.address: Address = host, self._bound.getsockname()[1]
         self._store: Any = None
+        self._forgotten = weakref.finalize(self, self._bound.close)
+        self._forgotten.atexit = False
 
     def open(self) -> None:
         """Listen. Idempotent."""
@@ -62,10 +64,12 @@ class OwnStore:
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
             )
             _open.add(self._store)
-            weakref.finalize(self, _forget, self._store, os.getpid()).atexit = False
+            self._forgotten = weakref.finalize(self, _forget, self._store, os.getpid())
+            self._forgotten.atexit = False
 
     def close(self) -> None:
         """Idempotent."""
+        self._forgotten.detach()
         self._bound.close()
         store, self._store = self._store, None
         _open.discard(store)

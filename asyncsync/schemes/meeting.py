@@ -40,6 +40,7 @@ class Host:
 
     def __init__(self, own: OwnStore | None) -> None:
         self._own = own
+        self._lock = threading.Lock()
         self._end = f"end {secrets.token_hex(8)}"
         self._store: Any = None
         self._thread: threading.Thread | None = None
@@ -72,12 +73,13 @@ class Host:
 
     def close(self) -> None:
         """End the thread, and the store; waits a moment for that. Idempotent."""
-        thread, self._thread = self._thread, None
+        with self._lock:
+            thread, self._thread = self._thread, None
+            store, self._store = self._store, None
         if thread is not None:
             with suppress(RuntimeError):  # the store has ended before
-                self._store.queue_push(QUESTIONS, self._end)
+                store.queue_push(QUESTIONS, self._end)
             thread.join(ENDING_SECONDS)
-        self._store = None
         if self._own is not None:
             self._own.close()
 

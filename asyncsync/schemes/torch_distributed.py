@@ -208,10 +208,9 @@ def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Addre
     if store_info is None:
         return None
     try:
-        host: Any
-        port: Any
-        host, port = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else store_info
-        if isinstance(host, str) and host and 0 < int(port) < 65536:
+        found = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else tuple(store_info)
+        host, port = found
+        if isinstance(host, str) and host and 0 <= int(port) < 65536:
             return host, int(port)
     except (KeyError, TypeError, ValueError):
         pass
@@ -241,8 +240,9 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
     Args:
         backend: one that this torch has; weights are packed in host memory, and gloo carries them whichever it is.
         timeout: seconds to reach the store.
-        store_info: where the scheme's own store is to be, and is: ``{"host": …, "port": …}``, or a pair of both. None:
-            the process group's if there is one, else one on a free port (with a context, the second after its
+        store_info: where the scheme's own store is to be, and is: ``{"host": …, "port": …}``, or a pair of both; as
+            port of the sender's, 0 is one that is free. None: the process group's if there is one, else one of its own
+            at the address by which other hosts reach this one (with a context, on the second port after its
             ``tcp_port``).
         map_above: as for :class:`asyncsync.ZMQWeightSyncScheme`.
         pair_above: weights of more bytes go through gloo; fewer ride along in the instruction.

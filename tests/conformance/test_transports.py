@@ -24,7 +24,7 @@ from asyncsync import (
 from helpers.apis import ASYNCIO, Api, bare, in_thread
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 
-pytestmark = pytest.mark.schemes("every")
+pytestmark = pytest.mark.schemes("every, distributed")
 
 
 async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -39,9 +39,11 @@ async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 @pytest.mark.schemes("zmq")
-@pytest.mark.parametrize("name", ["TransportBackend", "ZMQTransport", "SharedMemTransport", "MPTransport"])
+@pytest.mark.parametrize(
+    "name", ["TransportBackend", "ZMQTransport", "SharedMemTransport", "MPTransport", "DistributedTransport"]
+)
 def test_r049_each_api_has_the_documented_methods_with_the_documented_arguments(api: Api, name: str) -> None:
-    """49 without Ray's, RPC's and Distributed's."""
+    """49 without Ray's and RPC's."""
     kind = getattr(api, name)
     assert name in api.module.__all__
     assert issubclass(kind, api.TransportBackend)
@@ -62,7 +64,7 @@ def test_r049_each_api_has_the_documented_methods_with_the_documented_arguments(
         )
 
 
-@pytest.mark.schemes("waiting")
+@pytest.mark.schemes("waiting, distributed")
 @pytest.mark.both_loops
 async def test_r040_send_weights_publishes_and_receive_weights_waits_for_the_next_update(api: Api) -> None:
     async with api.crew(2) as (sender, receivers, models):
@@ -101,7 +103,7 @@ async def test_r043_an_expired_timeout_returns_none(api: Api, timeout: float) ->
             assert await call(api, receiver.receiver_transport.receive_weights, timeout) is None
 
 
-@pytest.mark.schemes("waiting")
+@pytest.mark.schemes("waiting, distributed")
 async def test_r042_without_a_timeout_it_ends_with_the_senders_goodbye(api: Api) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
         waiting = asyncio.create_task(call(api, receiver.receiver_transport.receive_weights))

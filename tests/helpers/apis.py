@@ -244,8 +244,11 @@ _ALL = [
     Api("blocking-received", asyncsync.sync, map_above=0),
     Api("asyncio-general", asyncsync, "SharedMem", is_fast=False),
     Api("blocking-shared-general", asyncsync.sync, "SharedMem", is_fast=False),
-    Api("asyncio-distributed", asyncsync, "Distributed", map_above=0, pair_above=0),
-    Api("blocking-distributed", asyncsync.sync, "Distributed", pair_above=0),
+]
+_LOOPBACK = ("127.0.0.1", 0)
+_DISTRIBUTED = [
+    Api("asyncio-distributed", asyncsync, "Distributed", map_above=0, pair_above=0, store_info=_LOOPBACK),
+    Api("blocking-distributed", asyncsync.sync, "Distributed", pair_above=0, store_info=_LOOPBACK),
 ]
 _EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped", "blocking-received")]
 _RECEIVED = [api for api in _ALL if api.name.endswith("-received")]
@@ -268,6 +271,9 @@ SETS: dict[str, list[Api]] = {
     "received": _RECEIVED,
     "re-pointed": [api for api in _ALL if api.name.endswith(("-mapped", "-received"))],
     "process": [api for api in _ALL if api.kind == "MultiProcess"],
+    "distributed": _DISTRIBUTED,
+    "waiting, distributed": [*(api for api in _EVERY if not api.is_instant), *_DISTRIBUTED],
+    "every, distributed": [*_EVERY, *_DISTRIBUTED],
 }
 """What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
 them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
