@@ -9,10 +9,8 @@ import gc
 import inspect
 import pkgutil
 
-import pytest
 import torch
 import zmq
-from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
 import asyncsync
@@ -48,20 +46,6 @@ def test_every_module_of_private_names_is_in_here() -> None:
         asyncio_private, model_private, ray_private, rpc_private, transports_private, weights_private, zmq_private
     )  # fmt: skip
     assert found == {module.__name__ for module in modules}
-
-
-def test_a_tensordict_takes_and_gives_entries_without_its_checks() -> None:
-    """``TensorDict._new_unsafe``, ``_get_str``, ``_set_str``. Without them a step of a collector takes a tenth longer:
-    the public ones check what is right by construction."""
-    inner, flat = TensorDict({}, [2]), TensorDict._new_unsafe(source={"a": torch.ones(2)}, batch_size=torch.Size([2]))
-    lazy = LazyStackedTensorDict(TensorDict({"a": torch.ones(())}), TensorDict({"a": torch.ones(1)}), stack_dim=0)
-    for td in (flat, lazy):
-        td._set_str("b", inner, inplace=False, validated=True)
-        assert td._get_str("missing", None) is None
-        assert set(td.keys()) == {"a", "b"}
-    assert flat._get_str("b", None) is inner
-    with pytest.raises(RuntimeError, match="batch dimension mismatch"):
-        flat._set_str("b", torch.ones(3), inplace=False, validated=False)
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:

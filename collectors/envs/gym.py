@@ -207,8 +207,7 @@ class GymEnv:
                 root[key] = zeroed(value, finished)
         for key in self._groups & given.keys():  # a policy may have written into the environment's groups of entries
             root[key] = given[key].copy().update(root[key])
-        is_alike = tensordict.batch_size == self.batch_size and tensordict.device == self.device
-        tensordict._set_str("next", self._container(after), inplace=False, validated=is_alike)
+        tensordict.set("next", self._container(after))
         return tensordict, self._container(root)
 
     def _begin(self, buffers: Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
@@ -324,7 +323,7 @@ class GymEnv:
                     " (choices are one-hot unless categorical_action_encoding=True)"
                 )
             try:
-                value: Any = leaf.spec.read(action.numpy(force=True))
+                value: Any = leaf.spec.read(action.detach().cpu().numpy())
             except ValueError as error:
                 raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
             values.append(int(value) if leaf.whole and not self.batch_size else value)

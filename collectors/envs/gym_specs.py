@@ -276,7 +276,7 @@ class Buffers:
 
     def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
         # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
-        shape = tuple(batch_size)
+        column, shape = (*batch_size, 1), tuple(batch_size)
         self.next_views, self.first_views = ([np.empty(size, dtype) for _, size, dtype in forms] for _ in range(2))
         self.next: dict[Any, Any] = {}
         self.first: dict[Any, Any] = {}
@@ -287,14 +287,13 @@ class Buffers:
                 else:
                     group = tensors.setdefault(key[0], TensorDict({}, batch_size=batch_size))
                     group.set(key[1:], torch.from_numpy(view))
-        reward, flags = np.empty((*shape, 1), np.float32), np.zeros((2 * len(FLAGS), *shape, 1), np.bool_)
+        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in FLAGS)
         self.next["reward"] = torch.from_numpy(reward)
-        ends = torch.from_numpy(flags).unbind(0)  # the step's, then those of the next one's root, which stay false
-        self.next |= zip(FLAGS, ends[: len(FLAGS)], strict=True)
-        self.first |= zip(FLAGS, ends[len(FLAGS) :], strict=True)
-        self.reward: Array = reward[..., 0]
-        # "...": of a single environment, a view of the number, not a copy
-        self.finished, self.terminated, self.truncated = flags[0, ..., 0], flags[1, ..., 0], flags[2, ..., 0]
+        for key, flag in zip(FLAGS, flags, strict=True):
+            self.next[key] = torch.from_numpy(flag)
+            self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
+        self.reward: Array = reward.reshape(shape)
+        self.finished, self.terminated, self.truncated = (flag.reshape(shape) for flag in flags)
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:

@@ -24,7 +24,7 @@ What an ``allocate``, such as the one by which workers put batches into shared m
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ __all__ = ["RolloutBuffer", "SameBatch"]
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
 STAGED_STEPS = 64
-
-_form = attrgetter("shape", "dtype")
 
 
 class RolloutBuffer:
@@ -183,8 +181,9 @@ class _Writer:
             count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
             self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
         values = [step.get(leaf.path) for leaf in layout.leaves]
+        self._shapes = [value.shape for value in values]
         self._types = [type(value) for value in values]
-        self._forms = [_form(value) for value in values]
+        self._dtypes = [value.dtype for value in values]
         self._devices = [value.device for value in values]
         self._flushed = 0
         self._targets: list[torch.Tensor] = []
@@ -214,11 +213,11 @@ class _Writer:
                 tables.append(entries)
                 found += leaves(entries)
             # of a nested tensor, the shape raises
-            if list(map(type, found)) != self._types or list(map(_form, found)) != self._forms:
+            if [value.shape for value in found] != self._shapes or [type(value) for value in found] != self._types:
                 return None
         except (KeyError, RuntimeError):
             return None
-        return found
+        return found if [value.dtype for value in found] == self._dtypes else None
 
     def is_for(self, step: TensorDictBase) -> bool:
         """Whether the step has this layout, and its leaves are on the layout's devices or copied there anyway."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
@@ -166,7 +165,7 @@ class Rollouts:
         if self.arguments.track_traj_ids:
             ids = self.metadata.get("traj_ids")
             broken_off = ids[mask.to(ids.device)].flatten().tolist()
-            self._renew_ids(mask.cpu().numpy())
+            self._renew_ids(mask)
         self._carry(root)
         return broken_off
 
@@ -182,26 +181,28 @@ class Rollouts:
         """Make this TensorDict the carrier."""
         if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
-        metadata = self.metadata
-        # TensorDict's checks of an entry take as long as a small policy: they run where there is something to check.
-        is_alike = root.batch_size == metadata.batch_size and root.device == metadata.device
-        root._set_str("collector", metadata, inplace=False, validated=is_alike)
+        root.set("collector", self.metadata)
         if self.arguments.track_policy_version:
             root.set("policy_version", self.metadata.get("policy_version"))
         self.carrier = root
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
         """Fresh ids for the environments whose trajectory has ended with this step."""
-        ended = _aggregate_end_of_traj(env_output._get_str("next", None), self._done_keys).cpu().numpy()
-        if np.count_nonzero(ended):
-            self._renew_ids(ended)
+        after = env_output.get("next")
+        for key in self._done_keys:  # most steps end here, so without a tensor that is not needed
+            done = after.get(key, None)
+            if done is None or (done if done.numel() == 1 else done.any()):
+                break
+        else:
+            return
+        self._renew_ids(_aggregate_end_of_traj(after, self._done_keys))
 
-    def _renew_ids(self, ended: np.ndarray[Any, Any]) -> None:
+    def _renew_ids(self, ended: torch.Tensor) -> None:
         """Fresh ids for the environments of a mask."""
-        ids = self.metadata._get_str("traj_ids", None)
-        renewed = ids.cpu().numpy().copy()  # a new tensor: the old one may be in a snapshot
-        renewed[ended] = self.traj_pool.get_traj_and_increment(int(np.count_nonzero(ended)), device="cpu").numpy()
-        self.metadata._set_str("traj_ids", torch.from_numpy(renewed).to(ids.device), inplace=False, validated=True)
+        ids = self.metadata.get("traj_ids")
+        fresh = self.traj_pool.get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
+        # a new tensor: the old one may be in a snapshot
+        self.metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
 
     def _is_new_version(self) -> bool:
         """Whether weights act of which the metadata did not know; now it does."""
@@ -246,7 +247,7 @@ class Rollouts:
 
     def _step_env(self, carrier: TensorDictBase) -> TensorDictBase:
         """Step the environment; returns the root of the next step. The carrier has ``"next"`` then."""
-        written = carrier._get_str("next", None)  # by a recurrent policy
+        written = carrier.get("next", None)  # by a recurrent policy
         given = carrier
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
@@ -273,18 +274,17 @@ class Rollouts:
         carrier = self.carrier
         if self._is_new_version():
             carrier.set("collector", self.metadata)
-        known = dict(carrier.items())
-        if "next" in known:  # of a step that Ctrl-C has ended: nothing that a policy wrote
+        if "next" in carrier.keys():  # noqa: SIM118 - of a step that Ctrl-C has ended: nothing that a policy wrote
             carrier.del_("next")
-            del known["next"]
+        known = dict(carrier.items())
         try:
             self._act(carrier, random)
-            metadata = carrier._get_str("collector", None)
+            metadata = carrier.get("collector")
             carrier.del_("collector")
             try:
                 root = self._step_env(carrier)
             finally:
-                carrier._set_str("collector", metadata, inplace=False, validated=True)
+                carrier.set("collector", metadata)
         except BaseException:
             for key in set(carrier.keys()) - known.keys():
                 carrier.del_(key)
