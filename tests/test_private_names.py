@@ -7,6 +7,7 @@ import asyncio
 import gc
 import inspect
 import pkgutil
+import threading
 
 import torch
 import zmq
@@ -17,6 +18,7 @@ from asyncsync import collectors, transports
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
+from asyncsync.transports import torch_private as transports_private
 from asyncsync.weights import torch_private as weights_private
 
 
@@ -38,7 +40,9 @@ def test_every_module_of_private_names_is_in_here() -> None:
         for module in pkgutil.walk_packages(paths, prefix)
         if module.name.endswith("_private")
     }
-    assert found == {module.__name__ for module in (asyncio_private, model_private, weights_private, zmq_private)}
+    assert found == {
+        module.__name__ for module in (asyncio_private, model_private, transports_private, weights_private, zmq_private)
+    }
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:
@@ -151,3 +155,35 @@ def test_the_garbage_collection_closes_neither_a_context_nor_its_sockets() -> No
     assert forgotten.get(zmq.TYPE) == zmq.PAIR, "it is open"
     forgotten.close(linger=0)
     context.destroy(linger=0)
+
+
+def test_a_gloo_group_of_two_can_be_bound_to_an_address() -> None:
+    """``ProcessGroupGloo._Options`` with ``_timeout``, ``_devices``, ``_threads``. Without them gloo listens where the
+    host's name leads to, which is often a loopback address."""
+    from torch.distributed import HashStore
+
+    store, made = HashStore(), []
+    threads = [
+        threading.Thread(
+            target=lambda rank: made.append(transports_private.gloo_pair(store, rank, "127.0.0.1", 10)), args=(rank,)
+        )
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [group.size() for group in made] == [2, 2]
+
+
+def test_a_process_group_has_a_store_by_which_its_processes_have_met() -> None:
+    """``distributed_c10d._get_default_store``. Without it a scheme in a process group must be given ``store_info=``."""
+    from torch import distributed
+
+    assert transports_private.default_store() is None
+    distributed.init_process_group("gloo", store=(store := distributed.HashStore()), rank=0, world_size=1)
+    try:
+        store.set("known", "yes")
+        assert transports_private.default_store() is not None
+    finally:
+        distributed.destroy_process_group()

@@ -14,14 +14,20 @@ import asyncsync.sync
 import asyncsync.transports
 from asyncsync import errors
 
-SCHEMES = ["WeightSyncScheme", "MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme", "NoWeightSyncScheme"]
-TRANSPORTS = ["TransportBackend", "MPTransport", "SharedMemTransport"]
+SCHEMES = [
+    "WeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "DistributedWeightSyncScheme",
+]
+TRANSPORTS = ["TransportBackend", "MPTransport", "SharedMemTransport", "DistributedTransport"]
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
 
 
 @pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
 def test_r049_r050_r209_both_packages_have_the_documented_names(package: ModuleType) -> None:
-    """Of 49, 50 and 209: what needs no torch.distributed, RPC or Ray."""
+    """Of 49, 50 and 209: what needs no RPC or Ray."""
     for names, base in ((SCHEMES, package.WeightSyncScheme), (TRANSPORTS, package.TransportBackend)):
         for name in names:
             assert name in package.__all__
