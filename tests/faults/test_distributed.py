@@ -1,4 +1,4 @@
-"""DistributedWeightSyncScheme in programs like torchrun's: processes in a group, whose schemes are constructed apart."""
+"""DistributedWeightSyncScheme in programs like torchrun's: processes of a group that construct their schemes apart."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ async def test_r194_r200_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_
 async def test_r030_without_a_process_group_the_scheme_has_a_store_of_its_own(api: Api) -> None:
     async with api.crew(2) as everybody:
         info = everybody.sender.get_store_info()
-        assert info is not None and info["host"] == "127.0.0.1"
+        assert info is not None
+        assert info["host"] == "127.0.0.1"
         await everybody.sender.send_async(fill(everybody.source, 4))
         assert everybody.read == [{4}, {4}]
         assert everybody.receivers[0].get_store_info() == info
@@ -135,7 +136,7 @@ async def test_r192_a_connect_that_is_cancelled_or_times_out_can_be_called_again
     sender.init_on_sender(model_id="policy", model=Model(3))
     receiver = receiver_of(sender, 0, model := Model())
     async with sender, receiver:
-        with pytest.raises(NotConnected, match="worker 0 was not introduced to a sender within 0.1 s"):
+        with pytest.raises(NotConnected, match=r"worker 0 was not introduced to a sender within 0\.1 s"):
             await receiver.connect(timeout=0.1)
         connecting = asyncio.create_task(receiver.connect(timeout=30))
         await asyncio.sleep(0.05)
