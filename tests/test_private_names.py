@@ -8,6 +8,7 @@ import asyncio
 import gc
 import inspect
 import pkgutil
+import threading
 
 import torch
 import zmq
@@ -178,3 +179,35 @@ def test_an_rpc_agent_can_be_started_with_a_store_that_is_given() -> None:
     assert list(inspect.signature(rpc._init_rpc_backend).parameters)[:5] == [
         "backend", "store", "name", "rank", "world_size",
     ]  # fmt: skip
+
+
+def test_a_gloo_group_of_two_can_be_bound_to_an_address() -> None:
+    """``ProcessGroupGloo._Options`` with ``_timeout``, ``_devices``, ``_threads``. Without them gloo listens where the
+    host's name leads to, which is often a loopback address."""
+    from torch.distributed import HashStore
+
+    store, made = HashStore(), []
+    threads = [
+        threading.Thread(
+            target=lambda rank: made.append(transports_private.gloo_pair(store, rank, "127.0.0.1", 10)), args=(rank,)
+        )
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [group.size() for group in made] == [2, 2]
+
+
+def test_a_process_group_has_a_store_by_which_its_processes_have_met() -> None:
+    """``distributed_c10d._get_default_store``. Without it a scheme in a process group must be given ``store_info=``."""
+    from torch import distributed
+
+    assert transports_private.default_store() is None
+    distributed.init_process_group("gloo", store=(store := distributed.HashStore()), rank=0, world_size=1)
+    try:
+        store.set("known", "yes")
+        assert transports_private.default_store() is not None
+    finally:
+        distributed.destroy_process_group()

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncsync.errors import NotConnected
 from asyncsync.net.address import address_towards
 from asyncsync.runtime.threads import WorkThread
-from asyncsync.transports.store import FOREVER, Address, OwnStore, client_of, connect
+from asyncsync.transports.store import FOREVER, Address, OwnStore, connect
 from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
@@ -227,7 +227,7 @@ class PairClient:
         pair = self._pair
         if pair is None:
             name = secrets.token_hex(TRANSFER_BYTES)
-            store = client_of(connect(self.store))
+            store = connect(self.store)
             store.queue_push(TICKETS, f"{self._worker} {name}")
             pair = self._pair = Pair(store, name, _WORKER, address_towards(self.store[0]))
             if self._closed:

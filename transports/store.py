@@ -81,26 +81,31 @@ def _forget(store: Any, pid: int) -> None:
 
 
 def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
-    """A client of the store at this address. Raises NotConnected: there is none."""
+    """A client of the store at this address. Raises NotConnected: there is none, or this torch has no queues."""
     try:
         # Where nobody listens, torch goes on trying until the time is over, and prints why.
         socket.create_connection(address, timeout).close()
         host, port = address
-        return TCPStore(
+        store = TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, timeout))
         )
     except (OSError, RuntimeError) as error:
         raise NotConnected(f"there is no store at {address[0]}:{address[1]}: {error}") from error
+    return _with_queues(store)
 
 
 def client_of(store: Any) -> Any:
-    """Another client of the same store. Raises NotConnected: this torch has no queues in stores, or not in this one."""
+    """Another client of the same store. Raises NotConnected: this one, or this torch, has no queues."""
+    return _with_queues(store).clone()
+
+
+def _with_queues(store: Any) -> Any:
     if not hasattr(store, "queue_push") or isinstance(innermost(store), FileStore):
         raise NotConnected(
             f"a {type(innermost(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or newer, "
             "and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"
         )
-    return store.clone()
+    return store
 
 
 def innermost(store: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.errors import NotConnected
-from asyncsync.transports.store import FOREVER, LAST_LOOK, Address, OwnStore, client_of, wait_for
+from asyncsync.transports.store import FOREVER, LAST_LOOK, Address, OwnStore, wait_for
 
 __all__ = ["Host", "ask"]
 
@@ -28,11 +28,11 @@ ASK_AGAIN_SECONDS = 5.0
 ENDING_SECONDS = 2.0
 
 Client = Callable[[], Any]
-"""Makes a client of the store in which they meet. Raises NotConnected."""
+"""Makes a client of its own of the store in which they meet. Raises NotConnected."""
 
 
 def _place(client: Client, name: str) -> Any:
-    return client_of(PrefixStore(f"asyncsync/{name}", client()))
+    return PrefixStore(f"asyncsync/{name}", client())
 
 
 class Host:

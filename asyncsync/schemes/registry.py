@@ -1,5 +1,5 @@
 """Which schemes there are. Each is a pair of classes, one of each API, registered by the scheme's module with the
-backend's name for ``WeightSyncScheme.from_backend``. Those to come: distributed, rpc, ray."""
+backend's name for ``WeightSyncScheme.from_backend``. Those to come: rpc, ray."""
 
 from __future__ import annotations
 

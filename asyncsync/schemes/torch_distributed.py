@@ -24,7 +24,7 @@ from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.schemes.meeting import Host, ask
 from asyncsync.schemes.registry import register
 from asyncsync.transports.slots import COPY_BYTES
-from asyncsync.transports.store import Address, OwnStore, connect, innermost
+from asyncsync.transports.store import Address, OwnStore, client_of, connect, innermost
 from asyncsync.transports.torch_distributed import (
     PAIR_BYTES,
     BlockingDistributedTransport,
@@ -118,7 +118,7 @@ class DistributedCore(IntroducedCore):
         return self._bus.endpoint == INTRODUCED and self._store_info is None and default_store() is not None
 
     def _client(self) -> Any:
-        return default_store() if self._store_info is None else connect(self._store_info, self._timeout)
+        return client_of(default_store()) if self._store_info is None else connect(self._store_info, self._timeout)
 
     def _name(self) -> str:
         """What tells this scheme from others in the same store; one of its own has no others."""
@@ -208,8 +208,9 @@ def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Addre
     if store_info is None:
         return None
     try:
-        found = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else tuple(store_info)
-        host, port = found
+        host: Any
+        port: Any
+        host, port = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else store_info
         if isinstance(host, str) and host and 0 <= int(port) < 65536:
             return host, int(port)
     except (KeyError, TypeError, ValueError):

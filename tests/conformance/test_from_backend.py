@@ -23,6 +23,7 @@ from helpers.pairs import Model, fill, read, receiver_of
         ("process", "MultiProcessWeightSyncScheme"),
         ("multiprocessing", "MultiProcessWeightSyncScheme"),
         ("zmq", "ZMQWeightSyncScheme"),
+        ("distributed", "DistributedWeightSyncScheme"),
     ],
 )
 def test_from_backend_makes_the_scheme_of_its_api(api: Api, backend: str, name: str) -> None:
@@ -46,8 +47,8 @@ def test_from_backend_hands_its_arguments_on(api: Api) -> None:
 def test_r231_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: Any) -> None:
     """As TorchRL says it, with the names that are there."""
     message = (
-        rf"^Unsupported weight-sync backend {backend!r}\. Expected one of \['direct', 'multiprocessing', 'none', "
-        r"'process', 'shared', 'thread', 'zmq'\]\.$"
+        rf"^Unsupported weight-sync backend {backend!r}\. Expected one of \['direct', 'distributed', "
+        r"'multiprocessing', 'none', 'process', 'shared', 'thread', 'zmq'\]\.$"
     )
     with pytest.raises(ValueError, match=message):
         api.WeightSyncScheme.from_backend(backend)

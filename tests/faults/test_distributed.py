@@ -1,0 +1,200 @@
+"""DistributedWeightSyncScheme in programs like torchrun's: processes of a group that construct their schemes apart."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from asyncsync import AckTimeout, DistributedWeightSyncScheme, NotConnected, PartialSendError, PeerLost
+from helpers.apis import Api
+from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of
+from helpers.processes import LARGE, Remote
+from helpers.ranks import Rank, free_port
+
+pytestmark = pytest.mark.timeout(120)
+
+MIB = 1 << 18  # float32 elements in a MiB
+PROMISED = 1.0
+LOOPBACK = ("127.0.0.1", 0)
+
+
+async def program(start: Callable[..., Remote], world: int, port: int) -> list[Remote]:
+    ranks = [start(Rank) for _ in range(world)]
+    await asyncio.gather(*(rank.begin(port, i, world) for i, rank in enumerate(ranks)))
+    return ranks
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+async def test_r015_r019_r024_r030_r190_r211_in_a_process_group_the_documented_arguments_suffice(
+    start: Callable[..., Remote], is_blocking: bool
+) -> None:
+    """Of 190 and 211: for Distributed."""
+    trainer, *workers = await program(start, 3, free_port())
+    following = [worker.follow(LARGE, is_blocking) for worker in workers]
+    assert await trainer.send_from(LARGE, 3.0, is_blocking) == (2, 1)
+    assert await asyncio.gather(*following) == [(0, 3.0), (1, 3.0)]
+    assert await trainer.send(4.0) == 2
+    assert [await worker.value() for worker in workers] == [4.0, 4.0]
+    assert await asyncio.gather(*(rank.all_reduce() for rank in (trainer, *workers))) == [3.0] * 3
+    assert await workers[0].receive(5.0)
+    with Clock(0.5):
+        assert not await workers[0].receive(0.05)
+    assert await trainer.send(5.0) == 3, "a receive that has timed out has broken nothing"
+
+
+@pytest.mark.thorough
+async def test_r194_r195_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_once(
+    start: Callable[..., Remote],
+) -> None:
+    numel = 256 * MIB
+    trainer, *workers = await program(start, 3, free_port())
+    following = [worker.follow(numel) for worker in workers]
+    await trainer.send_from(numel, 1.0)
+    await asyncio.gather(*following)
+    workers[1].signal(signal.SIGSTOP)  # the transfer begins, and goes as far as the sockets take it
+    sending = trainer.send(2.0)
+    await workers[0].receive(30.0)
+    begin = time.perf_counter()
+    workers[1].signal(signal.SIGKILL)
+    with pytest.raises(PartialSendError) as caught:
+        await sending
+    assert time.perf_counter() - begin < 5 * PROMISED
+    assert caught.value.acked == {0: 2}
+    assert isinstance(caught.value.failed[1], PeerLost)
+    assert await workers[0].value() == 2.0
+    with pytest.raises(PartialSendError):
+        await trainer.send(3.0)
+    assert await workers[0].value() == 3.0
+
+
+@pytest.mark.thorough
+async def test_r194_r200_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_and_the_port_is_free(
+    start: Callable[..., Remote],
+) -> None:
+    numel, port = 256 * MIB, free_port()
+    trainer, worker = await program(start, 2, port)
+    following = worker.follow(numel)
+    await trainer.send_from(numel, 1.0)
+    await following
+    worker.signal(signal.SIGSTOP)
+    sending = trainer.send(2.0)
+    await asyncio.sleep(0.5)  # as far as the sockets take it
+    worker.signal(signal.SIGCONT)
+    await trainer.kill()
+    with pytest.raises(EOFError):
+        await sending
+    with Clock(PROMISED), pytest.raises(AckTimeout, match="worker 0 could not fetch 'policy'"):
+        await worker.fetch(1.0)
+    assert await worker.state(0) == "lost"
+    assert await worker.value() in (1.0, 2.0), "never torn"
+    await worker.kill()
+    trainer, worker = await program(start, 2, port)
+    following = worker.follow(LARGE)
+    await trainer.send_from(LARGE, 5.0)
+    assert await following == (0, 5.0)
+
+
+# -- without a process group
+
+
+@pytest.mark.schemes("distributed")
+async def test_r030_without_a_process_group_the_scheme_has_a_store_of_its_own(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        info = everybody.sender.get_store_info()
+        assert info is not None
+        assert info["host"] == "127.0.0.1"
+        await everybody.sender.send_async(fill(everybody.source, 4))
+        assert everybody.read == [{4}, {4}]
+        assert everybody.receivers[0].get_store_info() == info
+    again = api.make(api.scheme_class, store_info=info)
+    again.init_on_sender(model_id="policy", model=Model(5), num_workers=1)
+    apart = api.make(api.scheme_class, store_info=info)
+    apart.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
+    async with again, apart:
+        await asyncio.gather(apart.connect(timeout=10), again.connect(timeout=10))
+        assert read(model) == {5}, "the same port, and constructed apart"
+
+
+@pytest.mark.schemes("distributed")
+async def test_r047_r192_receive_times_out_without_harm(api: Api) -> None:
+    """Of 192: for Distributed."""
+    async with api.crew(1) as (sender, (receiver,), (model,)):
+        with Clock(0.5):
+            assert await receiver.receive(timeout=0.05) is None
+        await sender.send_async(Model(2))
+        assert read(model) == {2}
+        assert read(await receiver.receive(timeout=5)) == {2}
+
+
+async def test_r192_a_connect_that_is_cancelled_or_times_out_can_be_called_again() -> None:
+    """Of 192: for Distributed."""
+    sender = DistributedWeightSyncScheme(num_workers=1, store_info=LOOPBACK)
+    sender.init_on_sender(model_id="policy", model=Model(3))
+    receiver = receiver_of(sender, 0, model := Model())
+    async with sender, receiver:
+        with pytest.raises(NotConnected, match=r"worker 0 was not introduced to a sender within 0\.1 s"):
+            await receiver.connect(timeout=0.1)
+        connecting = asyncio.create_task(receiver.connect(timeout=30))
+        await asyncio.sleep(0.05)
+        connecting.cancel()
+        with Clock(0.5), pytest.raises(asyncio.CancelledError):
+            await connecting
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        assert read(model) == {3}
+
+
+async def test_r191_the_trainers_loop_is_not_blocked_while_256_mib_are_sent() -> None:
+    """Of 191: for Distributed; five times the promised bound is allowed."""
+    numel = 64 * MIB
+    sender = DistributedWeightSyncScheme(num_workers=1, store_info=LOOPBACK)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1, numel)))
+    async with sender:
+        longest = 0.0
+
+        async def watch() -> None:
+            nonlocal longest
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.001)
+                longest = max(longest, time.perf_counter() - before)
+
+        receiver = receiver_of(sender, 0, model := Model(0, numel))
+        async with receiver:
+            await asyncio.gather(sender.connect(timeout=60), receiver.connect(timeout=60))
+            watching = asyncio.create_task(watch())
+            await sender.send_async(fill(source, 2), timeout=60)
+            watching.cancel()
+            assert read(model) == {2}
+            assert longest < 5 * 0.020
+
+
+def test_r015_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
+    scheme = api.DistributedWeightSyncScheme()
+    with pytest.raises(RuntimeError, match=r"init_on_sender\(\), or construct it with store_info="):
+        scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "smoke signals"}, "backend must be one of gloo, mpi, nccl, ucc, not 'smoke signals'"),
+        ({"store_info": {"host": "x"}}, "store_info must be"),
+        ({"store_info": ("x", 70000)}, "store_info must be"),
+        ({"pair_above": -1}, "pair_above must be a number of bytes"),
+        ({"timeout": -1}, "timeout must not be negative"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_choices(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedWeightSyncScheme(**options)  # type: ignore[arg-type]
+
+
+async def test_a_passed_on_scheme_has_its_store_and_nothing_that_is_open() -> None:
+    sender = DistributedWeightSyncScheme(num_workers=1, store_info=LOOPBACK)
+    sender.init_on_sender(model_id="policy", model=Model())
+    assert passed_on(sender).get_store_info() == sender.get_store_info()
+    await sender.shutdown()

@@ -1,0 +1,103 @@
+"""Processes of a torchrun-like program: each has joined a process group, and constructs its scheme apart.
+
+Usage::
+
+    async with processes() as start:
+        trainer, worker = start(Rank), start(Rank)
+        await asyncio.gather(trainer.begin(port, 0, 2), worker.begin(port, 1, 2))
+        await asyncio.gather(trainer.send_from(numel, 3.0), worker.follow(numel))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import distributed
+
+from asyncsync import DistributedWeightSyncScheme, sync
+from helpers.apis import in_thread
+from helpers.processes import Filled
+
+__all__ = ["Rank", "free_port"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Rank:
+    """One process; ``scheme`` is the async one, or the blocking one where ``is_blocking``."""
+
+    def __init__(self, emit: Callable[[Any], None]) -> None:
+        self.emit = emit
+        self.scheme: Any = None
+
+    async def begin(self, port: int, rank: int, world: int) -> None:
+        """As torchrun starts it."""
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        await in_thread(distributed.init_process_group, "gloo")
+
+    async def send_from(self, numel: int, value: float, is_blocking: bool = False) -> tuple[int | None, int]:
+        """Returns the number of workers and the version."""
+        self.model = Filled(numel, value)
+        self.scheme = (sync.DistributedWeightSyncScheme if is_blocking else DistributedWeightSyncScheme)()
+        self.scheme.init_on_sender(model_id="policy", model=self.model)
+        await self._connect()
+        return self.scheme.bus.num_workers, self.scheme.version
+
+    async def follow(self, numel: int, is_blocking: bool = False) -> tuple[int | None, float]:
+        """Returns the worker_idx and what the model has."""
+        self.model = Filled(numel, -1.0)
+        self.scheme = (sync.DistributedWeightSyncScheme if is_blocking else DistributedWeightSyncScheme)()
+        self.scheme.init_on_receiver("policy", model=self.model)
+        await self._connect()
+        return self.scheme.worker_idx, self.model.value
+
+    async def _connect(self) -> None:
+        if self.scheme._is_blocking:
+            await in_thread(self.scheme.connect, timeout=30)
+        else:
+            await self.scheme.connect(timeout=30)
+
+    async def send(self, value: float, timeout: float = 30.0) -> int:
+        version: int = await self.scheme.send_async(self.model.fill(value), timeout=timeout)
+        return version
+
+    async def value(self) -> float:
+        return self.model.value
+
+    async def receive(self, timeout: float) -> bool:
+        """Whether something came."""
+        return await self.scheme.receive(timeout) is not None
+
+    async def fetch(self, timeout: float) -> None:
+        await self.scheme.fetch(timeout)
+
+    async def state(self, worker: int) -> str:
+        state: str = self.scheme.status()[worker].state
+        return state
+
+    async def all_reduce(self) -> float:
+        """The program's own collective."""
+        number = torch.ones(1)
+        await in_thread(distributed.all_reduce, number)
+        return float(number)
+
+    async def stop(self, finish: Callable[[], Any]) -> None:
+        if self.scheme is not None:
+            if self.scheme._is_blocking:
+                await in_thread(self.scheme.shutdown)
+            else:
+                await self.scheme.shutdown()
+        with suppress(Exception):
+            distributed.destroy_process_group()
+        asyncio.get_running_loop().call_soon(finish)
