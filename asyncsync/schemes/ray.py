@@ -15,7 +15,7 @@ from asyncsync.arguments import check_bytes
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
-from asyncsync.errors import PeerLost, WeightSyncError
+from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.runtime.asyncio_private import running_loop
@@ -34,6 +34,7 @@ OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
 MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
 ELASTIC_WORKERS = 256
+MARGIN = 1.0  # a connect that is late says why
 MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
 
 
@@ -243,11 +244,16 @@ class TransformCore(RayCore):
         there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
         here = super()._connect_sender(initial, timeout)
         try:
-            async with asyncio.timeout(timeout), asyncio.TaskGroup() as both:
+            async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
                 both.create_task(there)
                 both.create_task(here)
         except* WeightSyncError as errors:
             raise errors.exceptions[0] from None
+        except* TimeoutError:
+            raise NotConnected(
+                f"the transform's actor has not connected within {timeout:g} s: is it busy? connect() may be "
+                "called again"
+            ) from None
 
 
 class RayModuleTransformScheme(TransformCore, Called):

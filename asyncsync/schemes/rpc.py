@@ -163,6 +163,9 @@ class RPCWeightSyncScheme(RPCCore, Called):
         def _receive_weights_scheme(self):
             self.scheme.receive()
 
+    Have the workers' processes import :mod:`asyncsync.sync` before ``init_rpc``: several calls that come at once would
+    import it in several threads, which Python does not get through.
+
     Args:
         map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
             are copied into the memory that the Parameters have.

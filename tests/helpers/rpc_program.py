@@ -18,9 +18,7 @@ from helpers.called_workers import CASES, Lab, Worker, run_cases
 
 __all__ = ["run_with_rpc"]
 
-# Each API's killed worker is one that nobody needs afterwards: those of a crew are drawn from the front, the killed one
-# from the end.
-WORKERS = 4
+WORKERS = 4  # of which each API's cases kill one
 
 
 def _options() -> Any:
@@ -36,12 +34,14 @@ def _join(rank: int, port: int) -> None:
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=WORKERS + 1, rpc_backend_options=_options())
 
 
-def _serve(rank: int, port: int, stop: Any) -> None:
+def _serve(rank: int, port: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     _join(rank, port)
-    stop.wait()
-    os._exit(0)  # others were killed: RPC's own end would wait for them
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)  # RPC's own end would wait for the others
 
 
 class RPCLab(Lab):
@@ -100,8 +100,7 @@ def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    processes = [context.Process(target=_serve, args=(rank, port, stop)) for rank in range(1, WORKERS + 1)]
+    processes = [context.Process(target=_serve, args=(rank, port)) for rank in range(1, WORKERS + 1)]
     for process in processes:
         process.start()
     try:
@@ -111,9 +110,7 @@ def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
         ordered = {name: function for name, function in CASES.items() if "killed" not in name}
         run_cases(lab, {**ordered, **CASES}, tell)
     finally:
-        stop.set()
         for process in processes:
-            process.join(5)
             process.kill()
             process.join()
     tell("", None)
