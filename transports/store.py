@@ -52,7 +52,7 @@ class OwnStore:
             ) from error
         self.address: Address = host, self._bound.getsockname()[1]
         self._store: Any = None
-        self._forgotten = weakref.finalize(self, self._bound.close)
+        self._forgotten: weakref.finalize[..., Any] = weakref.finalize(self, self._bound.close)
         self._forgotten.atexit = False
 
     def open(self) -> None:
