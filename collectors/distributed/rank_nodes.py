@@ -83,7 +83,8 @@ class Line:
     def _signature(self, number: int, sizes: torch.Tensor, parts: list[torch.Tensor]) -> bytes:
         signing = hmac.new(self._key, struct.pack("<Q", number), "sha256")
         for part in (sizes, *parts):
-            signing.update(memoryview(part.numpy()))
+            memory: Any = part.numpy()
+            signing.update(memory)
         return signing.digest()
 
 
