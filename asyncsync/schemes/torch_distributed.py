@@ -207,11 +207,11 @@ def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Addre
     if store_info is None:
         return None
     try:
-        found = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else tuple(store_info)
-        host, port = found
+        host: Any = store_info["host"] if isinstance(store_info, Mapping) else store_info[0]
+        port: Any = store_info["port"] if isinstance(store_info, Mapping) else store_info[1]
         if isinstance(host, str) and host and 0 <= int(port) < 65536:
             return host, int(port)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError):
         pass
     raise ValueError(f"store_info must be {{'host': …, 'port': …}}, as get_store_info() returns it, not {store_info!r}")
 
