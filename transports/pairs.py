@@ -24,12 +24,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.address import address_towards
 from asyncsync.runtime.threads import WorkThread
-from asyncsync.transports.store import FOREVER, Address, OwnStore, connect
+from asyncsync.transports.store import FOREVER, Address, OwnStore, connect, part_of
 from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
@@ -76,7 +75,7 @@ class Pair:
 
     def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
         # A wait without a timeout has the one of the rendezvous.
-        self._group = gloo_pair(PrefixStore(name, store), rank, address, RENDEZVOUS_SECONDS)
+        self._group = gloo_pair(part_of(store, name), rank, address, RENDEZVOUS_SECONDS)
         self._other = 1 - rank
         _open.add(self)
 

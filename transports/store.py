@@ -15,11 +15,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch import distributed
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["FOREVER", "LAST_LOOK", "Address", "OwnStore", "client_of", "connect", "innermost", "wait_for"]
+__all__ = ["FOREVER", "LAST_LOOK", "Address", "OwnStore", "client_of", "connect", "innermost", "part_of", "wait_for"]
 
 Address = tuple[str, int]
 """Host and port of a store."""
@@ -27,6 +27,8 @@ Address = tuple[str, int]
 ANSWER_SECONDS = 20.0
 FOREVER = timedelta(days=365)
 FIRST_LOOK, LAST_LOOK = 0.002, 0.05
+
+_c10d: Any = distributed  # its annotations do not show the stores
 
 # A child process that was forked must not destroy what it has inherited: it would wait for threads that it has not.
 _open: set[Any] = set()
@@ -52,7 +54,7 @@ class OwnStore:
             ) from error
         self.address: Address = host, self._bound.getsockname()[1]
         self._store: Any = None
-        self._forgotten: weakref.finalize[..., Any] = weakref.finalize(self, self._bound.close)
+        self._forgotten: weakref.finalize[Any, OwnStore] = weakref.finalize(self, self._bound.close)
         self._forgotten.atexit = False
 
     def open(self) -> None:
@@ -60,7 +62,7 @@ class OwnStore:
         if self._store is None:
             self._bound.listen()
             host, port = self.address
-            self._store = TCPStore(
+            self._store = _c10d.TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
             )
             _open.add(self._store)
@@ -86,7 +88,7 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
         # Where nobody listens, torch goes on trying until the time is over, and prints why.
         socket.create_connection(address, timeout).close()
         host, port = address
-        store = TCPStore(
+        store = _c10d.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, timeout))
         )
     except (OSError, RuntimeError) as error:
@@ -100,12 +102,17 @@ def client_of(store: Any) -> Any:
 
 
 def _with_queues(store: Any) -> Any:
-    if not hasattr(store, "queue_push") or isinstance(innermost(store), FileStore):
+    if not hasattr(store, "queue_push") or isinstance(innermost(store), _c10d.FileStore):
         raise NotConnected(
             f"a {type(innermost(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or newer, "
             "and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"
         )
     return store
+
+
+def part_of(store: Any, name: str) -> Any:
+    """The same store, in which all keys begin with this name."""
+    return _c10d.PrefixStore(name, store)
 
 
 def innermost(store: Any) -> Any:

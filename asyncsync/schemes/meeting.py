@@ -14,11 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
 from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.errors import NotConnected
-from asyncsync.transports.store import FOREVER, LAST_LOOK, Address, OwnStore, wait_for
+from asyncsync.transports.store import FOREVER, LAST_LOOK, Address, OwnStore, part_of, wait_for
 
 __all__ = ["Host", "ask"]
 
@@ -32,7 +30,7 @@ Client = Callable[[], Any]
 
 
 def _place(client: Client, name: str) -> Any:
-    return PrefixStore(f"asyncsync/{name}", client())
+    return part_of(client(), f"asyncsync/{name}")
 
 
 class Host:

@@ -33,7 +33,7 @@ from asyncsync.transports.torch_distributed import (
 )
 from asyncsync.transports.torch_private import default_store
 
-__all__ = ["BlockingDistributed", "DistributedWeightSyncScheme", "check_backend"]
+__all__ = ["BlockingDistributed", "DistributedWeightSyncScheme"]
 
 LOOPBACK = "127.0.0.1"
 BACKENDS = ("gloo", "mpi", "nccl", "ucc")
@@ -71,7 +71,7 @@ class DistributedCore(IntroducedCore):
         check_timeout(timeout)
         check_bytes("map_above", map_above)
         check_bytes("pair_above", pair_above)
-        check_backend(backend)
+        _check_backend(backend)
         self._store_info = _as_address(store_info)
         super().__init__(
             strategy,
@@ -195,8 +195,7 @@ class DistributedCore(IntroducedCore):
         await super()._end_transport(timeout)
 
 
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that torch.distributed has not, or not here."""
+def _check_backend(backend: str) -> None:
     has = [name for name in BACKENDS if distributed.is_available() and getattr(distributed, f"is_{name}_available")()]
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
@@ -208,12 +207,11 @@ def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Addre
     if store_info is None:
         return None
     try:
-        host: Any
-        port: Any
-        host, port = (store_info["host"], store_info["port"]) if isinstance(store_info, Mapping) else store_info
+        host: Any = store_info["host"] if isinstance(store_info, Mapping) else store_info[0]
+        port: Any = store_info["port"] if isinstance(store_info, Mapping) else store_info[1]
         if isinstance(host, str) and host and 0 <= int(port) < 65536:
             return host, int(port)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError):
         pass
     raise ValueError(f"store_info must be {{'host': …, 'port': …}}, as get_store_info() returns it, not {store_info!r}")
 

@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from asyncsync import DistributedWeightSyncScheme, sync
-from helpers.apis import in_thread
+from helpers.apis import face, in_thread
 from helpers.processes import Filled
 
 __all__ = ["Rank", "free_port"]
@@ -33,8 +33,12 @@ def free_port() -> int:
         return port
 
 
+def _scheme(is_blocking: bool) -> Any:
+    return face(sync.DistributedWeightSyncScheme()) if is_blocking else DistributedWeightSyncScheme()
+
+
 class Rank:
-    """One process; ``scheme`` is the async one, or the blocking one where ``is_blocking``."""
+    """One process, with a scheme of either API."""
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self.emit = emit
@@ -49,24 +53,18 @@ class Rank:
     async def send_from(self, numel: int, value: float, is_blocking: bool = False) -> tuple[int | None, int]:
         """Returns the number of workers and the version."""
         self.model = Filled(numel, value)
-        self.scheme = (sync.DistributedWeightSyncScheme if is_blocking else DistributedWeightSyncScheme)()
+        self.scheme = _scheme(is_blocking)
         self.scheme.init_on_sender(model_id="policy", model=self.model)
-        await self._connect()
+        await self.scheme.connect(timeout=30)
         return self.scheme.bus.num_workers, self.scheme.version
 
     async def follow(self, numel: int, is_blocking: bool = False) -> tuple[int | None, float]:
         """Returns the worker_idx and what the model has."""
         self.model = Filled(numel, -1.0)
-        self.scheme = (sync.DistributedWeightSyncScheme if is_blocking else DistributedWeightSyncScheme)()
+        self.scheme = _scheme(is_blocking)
         self.scheme.init_on_receiver("policy", model=self.model)
-        await self._connect()
+        await self.scheme.connect(timeout=30)
         return self.scheme.worker_idx, self.model.value
-
-    async def _connect(self) -> None:
-        if self.scheme._is_blocking:
-            await in_thread(self.scheme.connect, timeout=30)
-        else:
-            await self.scheme.connect(timeout=30)
 
     async def send(self, value: float, timeout: float = 30.0) -> int:
         version: int = await self.scheme.send_async(self.model.fill(value), timeout=timeout)
@@ -94,10 +92,7 @@ class Rank:
 
     async def stop(self, finish: Callable[[], Any]) -> None:
         if self.scheme is not None:
-            if self.scheme._is_blocking:
-                await in_thread(self.scheme.shutdown)
-            else:
-                await self.scheme.shutdown()
+            await self.scheme.shutdown()
         with suppress(Exception):
             distributed.destroy_process_group()
         asyncio.get_running_loop().call_soon(finish)
