@@ -67,6 +67,8 @@ REASONS = {
     "*.send_weights_async": "no: `send_async` of the scheme",
     "*.wait_ack": "no: acknowledgements travel on the bus",
     "DistributedTransport.rank": "no: one transport serves all workers",
+    "DistributedTransport.receive_initial_weights": "no: `connect` brings them",
+    "DistributedTransport.send_initial_weights": "no: `connect` brings them",
     "DistributedTransport.store": "no: workers learn from the instruction where the bytes are",
     "DistributedTransport.sync": "`sync=` of the scheme",
     "DistributedTransport.send_weights_async": "no: `send_async` of the scheme",
