@@ -72,8 +72,6 @@ REASONS = {
     "DistributedTransport.store": "no: workers learn from the instruction where the bytes are",
     "DistributedTransport.sync": "`sync=` of the scheme",
     "DistributedTransport.send_weights_async": "no: `send_async` of the scheme",
-    "DistributedTransport.send_initial_weights": "no: `connect` of the scheme brings them",
-    "DistributedTransport.receive_initial_weights": "no: `connect` of the scheme brings them",
     "DistributedTransport.weights_buffer": "no: weights are received where they are used",
     "RayTransport.remote_actor": "`init_on_sender(remotes=[…])` of the scheme: one transport serves all workers",
     "RayTransport.worker_idx": "no: one transport serves all workers",

@@ -33,7 +33,7 @@ from asyncsync.transports.torch_distributed import (
 )
 from asyncsync.transports.torch_private import default_store
 
-__all__ = ["BlockingDistributed", "DistributedWeightSyncScheme"]
+__all__ = ["BlockingDistributed", "DistributedWeightSyncScheme", "check_backend"]
 
 LOOPBACK = "127.0.0.1"
 BACKENDS = ("gloo", "mpi", "nccl", "ucc")
@@ -71,7 +71,7 @@ class DistributedCore(IntroducedCore):
         check_timeout(timeout)
         check_bytes("map_above", map_above)
         check_bytes("pair_above", pair_above)
-        _check_backend(backend)
+        check_backend(backend)
         self._store_info = _as_address(store_info)
         super().__init__(
             strategy,
@@ -195,7 +195,8 @@ class DistributedCore(IntroducedCore):
         await super()._end_transport(timeout)
 
 
-def _check_backend(backend: str) -> None:
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a backend that torch.distributed has not, or not here."""
     has = [name for name in BACKENDS if distributed.is_available() and getattr(distributed, f"is_{name}_available")()]
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")

@@ -118,7 +118,7 @@ def test_r150_r151_what_is_rpcs_own_is_checked(given: Any, error: type[Exception
 @pytest.mark.parametrize("kind", [RPCCollector, DistributedCollector])
 def test_r147_the_launchers_library_is_named_where_it_is_absent(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ImportError, match=r"pip install 'asyncsync\[submitit\]', or pass launcher='mp'"):
+    with pytest.raises(ImportError, match=r"pip install 'asyncsync\[slurm\]', or pass launcher='mp'"):
         kind([make()], policy(), frames_per_batch=4)
 
 
