@@ -121,5 +121,5 @@ def test_a_described_object_is_found_and_not_pinned(ray: Outcomes) -> None:
 
 def test_r231_from_backend_knows_ray() -> None:
     for module in (asyncsync, asyncsync.sync):
-        scheme = module.WeightSyncScheme.from_backend("ray", backend="object_store")
+        scheme = module.WeightSyncScheme.from_backend("ray")
         assert type(scheme) is module.RayWeightSyncScheme
