@@ -177,7 +177,7 @@ class PairServer:
         for pair in pairs:
             pair.close()
         with suppress(RuntimeError):
-            connect(self.address).queue_push(TICKETS, ENOUGH)
+            self._store.put(TICKETS, ENOUGH)
         deadline = time.monotonic() + ENDING_SECONDS
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -69,6 +69,10 @@ class OwnStore:
             self._forgotten = weakref.finalize(self, _forget, self._store, os.getpid())
             self._forgotten.atexit = False
 
+    def put(self, queue: str, content: bytes) -> None:
+        """Into a queue of this store, which is open."""
+        self._store.queue_push(queue, content)
+
     def close(self) -> None:
         """Idempotent."""
         self._forgotten.detach()
