@@ -24,6 +24,9 @@ from helpers.pairs import Model, fill, read, receiver_of
         ("multiprocessing", "MultiProcessWeightSyncScheme"),
         ("zmq", "ZMQWeightSyncScheme"),
         ("distributed", "DistributedWeightSyncScheme"),
+        ("rpc", "RPCWeightSyncScheme"),
+        ("ray", "RayWeightSyncScheme"),
+        ("ray_module_transform", "RayModuleTransformScheme"),
     ],
 )
 def test_from_backend_makes_the_scheme_of_its_api(api: Api, backend: str, name: str) -> None:
@@ -48,7 +51,7 @@ def test_r231_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: 
     """As TorchRL says it, with the names that are there."""
     message = (
         rf"^Unsupported weight-sync backend {backend!r}\. Expected one of \['direct', 'distributed', "
-        r"'multiprocessing', 'none', 'process', 'shared', 'thread', 'zmq'\]\.$"
+        r"'multiprocessing', 'none', 'process', 'ray', 'ray_module_transform', 'rpc', 'shared', 'thread', 'zmq'\]\.$"
     )
     with pytest.raises(ValueError, match=message):
         api.WeightSyncScheme.from_backend(backend)
