@@ -7,6 +7,8 @@ import itertools
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -28,9 +30,10 @@ def example(path: Path, cwd: Path, *arguments: str) -> str:
 def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
     here = {"async_trainer", "lora", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "sb3_workers"}
-    here |= {"ray_trainer", "weight_sync_standalone"}
+    here |= {"distributed_trainer", "ray_trainer", "weight_sync_standalone"}
     # test_examples_collectors.py
-    there = {"async_collector", "multi_model", "replay_buffer", "torchrl_collector", "weight_sync_collectors"}
+    there = {"async_collector", "multi_model", "ray_collector", "replay_buffer", "rpc_collector", "torchrl_collector"}
+    there |= {"weight_sync_collectors"}
     assert found == here | there
 
 
@@ -77,6 +80,19 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     acted = re.findall(r"version (\d+): acted on by \[([\d, ]*)\], \[([\d., ]*)\]", out)
     assert acted[-1] == ("11", "0, 1", "10.0")
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
+
+
+@pytest.mark.thorough
+def test_distributed_trainer_and_its_workers_are_ranks_of_torchruns(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    program += [str(EXAMPLES / "distributed_trainer.py"), "--updates", "40"]
+    ended = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=55)
+    assert ended.returncode == 0, ended.stderr
+    shown = re.findall(r"trainer: version (\d+) is everywhere, loss ([\d.]+)", ended.stdout)
+    assert [int(version) for version, _ in shown] == [11, 21, 31, 41]  # the first are what they connect with
+    followed = re.findall(r"worker (\d): version (\d+) is wrong by ([\d.]+); the trainer has ended", ended.stdout)
+    assert sorted((worker, version) for worker, version, _ in followed) == [("0", "41"), ("1", "41")]
+    assert all(float(wrong) < 0.5 for *_, wrong in followed)
 
 
 @pytest.mark.thorough

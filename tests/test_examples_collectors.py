@@ -64,6 +64,29 @@ def test_r011_r199_multi_model_never_acts_with_two_versions(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
+def test_ray_collector_learns_from_whichever_actor_is_ready(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with start(EXAMPLES / "collectors" / "ray_collector.py", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=100)
+    assert code == 0, err
+    shown = re.findall(r"(\d+) frames: (\d+) steps a trajectory, version (\d+)", out)
+    frames, lengths, versions = (list(map(int, column)) for column in zip(*shown, strict=True))
+    assert frames == [6144 * k for k in range(1, 6)]
+    assert max(lengths) > 2 * lengths[0], "has not learnt"
+    assert versions[-1] >= 50  # 60 updates; a batch may be a few of them old
+
+
+@pytest.mark.thorough
+def test_rpc_collector_tries_each_policy_with_all_nodes(tmp_path: Path) -> None:
+    with start(EXAMPLES / "collectors" / "rpc_collector.py", cwd=tmp_path) as process:
+        code, out, err = finish(process, timeout=100)
+    assert code == 0, err  # torch's agents report there that the others have ended
+    shown = re.findall(r"try (\d+): versions \[(\d+)\], the best makes (\d+) steps", out)
+    assert [(int(number), int(version)) for number, version, _ in shown] == [(4 * k, 4 * k) for k in range(1, 6)]
+    assert int(shown[-1][2]) > int(shown[0][2]), "has found nothing better"
+
+
+@pytest.mark.thorough
 def test_replay_buffer_learns_from_what_workers_add(tmp_path: Path) -> None:
     updates = 2400
     with start(EXAMPLES / "collectors" / "replay_buffer.py", "--updates", str(updates), cwd=tmp_path) as process:
