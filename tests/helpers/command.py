@@ -60,13 +60,11 @@ def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The worker processes that it has spawned so far, in that order."""
     children = psutil.Process(process.pid).children(recursive=True)
     found = []
-    for child in sorted(children, key=lambda child: child.pid):
-        try:
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if "spawn_main" in " ".join(child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            pass
-    return found
+                found.append((child.create_time(), child.pid, child))  # the kernel's numbers begin anew at 32768
+    return [child for *_, child in sorted(found, key=lambda one: one[:2])]
 
 
 def private_directories() -> list[str]:
