@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
-from helpers.called_workers import Outcomes
+from helpers.called_workers import PROGRAM, Outcomes
 from helpers.ray_program import WITH_GLOO, run_with_ray
 
 pytest.importorskip("ray")
@@ -21,12 +23,24 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
 def ray() -> Iterator[Outcomes]:
     """What the cases have come to, all of them with both APIs."""
     left = set(Path("/tmp").glob("r-*"))
-    processes = {process.pid for process in psutil.process_iter() if "ray" in process.name()}
     outcomes = Outcomes(run_with_ray)
     yield outcomes
     assert outcomes.ended_by_itself
     assert set(Path("/tmp").glob("r-*")) <= left
-    assert {process.pid for process in psutil.process_iter() if "ray" in process.name()} <= processes
+    deadline = time.monotonic() + 10
+    while running := processes_of(outcomes.pid):
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
+
+
+def processes_of(program: int) -> list[str]:
+    """What Ray has started for a program, actors and its own, and runs yet. Other tests may have clusters, too."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(PROGRAM) == str(program):
+                found.append(f"{process.pid} {process.name()}")
+    return found
 
 
 def test_r014_init_on_sender_registers_the_actors(ray: Outcomes) -> None:

@@ -26,11 +26,12 @@ import asyncsync
 from helpers.apis import Api
 from helpers.processes import LARGE, Filled, eventually, value_of
 
-__all__ = ["CASES", "Lab", "Outcomes", "Worker", "case", "run_cases"]
+__all__ = ["CASES", "PROGRAM", "Lab", "Outcomes", "Worker", "case", "run_cases"]
 
 SMALL = 8
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
 PROGRAM_SECONDS = 400.0
+PROGRAM = "ASYNCSYNC_TEST_PROGRAM"  # in the environment of a program, and of all that it starts: its pid
 
 
 class Worker:
@@ -358,6 +359,8 @@ class Outcomes:
         here, there = context.Pipe()
         process = context.Process(target=_run, args=(program, there))
         process.start()
+        assert process.pid is not None
+        self.pid = process.pid
         there.close()
         deadline = time.monotonic() + PROGRAM_SECONDS
         try:
@@ -387,5 +390,6 @@ class Outcomes:
 
 def _run(program: Callable[[Callable[[str, str | None], None]], None], pipe: Any) -> None:
     torch.set_num_threads(1)
+    os.environ[PROGRAM] = str(os.getpid())
     program(lambda name, failure: pipe.send((name, failure)))
     pipe.send(("", None))
