@@ -27,7 +27,7 @@ async def start() -> AsyncIterator[Callable[..., Remote]]:
 
 @pytest.fixture
 async def transport() -> AsyncIterator[DistributedTransport]:
-    transport = DistributedTransport(pair_above=0)
+    transport = DistributedTransport(pair_above=0, patience=8.0)
     transport._start(None)
     yield transport
     await transport._end(2.0)
@@ -107,7 +107,8 @@ async def test_a_worker_that_is_killed_in_the_middle_disturbs_nobody_and_its_suc
     assert await successor.fetch(descriptor, LARGE) == {7}
     slab.release()
     transport.retire(descriptor)
-    await until(lambda: not pool.draining(LARGE))
+    # gloo forgets a send that begins just when the worker dies: that one ends when its time is over.
+    await until(lambda: not pool.draining(LARGE), 16.0)
 
 
 async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_once(

@@ -33,11 +33,14 @@ from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
-__all__ = ["TRANSFER_BYTES", "PairClient", "PairServer", "Place"]
+__all__ = ["SEND_SECONDS", "TRANSFER_BYTES", "PairClient", "PairServer", "Place"]
 
 TRANSFER_BYTES = 16  # of a transfer's name
 RENDEZVOUS_SECONDS = 20.0  # until both ends of a pair are there
 ENDING_SECONDS = 2.0
+# A send that begins just when the other end dies is forgotten by gloo: nothing but its own timeout ends the wait. No
+# worker waits for longer than that for an update's bytes.
+SEND_SECONDS = 60.0
 TICKETS, ENOUGH = "tickets", b"enough"
 
 _MAGIC = b"PAIR\x01"
@@ -71,16 +74,18 @@ class Place(NamedTuple):
 
 class Pair:
     """One end of a pair; blocks until the other one is there. Raises RuntimeError, as each of its methods does where
-    the other end is gone, or :meth:`close` was called."""
+    the other end is gone, or :meth:`close` was called. With ``patience``, a send that takes more seconds ends it.
+    """
 
-    def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
+    def __init__(self, store: Any, name: str, rank: int, address: str, patience: float | None = None) -> None:
         # A wait without a timeout has the one of the rendezvous.
         self._group = gloo_pair(part_of(store, name), rank, address, RENDEZVOUS_SECONDS)
         self._other = 1 - rank
+        self._patience = FOREVER if patience is None else timedelta(seconds=patience)
         _open.add(self)
 
     def send(self, data: torch.Tensor) -> None:
-        self._group.send([data], self._other, _DATA).wait(FOREVER)
+        self._group.send([data], self._other, _DATA).wait(self._patience)
 
     def receive(self, into: torch.Tensor) -> None:
         self._group.recv([into], self._other, _DATA).wait(FOREVER)
@@ -96,14 +101,16 @@ class Pair:
 class PairServer:
     """The sender's half: a store on this address of this host, and a thread for each pair that there is.
 
-    ``offered`` has the bytes of transfers by their names. Raises NotConnected: there is no such address.
+    ``offered`` has the bytes of transfers by their names; a transfer that takes more than ``patience`` seconds ends its
+    pair. Raises NotConnected: there is no such address.
     """
 
-    def __init__(self, host: str, offered: Mapping[bytes, memoryview]) -> None:
+    def __init__(self, host: str, offered: Mapping[bytes, memoryview], patience: float = SEND_SECONDS) -> None:
         self._store = OwnStore(host)
         self._store.open()
         self.address = self._store.address
         self._offered = offered
+        self._patience = patience
         self._lock = threading.Lock()
         self._closed = False
         self._pairs: dict[int, Pair] = {}
@@ -132,7 +139,7 @@ class PairServer:
     def _serve(self, worker: int, name: str) -> None:
         """Make a pair, and answer its requests for as long as it lasts."""
         try:
-            pair = Pair(connect(self.address), name, _SENDER, self.address[0])
+            pair = Pair(connect(self.address), name, _SENDER, self.address[0], self._patience)
         except RuntimeError:
             return  # the worker is gone, or says why
         with self._lock:
