@@ -185,7 +185,7 @@ class TorchRL:
         self._ending = True
         for queue in chain.from_iterable(self._queues.values()):
             queue.cancel_join_thread()  # it may wait for a reader that is gone
-        gc.freeze()  # the interpreter's last collection: TorchRL's schemes wait, in __del__, for threads that have ended
+        gc.freeze()  # collected at the end, TorchRL's schemes wait for threads that are there no more
         sys.exit(self._died or 1)
 
 
