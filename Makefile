@@ -48,7 +48,7 @@ test: $(VENV)/.dev-deps $(VENV)/.installed ## the quick suite against the instal
 	@$(pytest) $(PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: thorough
-thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (20 minutes)
+thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (half an hour on two cores)
 	@$(pytest) $(PARALLEL) -m "thorough and not soak" $(PYTEST_ARGS)
 
 .PHONY: soak

@@ -22,16 +22,18 @@ except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
     __version__ = "0+unknown"
 
 from asyncsync import errors as _errors
-from asyncsync.bus.status import WorkerStatus
+from asyncsync.bus.status import BusStatus, WorkerStatus
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
+from asyncsync.schemes.auto import AutoWeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
 from asyncsync.schemes.rpc import RPCWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
+from asyncsync.transports.auto import AutoTransport
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
@@ -40,7 +42,10 @@ from asyncsync.transports.zmq import ZMQTransport
 
 __all__ += _errors.__all__
 __all__ += [
+    "AutoTransport",
+    "AutoWeightSyncScheme",
     "Bus",
+    "BusStatus",
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "MPTransport",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from typing import Any, Self
 
 __all__ = [
+    "KnownKeywords",
     "as_version",
     "as_workers",
     "check_bytes",
     "check_count",
+    "check_fanout",
     "check_forward",
     "check_quorum",
+    "check_slots",
     "check_sync",
     "check_timeout",
+    "disagreement",
 ]
 
 MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
@@ -70,6 +76,19 @@ def check_bytes(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a number of bytes, not {value!r}")
 
 
+def disagreement(name: str, there: int | None, given: int) -> ValueError:
+    """The error where the parts of a program want different ones."""
+    return ValueError(
+        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus have to "
+        "agree"
+    )
+
+
+def check_slots(slots: int) -> None:
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
+        raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
+
+
 def check_sync(sync: bool, *, is_blocking: bool) -> None:
     """TorchRL's option of some schemes: False has ``send`` wait for no worker."""
     if not sync and not is_blocking:
@@ -82,3 +101,36 @@ def check_quorum(num_workers: int | None, min_workers: int) -> None:
             f"min_workers={min_workers} of num_workers={num_workers}: a fixed number of workers is waited for whole; "
             "leave num_workers out where they come and go"
         )
+
+
+def check_fanout(fanout: str | None) -> None:
+    if fanout not in (None, "pull", "push"):
+        raise ValueError(f"fanout must be 'pull', 'push' or None, not {fanout!r}")
+
+
+class KnownKeywords:
+    """A base of classes whose ``__init__`` is a base's with another name: a keyword that none of them has is refused in
+    the name of the class that was called. Not of a class with an ``__init__`` of a user's, which may take any."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        known = _keywords(cls) if kwargs else None
+        if known is not None and (unknown := kwargs.keys() - known):
+            name = min(unknown)
+            meant = get_close_matches(name, known, 1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(sorted(known))}"
+            raise TypeError(f"{cls.__name__}(): got an unexpected keyword argument {name!r}; {hint}")
+        return super().__new__(cls)
+
+
+def _keywords(cls: type) -> set[str] | None:
+    """Of a class's constructor, and of those of its bases that get what it passes on; None: a user's takes part."""
+    known: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" in base.__dict__ and base is not object:
+            if base.__module__.partition(".")[0] != __name__.partition(".")[0]:
+                return None
+            parameters = signature(base.__init__).parameters.values()  # type: ignore[misc]
+            known.update(p.name for p in parameters if p.kind in (Parameter.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+            if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+                break
+    return known - {"self"}

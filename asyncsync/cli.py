@@ -1,4 +1,4 @@
-"""The ``asyncsync`` command: ``demo`` and ``bench``.
+"""The ``asyncsync`` command: ``demo`` and ``bench``; the others are in :mod:`asyncsync.commands`.
 
 Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.
 """
@@ -6,15 +6,15 @@ Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from asyncsync import __version__
 from asyncsync.bench.cases import SECTIONS
+from asyncsync.commands import fetch, keygen, relay, top
+from asyncsync.commands.options import CommandFailed, bound, count, need, picture, positive, seed, writable
 
 __all__ = ["main"]
 
@@ -31,35 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `asyncsync … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
         code = 1
-    except MissingExtra as missing:
-        print(f"asyncsync {options.command}: {missing}", file=sys.stderr)
+    except CommandFailed as failed:
+        print(f"asyncsync {options.command}: {failed}", file=sys.stderr)
         code = 1
     return code
-
-
-class MissingExtra(Exception):
-    """An optional library is not installed."""
-
-
-def need(extra: str, *libraries: str) -> None:
-    """Check that optional libraries are there, before anything is started. Raises MissingExtra: names those that are
-    not, and the extra that installs them."""
-    missing = []
-    for library in libraries:
-        try:
-            found = importlib.util.find_spec(library) is not None
-        except ImportError:
-            found = False
-        if not found:
-            missing.append(library)
-    if missing:
-        raise MissingExtra(f'{" and ".join(missing)} not found; install with: pip install "asyncsync[{extra}]"')
 
 
 def _demo(options: argparse.Namespace) -> int:
     need("cli,gym", "gymnasium", "matplotlib", "rich")
     if options.uvloop:
         need("uvloop", "uvloop")
+    if options.scheme == "ray":
+        need("ray", "ray")
     from asyncsync.demo.options import Options
     from asyncsync.demo.run import run
 
@@ -100,33 +83,41 @@ def _parser() -> argparse.ArgumentParser:
         "the bus. Ends when the mean return of 100 episodes reaches the target, prints a summary and saves a plot.",
         epilog="Exit codes: 0 target reached; 1 not reached in time, or a worker has died; 130 ended by Ctrl-C.",
     )
-    demo.add_argument("--workers", type=_count, default=2, metavar="N", help="worker processes (default %(default)s)")
+    demo.add_argument("--workers", type=count, default=2, metavar="N", help="worker processes (default %(default)s)")
     demo.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of networks and environments (default %(default)s)"
+        "--seed", type=seed, default=0, metavar="N", help="of networks and environments (default %(default)s)"
     )
     demo.add_argument(
         "--target-return",
         dest="target",
-        type=_positive,
+        type=positive,
         default=475.0,
         metavar="R",
         help="mean over 100 episodes (default %(default)g)",
     )
     demo.add_argument(
         "--max-seconds",
-        type=_positive,
+        type=positive,
         default=600.0,
         metavar="S",
         help="give up after this time (default %(default)g)",
     )
     demo.add_argument(
-        "--plot", type=_picture, default="asyncsync-demo.png", metavar="PATH", help="the picture (default %(default)s)"
+        "--plot", type=picture, default="asyncsync-demo.png", metavar="PATH", help="the picture (default %(default)s)"
     )
     demo.add_argument(
         "--scheme",
-        choices=("shared", "process", "zmq"),
+        choices=("shared", "process", "zmq", "distributed", "rpc", "ray"),
         default="shared" if sys.platform == "linux" else "zmq",
-        help="how the weights travel: shared memory, multiprocessing, or ZeroMQ (default %(default)s)",
+        help="how the weights travel: shared memory, multiprocessing, ZeroMQ; or torch.distributed, torch's RPC, Ray "
+        "(extra: ray), each with its collector (default %(default)s)",
+    )
+    demo.add_argument(
+        "--endpoint",
+        type=bound,
+        default=None,
+        metavar="ENDPOINT",
+        help="where the trainer binds (default: a private ipc path)",
     )
     demo.add_argument("--uvloop", action="store_true", help="run the trainer on uvloop (extra: uvloop)")
     demo.set_defaults(run=_demo)
@@ -143,21 +134,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only", type=_sections, default=(), metavar="NAMES", help=f"some of: {','.join(SECTIONS)} (default: all)"
     )
-    bench.add_argument("--trials", type=_count, default=None, metavar="N", help="of each case (default: by size)")
+    bench.add_argument("--trials", type=count, default=None, metavar="N", help="of each case (default: by size)")
     bench.add_argument("--check", action="store_true", help="exit code 1 if a bar is missed")
-    bench.add_argument("--json", type=_writable, default=None, metavar="PATH", help="write every figure there, too")
-    bench.add_argument("--markdown", type=_writable, default=None, metavar="PATH", help="write the tables there, too")
-    bench.add_argument("--plot", type=_picture, default=None, metavar="PATH", help="draw them there (extra: cli)")
+    bench.add_argument("--json", type=writable, default=None, metavar="PATH", help="write every figure there, too")
+    bench.add_argument("--markdown", type=writable, default=None, metavar="PATH", help="write the tables there, too")
+    bench.add_argument("--plot", type=picture, default=None, metavar="PATH", help="draw them there (extra: cli)")
     bench.add_argument("--uvloop", action="store_true", help="run on uvloop (extra: uvloop)")
     bench.set_defaults(run=_bench)
+
+    keygen.add(commands)
+    top.add(commands)
+    fetch.add(commands)
+    relay.add(commands)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _sections(text: str) -> tuple[str, ...]:
@@ -166,30 +155,3 @@ def _sections(text: str) -> tuple[str, ...]:
         if name not in SECTIONS:
             raise argparse.ArgumentTypeError(f"no section {name!r}; choose from {', '.join(SECTIONS)}")
     return names
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 1 << 32:
-        raise argparse.ArgumentTypeError("must be between 0 and 2**32 - 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a positive number")
-    return value
-
-
-def _writable(text: str) -> str:
-    # Now, not after minutes of work.
-    if not os.access(Path(text).absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write there: {Path(text).absolute().parent}")
-    return text
-
-
-def _picture(text: str) -> str:
-    if Path(text).suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError("the path must end with one of .png, .pdf or .svg")
-    return _writable(text)

@@ -21,9 +21,10 @@ All schemes of a process share one event loop on a thread of its own; see :mod:`
 """
 
 from asyncsync import errors as _errors
-from asyncsync.bus.status import WorkerStatus
+from asyncsync.bus.status import BusStatus, WorkerStatus
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.schemes.auto import BlockingAuto as AutoWeightSyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
 from asyncsync.schemes.ray import BlockingRay as RayWeightSyncScheme
@@ -33,6 +34,7 @@ from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcess
 from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
 from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
+from asyncsync.transports.auto import BlockingAutoTransport as AutoTransport
 from asyncsync.transports.blocking import TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
@@ -42,7 +44,10 @@ from asyncsync.transports.torch_distributed import BlockingRPCTransport as RPCTr
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [
+    "AutoTransport",
+    "AutoWeightSyncScheme",
     "Bus",
+    "BusStatus",
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "MPTransport",

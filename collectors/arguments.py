@@ -33,6 +33,7 @@ __all__ = [
     "exact_device",
     "flattened",
     "frames_or_none",
+    "given_arguments",
     "is_list",
     "own_arguments",
     "spread",
@@ -276,6 +277,11 @@ def _check_factory(factory: Any) -> None:
         raise TypeError(
             f"create_env_fn must be callables that make environments, in the workers, not {type(factory).__name__}"
         )
+
+
+def given_arguments(own: Mapping[str, Any]) -> dict[str, Any]:
+    """A constructor's arguments, of the ``locals()`` of its first line."""
+    return {name: value for name, value in own.items() if name not in ("self", "__class__")}
 
 
 def is_list(value: Any) -> bool:

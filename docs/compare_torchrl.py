@@ -24,7 +24,7 @@ MODULES = {
     "torchrl.collectors": ("asyncsync.collectors",),
     "torchrl.collectors.distributed": ("asyncsync.collectors.distributed", "asyncsync.collectors"),
 }
-LATER = "not yet: a later version brings RPC, torch.distributed and Ray"
+LATER = "not yet: an evaluator evaluates in a process of this host"
 REASONS = {
     # names of modules
     "BaseCollector": "`asyncsync.collectors.base.BaseCollector`; not exported, as nothing is derived from it directly",

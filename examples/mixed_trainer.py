@@ -1,7 +1,7 @@
 """An asynchronous trainer with workers that block: one scheme, two APIs. Run me: python mixed_trainer.py
 
-With `ZMQWeightSyncScheme(endpoint="tcp://HOST:PORT", allow_plaintext=True)` the workers may run on other hosts, in a
-network that you trust; without arguments, they run on this one.
+With an address and keys (docs/multi-host.md) the workers may run on other hosts; without arguments, they run on this
+one.
 """
 
 import asyncio

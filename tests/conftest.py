@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 
 from helpers.apis import QUICK, SETS, Api
 from helpers.collecting_torchrl import Programs
+from helpers.elsewhere import claim_another_host
 from helpers.leaks import no_leaks, no_tasks
 
 
@@ -89,6 +90,8 @@ def api(request: pytest.FixtureRequest) -> Api:
     given: Api = request.param
     if not given.is_fast:
         request.getfixturevalue("monkeypatch").setenv("ASYNCSYNC_FAST", "0")
+    if given.is_far:
+        claim_another_host(request.getfixturevalue("monkeypatch"), lambda worker: worker % 2 == 1)
     return given
 
 

@@ -14,12 +14,25 @@ from typing import Any
 
 import pytest
 
-from asyncsync.bench.cases import COLLECT, EMPTY, LARGE, MANY, MIDDLE, ONE_HOST, SECTIONS, SMALL, Payload, Plan, touch
-from asyncsync.bench.collection import CASES
+from asyncsync.bench.cases import (
+    CALLED,
+    COLLECT,
+    EMPTY,
+    LARGE,
+    MANY,
+    MIDDLE,
+    ONE_HOST,
+    SECTIONS,
+    SMALL,
+    Payload,
+    Plan,
+    touch,
+)
+from asyncsync.bench.collection import CASES, NODES
 from asyncsync.bench.crew import OrderFailed, WorkerDied, start_crew
 from asyncsync.bench.figures import Bar, Figure, Figures, bars
 from asyncsync.bench.meters import longest_stall
-from asyncsync.bench.peers import GLOO, digest
+from asyncsync.bench.peers import EACH, GLOO, STAGED, digest
 from asyncsync.bench.report import Report, Table
 from asyncsync.bench.sections import RUN
 from asyncsync.bench.stage import WARM, interleave
@@ -39,14 +52,14 @@ SYSTEMS = ["asyncsync tcp", "asyncsync ipc", *(f"gloo {how}" for how in GLOO), "
 def test_a_quick_run_without_torchrl_writes_json_tables_and_a_plot(tmp_path: Path) -> None:
     (tmp_path / "torchrl.py").write_text("raise ImportError")  # found first: it is the working directory
     paths = ["--json", "b.json", "--markdown", "b.md", "--plot", "b.png"]
-    only = ["--only", ",".join(name for name in SECTIONS if name not in ("process", *COLLECT))]
+    only = ["--only", ",".join(name for name in SECTIONS if name not in ("process", *CALLED, *COLLECT))]
     arguments = ["bench", "--quick", "--trials", "2", "--check", "--uvloop", *only, *paths]
     with start("-m", "asyncsync", *arguments, cwd=tmp_path) as process:
         code, out, err = finish(process, 200)
     # Whether a bar is missed depends on the machine; exit code, words and table must agree.
     missed = out.count("| NO |")
-    assert (code, err) == ((1, f"asyncsync bench: {missed} of 6 bars missed\n") if missed else (0, ""))
-    assert out.count("| yes |") + missed == 6
+    assert (code, err) == ((1, f"asyncsync bench: {missed} of 8 bars missed\n") if missed else (0, ""))
+    assert out.count("| yes |") + missed == 8
     assert private_directories() == []
     document = json.loads((tmp_path / "b.json").read_text())
     assert document["machine"]["cpus"] >= 1
@@ -73,6 +86,13 @@ def test_a_quick_run_without_torchrl_writes_json_tables_and_a_plot(tmp_path: Pat
     wanted |= {("shared", case, 1, "memcpy") for case in ("64 KiB", "1000 × 4 KiB")}
     wanted |= {("shared", case, workers, "async") for case in ("64 KiB", "1000 × 4 KiB") for workers in (1, 2)}
     wanted |= {("shared", "64 KiB", workers, "blocking") for workers in (1, 2)}
+    carried = ("asyncsync distributed", *(f"gloo {how}" for how in (*STAGED, EACH)))
+    wanted |= {
+        ("distributed", case, workers, system)
+        for case in ("4 MiB", "1000 × 4 KiB")
+        for workers in (1, 2)
+        for system in carried
+    }
     assert set(found) == wanted
     for (section, *_), figure in found.items():
         assert section == "memory" or figure["trials"] == 2
@@ -85,9 +105,11 @@ def test_a_quick_run_without_torchrl_writes_json_tables_and_a_plot(tmp_path: Pat
         *("1000 × 4 KiB", "1000 × 4 KiB"),
         *("empty update", "empty update"),
         *("64 KiB update", "64 KiB update"),
+        *("Distributed, 1000 × 4 KiB", "Distributed, 1000 × 4 KiB"),
     ]
     assert (tmp_path / "b.md").read_text() == out
     titles = ("Throughput", "Many small tensors", "Latency", "Stalls", "Memory", "SharedMemWeightSyncScheme", "Bars")
+    titles += ("DistributedWeightSyncScheme",)
     for title in titles:
         assert f"### {title}" in out
     assert "### Collectors" not in out
@@ -109,7 +131,9 @@ from asyncsync.bench import cases, collecting
 from asyncsync.cli import main
 
 cases.Plan.counts = (2,)
-collecting.CASES = {name: case for name, case in collecting.CASES.items() if name in sys.argv[1].split(";")}
+chosen = sys.argv[1].split(";")
+collecting.CASES = {name: case for name, case in collecting.CASES.items() if name in chosen}
+collecting.NODES = {name: case for name, case in collecting.NODES.items() if name in chosen}
 sys.exit(main(["bench", *sys.argv[2:]]))
 """
 
@@ -160,6 +184,27 @@ def test_collectors_are_measured_beside_torchrl_and_a_bare_loop(tmp_path: Path) 
     assert all(figure["median"] > 0 for figure in document["figures"])
     assert [bar["name"].partition(",")[0] for bar in document["bars"]] == list(chosen)
     assert "### Collectors" in out
+
+
+@pytest.mark.thorough
+@needs_torchrl
+@pytest.mark.timeout(240)
+def test_what_reaches_other_hosts_is_measured_beside_what_is_written_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    case = "CartPole, sync, Distributed"
+    document, out = fewer(tmp_path, [case], "--quick", "--only", "rpc,ray,nodes")
+    found = {(f["section"], f["case"], f["workers"], f["system"]) for f in document["figures"]}
+    wanted = {
+        (section, payload, workers, system)
+        for section in CALLED
+        for payload in ("4 MiB", "1000 × 4 KiB")
+        for workers in (1, 2)
+        for system in ("asyncsync", "by hand")
+    }
+    assert found == wanted | {("nodes", case, 2, side) for side in ("asyncsync", "TorchRL")}
+    assert [bar["name"] for bar in document["bars"]] == [f"{case}, collected ≤ 1 × TorchRL"]
+    for title in ("RPCWeightSyncScheme", "RayWeightSyncScheme", "Collectors of several hosts"):
+        assert f"### {title}" in out
 
 
 @pytest.mark.thorough
@@ -546,6 +591,32 @@ def test_every_collected_case_has_a_bar() -> None:
     assert [bar.counts for bar in found] == [*[True] * 6, False, False, True, True]
     (table, _) = Report(figures, {}).tables()
     assert table.title == "Collectors"
+
+
+def test_each_scheme_that_reaches_other_hosts_has_bars() -> None:
+    figures = [figure("distributed", "256 MiB", 2, name, time) for name, time in (
+        ("asyncsync distributed", 105), ("gloo broadcast staged", 110), ("gloo isend staged", 100))]  # fmt: skip
+    figures += [figure("distributed", "1000 × 4 KiB", 1, "asyncsync distributed", 21)]
+    figures += [figure("distributed", "1000 × 4 KiB", 1, "gloo broadcast each", 100)]
+    for section, ours in (("rpc", 106), ("ray", 100)):
+        figures += [figure(section, "256 MiB", 2, "asyncsync", ours), figure(section, "256 MiB", 2, "by hand", 100)]
+    for case in NODES:
+        figures += [figure("nodes", case, 2, side, 1) for side in ("asyncsync", "TorchRL")]
+    found = bars(figures)
+    assert [(bar.name.partition(" ≤")[0], bar.ratio, bar.limit, bar.reached) for bar in found] == [
+        ("Distributed, 1000 × 4 KiB to 1 receiver", pytest.approx(0.21), 0.2, False),
+        ("Distributed, 256 MiB to 2 receivers", pytest.approx(1.05), 1.05, True),
+        ("RPC, 256 MiB to 2 receivers", pytest.approx(1.06), 1.05, False),
+        ("Ray, 256 MiB to 2 receivers", 1.0, 1.0, True),
+        *((f"{case}, collected", 1.0, 1.0, True) for case in NODES),
+    ]
+    assert all(bar.counts for bar in found)
+    distributed, rpc, ray, nodes, _ = Report(figures, {}).tables()
+    assert [table.title for table in (distributed, rpc, ray, nodes)] == [
+        *(f"{name}WeightSyncScheme" for name in ("Distributed", "RPC", "Ray")), "Collectors of several hosts",
+    ]  # fmt: skip
+    assert rpc.rows == [["asyncsync", "106.0"], ["by hand", "100.0"], ["asyncsync ÷ by hand", "1.06"]]
+    assert len(distributed.rows) == 4 + 3
 
 
 def test_figures_that_were_not_measured_make_no_bar_and_no_table() -> None:

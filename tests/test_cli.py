@@ -24,10 +24,25 @@ def ended(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ([], ["demo", "bench", "Exit codes"]),
+        ([], ["demo", "bench", "keygen", "top", "fetch", "relay", "Exit codes"]),
+        (["keygen"], ["DIR", "--workers", "--name", "server.key_secret", "client_secrets", "Exit codes"]),
+        (["top"], ["ENDPOINT", "--json", "--once", "--interval", "--server-key", "--client-key", "130"]),
+        (["fetch"], ["ENDPOINT", "--out", "--model", "--timeout", "--server-key", "--client-key"]),
+        (["relay"], ["--upstream", "--bind", "--shared", "--keep", "--server-key", "--clients", "--allow-plaintext"]),
         (
             ["demo"],
-            ["--workers", "--seed", "--target-return", "--max-seconds", "--plot", "--scheme", "zmq", "--uvloop", "130"],
+            [
+                "--workers",
+                "--seed",
+                "--target-return",
+                "--max-seconds",
+                "--plot",
+                "--scheme",
+                "zmq",
+                "--endpoint",
+                "--uvloop",
+                "130",
+            ],
         ),
         (
             ["bench"],
@@ -47,7 +62,7 @@ def ended(*arguments: str) -> int:
     ],
 )
 def test_r205_every_command_has_help(command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 205: demo and bench."""
+    """Of 205: demo, bench, keygen and top; fetch, too."""
     assert ended(*command, "--help") == 0
     out = capsys.readouterr().out
     for word in words:
@@ -71,7 +86,14 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["demo", "--max-seconds", "0"], "must be a positive number"),
         (["demo", "--plot", "/no/such/directory/plot.png"], "cannot write there: /no/such/directory"),
         (["demo", "--plot", "plot.txt"], "one of .png, .pdf or .svg"),
-        (["demo", "--scheme", "smoke"], "choose from 'shared', 'process', 'zmq'"),
+        (["demo", "--scheme", "smoke"], "choose from 'shared', 'process', 'zmq', 'distributed', 'rpc', 'ray'"),
+        (["demo", "--endpoint", "tcp://0.0.0.0:5555"], "reachable from other hosts"),
+        (["top"], "required: ENDPOINT"),
+        (["top", "trainer:5555"], "use ipc:///absolute/path or tcp://HOST:PORT"),
+        (["top", "tcp://trainer:5555", "--interval", "0"], "must be a positive number"),
+        (["fetch", "tcp://trainer:5555"], "required: --out"),
+        (["fetch", "tcp://trainer:5555", "--out", "w.pt"], "must end with .safetensors"),
+        (["fetch", "tcp://trainer:5555", "--out", "/no/such/w.safetensors"], "cannot write there: /no/such"),
         (["bench", "--trials", "0"], "must be at least 1"),
         (["bench", "--json", "/no/such/directory/b.json"], "cannot write there"),
         (["bench", "--markdown", "/no/such/directory/b.md"], "cannot write there"),
@@ -83,6 +105,23 @@ def test_wrong_arguments_end_with_2_and_say_why(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["ipc:///tmp/r", "tcp://trainer:5555"], "--upstream: 'tcp://trainer:5555' is reachable from other hosts"),
+        (["tcp://0.0.0.0:5556", "tcp://127.0.0.1:5555"], "or pass --allow-plaintext on a network"),
+        (["tcp://127.0.0.1:5556", "tcp://127.0.0.1:5555", "--bind-key", "k"], "--bind-key alone lets nobody in"),
+        (["tcp://127.0.0.1:5556", "tcp://127.0.0.1:5555", "--server-key", "k"], "--server-key alone lets nobody in"),
+    ],
+)
+def test_a_relay_names_options_as_they_are_given(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bind, upstream, *rest = given
+    assert main(["relay", "--bind", bind, "--upstream", upstream, *rest]) == 1
     assert message in capsys.readouterr().err
 
 

@@ -75,7 +75,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("scheme", ["shared", "zmq"])
+@pytest.mark.parametrize("scheme", ["shared", "zmq", "distributed"])
 async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread: None, scheme: str) -> None:
     record = Versions(workers=2, target=40, scheme=scheme)
     await train(Options(target=40, scheme=scheme), record)
@@ -89,7 +89,7 @@ async def test_every_update_is_a_version_and_every_step_knows_its_own(one_thread
     assert {worker: status.version for worker, status in record.status.items()} == dict.fromkeys(
         (0, 1), record.versions
     )
-    if scheme == "zmq":
+    if scheme != "shared":
         assert (record.slots, record.bytes_sent > 0) == (0, True)
     else:
         # Both slabs are small, and workers copy them out: one is the newest version, one is written.
@@ -104,8 +104,9 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
     ) as process:
         code, out, err = finish(process)
         assert (code, err) == (0, ""), err
-        heading, *lines = out[: out.index("\nsolved:")].splitlines()
+        heading, watch, *lines = out[: out.index("\nsolved:")].splitlines()
         assert heading == "asyncsync: PPO on CartPole-v1, weights through shared memory"
+        assert re.fullmatch(r"watch it: asyncsync top ipc://\S+", watch)
         assert "starting the workers" in lines[0]
         assert "\x1b" not in out
         versions = [int(re.search(r"version (\d+)", text)[1]) for text in lines]  # type: ignore[index]
@@ -119,6 +120,19 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
         )
         assert re.search(r"worker 0 +live, version \d+, lag 0", out)
         assert (tmp_path / "return.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_rays_processes_outlive_the_thread_that_has_started_them(tmp_path: Path) -> None:
+    """The collector is made in a thread, which has ended by the first batch."""
+    pytest.importorskip("ray")
+    with demo(tmp_path, "--scheme", "ray", "--target-return", "40", "--max-seconds", "100") as process:
+        code, out, err = finish(process, 200)
+    assert (code, err) == (0, ""), err
+    assert "weights through Ray" in out
+    assert "watch it" not in out, "its address is told to its workers only"
+    assert re.search(r"worker 1 +live, version \d+, lag 0", out)
 
 
 # -- it always ends ----------------------------------------------------------------------------------------------------

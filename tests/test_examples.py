@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncsync.cli import main
 from helpers.command import EXAMPLES, children_of, finish, private_directories, run, start
 
 pytestmark = pytest.mark.timeout(120)  # up to three processes, each of which imports torch
@@ -29,8 +35,8 @@ def example(path: Path, cwd: Path, *arguments: str) -> str:
 
 def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
-    here = {"async_trainer", "lora", "many_models", "mixed_trainer", "ppo_plain", "quickstart", "sb3_workers"}
-    here |= {"distributed_trainer", "ray_trainer", "weight_sync_standalone"}
+    here = {"async_trainer", "lora", "many_models", "mixed_trainer", "multi_host_pubsub", "ppo_plain", "quickstart"}
+    here |= {"distributed_trainer", "inference_server", "ray_trainer", "sb3_workers", "weight_sync_standalone"}
     # test_examples_collectors.py
     there = {"async_collector", "multi_model", "ray_collector", "replay_buffer", "rpc_collector", "torchrl_collector"}
     there |= {"weight_sync_collectors"}
@@ -108,6 +114,50 @@ def test_ray_trainer_learns_while_its_actors_play(tmp_path: Path) -> None:
     assert float(wrong) < float(shown[0][3])
 
 
+def answered(url: str) -> dict[str, object]:
+    request = urllib.request.Request(f"{url}/predict", json.dumps({"inputs": [[1, 2], [0, 0]]}).encode())
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        found: dict[str, object] = json.loads(answer.read())
+    assert found.keys() <= {"version", "loss", "outputs"}
+    assert len(found["outputs"]) == 2  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.thorough
+def test_inference_server_never_fails_a_request_while_the_trainer_is_killed_and_restarted(tmp_path: Path) -> None:
+    program, endpoint = EXAMPLES / "inference_server.py", f"ipc://{tmp_path}/bus"
+    training = [program, "train", endpoint, "--checkpoint", tmp_path / "checkpoint.pt"]
+    with start(program, "serve", endpoint, cwd=tmp_path) as server, ExitStack() as trainers:
+        trainer = trainers.enter_context(start(*training, cwd=tmp_path))
+        assert server.stdout is not None
+        for line in server.stdout:
+            if (found := re.search(r"(http://\S+) has version (\d+)", line)) is not None:
+                break
+        url, versions, epochs = found[1], [int(found[2])], 0
+        end = time.monotonic() + 60
+        while epochs < 3:
+            assert time.monotonic() < end
+            versions.append(int(str(answered(url)["version"])))
+            if versions[-1] > versions[0] + 5:
+                os.killpg(trainer.pid, signal.SIGKILL)
+                trainer.communicate()
+                trainer = trainers.enter_context(start(*training, cwd=tmp_path))
+                versions, epochs = [int(str(answered(url)["version"]))], epochs + 1
+            assert versions == sorted(versions), "a version has gone back"
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(f"{url}/predict", b'{"inputs": "?"}', timeout=20)
+        with urllib.request.urlopen(f"{url}/status", timeout=20) as answer:
+            assert json.loads(answer.read()).keys() == {"version", "trainer", "why"}
+
+
+@pytest.mark.thorough
+def test_inference_server_shows_that_by_itself(tmp_path: Path) -> None:
+    out = example(EXAMPLES / "inference_server.py", tmp_path)
+    [killed_at] = re.findall(r"version (\d+): the trainer is killed", out)
+    [(first, last)] = re.findall(r"\d+ requests, all answered, by versions (\d+) to (\d+):", out)
+    assert int(first) < int(killed_at) < int(last)
+
+
 @pytest.mark.thorough
 def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> None:
     out = example(EXAMPLES / "lora.py", tmp_path)
@@ -124,10 +174,57 @@ def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> No
     assert all(loss == losses.get(version, "None") for version, loss in answered), "each version has its own metadata"
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+def test_r203_multi_host_pubsub_is_followed_by_those_with_keys_only(tmp_path: Path, unused_tcp_port: int) -> None:
+    """Processes of their own, and files that were carried elsewhere, as between hosts. Then the trainer is killed, and
+    the next one has another key, which is put in the place of the old one."""
+    keys, there = tmp_path / "keys", tmp_path / "there"
+    assert main(["keygen", str(keys), "--workers", "1"]) == 0
+    assert main(["keygen", str(tmp_path / "others"), "--workers", "1"]) == 0
+    there.mkdir()
+    for name in ("server.key", "client_secrets/worker-0.key_secret"):
+        shutil.copy(keys / name, there)
+    shutil.copy(tmp_path / "others/client_secrets/worker-0.key_secret", there / "other.key_secret")
+    program = EXAMPLES / "multi_host_pubsub.py"
+    trainer = [program, "--role", "trainer", "--endpoint", f"tcp://127.0.0.1:{unused_tcp_port}", "--pause", "0.05"]
+    follower = [program, "--role", "subscriber", "--connect", f"tcp://localhost:{unused_tcp_port}"]
+    follower += ["--server-key", "server.key", "--client-key"]
+
+    def following(process: subprocess.Popen[str]) -> int:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.fullmatch(r"subscriber 0: version (\d+) \{'loss': [\d.e-]+\} is wrong by [\d.]+\n", line)
+        assert match is not None, line
+        return int(match[1])
+
+    with start(*follower, "worker-0.key_secret", cwd=there) as good:
+        with (
+            start(*trainer, cwd=tmp_path) as training,
+            start(*follower, "other.key_secret", cwd=there) as stranger,
+        ):
+            versions = [following(good) for _ in range(10)]
+            assert versions == sorted(set(versions))
+            code, out, err = finish(stranger, 100)
+            assert (code, out) == (1, "")
+            assert "has refused this key" in err
+            training.kill()
+            _, out, _ = finish(training)
+            assert re.search(r"subscribers have \{0: \d+\}", out)
+            assert re.search(r"refused \{'a key that is not listed': \d+\}", out)
+        for name in ("server.key", "server.key_secret"):
+            (keys / name).unlink()
+        assert main(["keygen", str(keys)]) == 0
+        shutil.copy(keys / "server.key", there)
+        with start(*trainer, cwd=tmp_path):
+            newest = following(good)
+            while (version := following(good)) > newest:  # of the trainer that was killed, until it begins anew
+                newest = version
+    assert private_directories() == []
+
+
 def test_sb3_workers_says_what_it_needs(tmp_path: Path) -> None:
-    if importlib.util.find_spec("stable_baselines3") is not None:
-        return  # the next one runs it
-    code, out, err = run(EXAMPLES / "sb3_workers.py", cwd=tmp_path)
+    code, out, err = run(EXAMPLES / "sb3_workers.py", cwd=tmp_path, without="stable_baselines3")
     assert (code, out) == (1, "")
     assert err == "this example needs Stable-Baselines3: pip install stable-baselines3\n"
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync import NotConnected, ProtocolError, WeightSyncScheme, ZMQTransport
-from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.net.address import address_towards, own_address, tcp_endpoint
+from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.net.keys import KeyPair
-from asyncsync.protocol import codec, messages
 from asyncsync.schemes.introduced import IntroducedCore
+from asyncsync.wire import codec, messages
 from helpers.pairs import Model, fill, passed_on, until
 
 BOARD: dict[str, dict[int, Introduction]] = {}
@@ -117,7 +117,7 @@ async def stranger(introduction: Introduction, **changes: Any) -> AsyncIterator[
 HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
 
 
-@pytest.mark.parametrize("what", ["no key", "a key that was not given out", "the key of another server"])
+@pytest.mark.parametrize("what", ["no key", "a key that is not listed", "the key of another server"])
 async def test_r203_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_nothing(what: str) -> None:
     async with sending() as (sender, source):
         worker, model = receiving(sender, 0)
@@ -126,14 +126,14 @@ async def test_r203_who_has_no_key_that_was_given_out_gets_no_answer_and_changes
             introduction = BOARD[sender._bus._uid][0]
             changes = {
                 "no key": {"own": None},
-                "a key that was not given out": {"own": KeyPair.draw()},
+                "a key that is not listed": {"own": KeyPair.draw()},
                 "the key of another server": {"server": KeyPair.draw().public},
             }[what]
             async with stranger(introduction, **changes) as socket:
                 socket.send(codec.encode(HELLO), zmq.NOBLOCK)
                 refused = sender._bus._sender().introductions
                 assert refused is not None
-                if "not given out" in what:
+                if "not listed" in what:
                     await until(lambda: refused.admission.refused[what] > 0)
                 fill(source, 2.0)
                 await sender.send_async(timeout=10)
@@ -152,6 +152,10 @@ async def test_r203_a_key_is_good_for_its_own_worker_only() -> None:
             async with stranger(BOARD[sender._bus._uid][1]) as socket:
                 socket.send(codec.encode(HELLO))
                 await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))
+                await until(lambda: socket.poll(0) > 0)
+                answer, _ = codec.decode(socket.recv_multipart())
+                assert isinstance(answer, messages.Bye), "and it is told why"
+                assert answer.reason == "refused"
                 assert not socket.poll(100)
             fill(source, 2.0)
             await sender.send_async(timeout=10)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol import messages
 from asyncsync.protocol.leases import Key, Leases
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
+from asyncsync.wire import fields, messages
 from helpers.machines import EPOCH, Desk, nonce
 
 F64 = torch.float64
@@ -315,12 +315,12 @@ def test_who_was_superseded_keeps_its_leases_until_it_says_released(desk: Desk) 
     desk.hello(0, incarnation=50, route=b"next")
     desk.cut(b"0")
     desk.receive(b"next", messages.Ready(EPOCH, {"policy": update.parts[0].digest}))
-    desk.receive(b"next", messages.Released(EPOCH, nonce(50), messages.MAX_SERIAL, ()))
+    desk.receive(b"next", messages.Released(EPOCH, nonce(50), fields.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
     with pytest.raises(ProtocolError, match="unknown peer"):
         desk.applied(0, update.serial, (), policy=1)
     assert out(desk, 0) == {1}
-    desk.receive(0, messages.Released(EPOCH, nonce(0), messages.MAX_SERIAL, ()))
+    desk.receive(0, messages.Released(EPOCH, nonce(0), fields.MAX_SERIAL, ()))
     assert desk.publisher.leases.of == {}
 
 
@@ -328,7 +328,7 @@ def test_released_of_another_epoch_is_refused(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     for route in (0, b"nobody"):
         with pytest.raises(ProtocolError, match="another epoch"):
-            desk.receive(route, messages.Released((1, 1), nonce(0), messages.MAX_SERIAL, ()))
+            desk.receive(route, messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ()))
     assert out(desk, 0) == {1}
 
 

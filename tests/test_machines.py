@@ -20,8 +20,10 @@ from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
+from asyncsync.protocol.fanout import FanOut
 from asyncsync.protocol.holdings import Holdings, Reports
-from asyncsync.protocol.incoming import Incoming, IncomingUpdate
+from asyncsync.protocol.incoming import Incoming
+from asyncsync.protocol.incoming_update import IncomingUpdate
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
@@ -53,6 +55,10 @@ def worlds(draw: st.DrawFn) -> World:
         descriptors=draw(st.booleans()),
         local=bool(lent) or draw(st.booleans()),
         lent=frozenset(lent),
+        fanout=None if lent else draw(st.sampled_from([None, "pull", "push"])),
+        compress=draw(st.sampled_from(["", "zstd", "lz4"])),
+        delta=draw(st.booleans()),
+        apart=frozenset(draw(st.sets(st.integers(0, count - 1)))) if lent else frozenset(),
     )
 
 
@@ -87,8 +93,8 @@ MUTATIONS = {
     "an update counts as complete before it is": [
         (IncomingUpdate, "complete", "self.received == self.total", "self.received > 0")
     ],
-    "bytes that come twice count twice, and those behind a gap": [
-        (IncomingUpdate, "write", "+ offset != self.received or", "< 0 or")
+    "bytes behind a gap count as if there were none": [
+        (IncomingUpdate, "write", "is_beyond = start > self.received", "is_beyond = False")
     ],
     "chunks of another update are taken": [(Incoming, "chunk", "chunk.serial != update.serial", "False")],
     "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
@@ -139,10 +145,10 @@ MUTATIONS = {
         (Membership, "hello", "hello.attempt <= peer.hello.attempt", "False")
     ],
     "a trainer whose clock has gone back stays behind": [
-        (Membership, "outrun", "self.epoch = (hello.epoch[0] + 1, self.epoch[1])", "pass")
+        (Membership, "outrun", "self.begin((hello.epoch[0] + 1, self.epoch[1]))", "pass")
     ],
     "missing chunks are not asked for again": [
-        (Incoming, "tick", "update.stalled(now, self._settings.retry_interval)", "False")
+        (Incoming, "tick", "update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience)", "False")
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
     "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
@@ -152,8 +158,8 @@ MUTATIONS = {
         (
             Membership,
             "_supersede",
-            "self._drop(peer)",
-            f"self._drop(peer){GIVE}".replace("self.l", "self._entered.__self__.l"),
+            "self.drop(peer)",
+            f"self.drop(peer){GIVE}".replace("self.l", "self._entered.__self__.l"),
         )
     ],
     "whoever connects again has given everything back": [
@@ -200,6 +206,21 @@ MUTATIONS = {
             "pass\n    elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed)",
         )
     ],
+    "what is sent to all is taken by those who are not meant": [
+        (Subscriber, "_on_cast", "excluded[i : i + NONCE_END] == mine", "False")
+    ],
+    "what is sent to all is taken by those who have missed what was before": [
+        (Subscriber, "_on_cast", "cast.since != self.reports.serial", "False")
+    ],
+    "what is sent to all names nobody who is not meant": [
+        (FanOut, "gather", "sorted(nonce[-NONCE_END:] for nonce in others)", "()")
+    ],
+    "those who are sent something at once count as having had what was before": [
+        (FanOut, "started", "peer.before = peer.serial", "peer.before = serial - 1")
+    ],
+    "what is pushed may hold something else by now": [
+        (FanOut, "end", "self._pushed.release()", "pass"),
+    ],
     "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
 }
 
@@ -207,8 +228,9 @@ MUTATIONS = {
 NOTICED = {
     "checksums are not compared": 875,
     "chunks of another update are taken": 323,
-    "messages of other trainers are taken": 580,
-    "the fast path goes on with what it has written, and not who has it": 3066,
+    "messages of other trainers are taken": 4547,
+    "bytes behind a gap count as if there were none": 2452,
+    "the fast path goes on with what it has written, and not who has it": 4069,
 }
 
 

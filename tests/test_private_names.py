@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 import threading
 
+import pytest
 import torch
 import zmq
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 import asyncsync
 from asyncsync import collectors, transports
 from asyncsync.collectors.distributed import rpc_private
+from asyncsync.collectors.envs import gym_private
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
@@ -44,7 +46,8 @@ def test_every_module_of_private_names_is_in_here() -> None:
         if module.name.endswith("_private")
     }
     modules = (
-        asyncio_private, model_private, ray_private, rpc_private, transports_private, weights_private, zmq_private
+        asyncio_private, gym_private, model_private, ray_private, rpc_private, transports_private, weights_private,
+        zmq_private,
     )  # fmt: skip
     assert found == {module.__name__ for module in modules}
 
@@ -211,3 +214,20 @@ def test_a_process_group_has_a_store_by_which_its_processes_have_met() -> None:
         assert transports_private.default_store() is not None
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_sync_vector_knows_which_environments_wait_for_a_reset() -> None:
+    """``SyncVectorEnv._autoreset_envs``. Without it the environments of one cannot be reset one by one; its own reset
+    with a mask takes 45 µs more in each step by which one of 64 finishes."""
+    gymnasium = pytest.importorskip("gymnasium")
+    vector = gymnasium.vector
+    made = {"autoreset_mode": vector.AutoresetMode.DISABLED}
+    env = gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=made, max_episode_steps=1)
+    env.reset()
+    _, _, _, finished, _ = env.step(env.action_space.sample())
+    assert finished.all()
+    with pytest.raises(AssertionError):
+        env.step(env.action_space.sample())
+    assert [index for index, _ in gym_private.reset_these(env, finished)] == [0, 1]
+    env.step(env.action_space.sample())
+    env.close()

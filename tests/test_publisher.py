@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.protocol import codec, messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import Announcement
 from asyncsync.weights.slab import SlabPool
+from asyncsync.wire import codec, messages
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32

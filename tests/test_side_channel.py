@@ -29,7 +29,7 @@ from asyncsync.net.side_channel import (
     read,
     split,
 )
-from asyncsync.protocol import codec, messages
+from asyncsync.wire import codec, messages
 from helpers.pairs import until
 
 EPOCH = (1, 1)

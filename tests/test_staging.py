@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol.incoming import IncomingUpdate
-from asyncsync.protocol.messages import Part, Update
+from asyncsync.protocol.incoming_update import IncomingUpdate
 from asyncsync.protocol.staging import StagedPart, Staging
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.wire.messages import Part, Update
 
 EPOCH = (1, 2)
 DIGEST = bytes(16)

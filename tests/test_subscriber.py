@@ -11,12 +11,13 @@ import torch
 
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.protocol import messages
 from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
 from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.slab import SlabPool
+from asyncsync.wire import fields, messages
 from helpers.machines import EPOCH, SMALL, TICK, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
@@ -47,14 +48,14 @@ def pair() -> Station:
 def test_hello_says_who_this_is_and_what_it_has() -> None:
     station = Station()
     (hello,) = station.take()
-    assert hello == messages.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0})
+    assert hello == messages.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0}, "worker", codecs_here())
     station.welcome()
     station.update(1, {"policy": (4, 40)})
     station.apply()
     station.take()
     station.subscriber.connected(station.now)
     (hello,) = station.take()
-    assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, {"policy": 4, "": 4})
+    assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, {"policy": 4, "": 4}, "worker", codecs_here())
 
 
 def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:
@@ -454,7 +455,7 @@ def test_a_fetch_for_an_update_that_was_replaced_is_ignored(station: Station) ->
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
 
 
-def reported(instruction: messages.Instruction) -> tuple[int, messages.InUse]:
+def reported(instruction: messages.Instruction) -> tuple[int, fields.InUse]:
     return instruction.last, instruction.in_use  # type: ignore[attr-defined]
 
 
@@ -741,7 +742,7 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
 
 
 @pytest.mark.parametrize("epoch", [OLDER, NEWER])
-def test_messages_of_another_epoch_are_refused(station: Station, epoch: messages.Epoch) -> None:
+def test_messages_of_another_epoch_are_refused(station: Station, epoch: fields.Epoch) -> None:
     for instruction in (messages.Ping(epoch, 1), messages.Pong(epoch, 0, {"policy": 9}, {}, 0)):
         with pytest.raises(ProtocolError, match="another epoch"):
             station.receive(instruction)

@@ -3,6 +3,7 @@
 :data:`TAG` is the key under which a blocking transport of a user's own is handed a publication's id.
 """
 
+from asyncsync.transports.auto import AutoTransport
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
 from asyncsync.transports.ray_objects import RayTransport
@@ -12,6 +13,7 @@ from asyncsync.transports.zmq import ZMQTransport
 
 __all__ = [
     "TAG",
+    "AutoTransport",
     "DistributedTransport",
     "MPTransport",
     "RPCTransport",

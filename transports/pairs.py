@@ -3,8 +3,8 @@ everything here blocks, and runs in threads of its own.
 
 The sender has a TCPStore (:class:`PairServer`). A worker that needs a pair (:class:`PairClient`) leaves a ticket there,
 with a name that it has drawn, and both make a process group by that name. The worker then requests one transfer after
-the other, and a thread of the sender's answers. What is requested is the random name of a transfer, which a worker
-knows from the bus only: whoever else finds the store and makes a pair gets nothing.
+the other, and a thread of the sender's answers; the worker's receipt ends each. What is requested is the random name of
+a transfer, which a worker knows from the bus only: whoever else finds the store and makes a pair gets nothing.
 
 Groups of two, because in a larger one each depends on all: a collective waits for the slowest, a timed wait closes
 everybody's connections, and nobody can join or be replaced. Groups apart from torch's default one, because its order of
@@ -33,14 +33,12 @@ from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
-__all__ = ["SEND_SECONDS", "TRANSFER_BYTES", "PairClient", "PairServer", "Place"]
+__all__ = ["TRANSFER_BYTES", "PairClient", "PairServer", "Place"]
 
 TRANSFER_BYTES = 16  # of a transfer's name
 RENDEZVOUS_SECONDS = 20.0  # until both ends of a pair are there
 ENDING_SECONDS = 2.0
-# A send that begins just when the other end dies is forgotten by gloo: nothing but its own timeout ends the wait. No
-# worker waits for longer than that for an update's bytes.
-SEND_SECONDS = 60.0
+SEND_SECONDS = 60.0  # in which a worker has to take in an update's bytes; one that is stopped pins them for as long
 TICKETS, ENOUGH = "tickets", b"enough"
 
 _MAGIC = b"PAIR\x01"
@@ -74,18 +72,37 @@ class Place(NamedTuple):
 
 class Pair:
     """One end of a pair; blocks until the other one is there. Raises RuntimeError, as each of its methods does where
-    the other end is gone, or :meth:`close` was called. With ``patience``, a send that takes more seconds ends it.
+    the other end is gone, or :meth:`close` was called.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, address: str, patience: float | None = None) -> None:
+    def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
         # A wait without a timeout has the one of the rendezvous.
         self._group = gloo_pair(part_of(store, name), rank, address, RENDEZVOUS_SECONDS)
         self._other = 1 - rank
-        self._patience = FOREVER if patience is None else timedelta(seconds=patience)
+        self._sent: list[Any] = []
         _open.add(self)
 
+    def exchange(self, into: torch.Tensor, *data: torch.Tensor, timeout: timedelta = FOREVER) -> None:
+        """Send, and wait for what is received. All that was sent before has arrived then, if the other end receives all
+        of it before it sends; so nothing else needs to be waited for, and no send is.
+
+        gloo forgets a send in the middle of which the other end dies: its wait has no end. A receive it remembers, if
+        that has begun before.
+        """
+        receiving = self._group.recv([into], self._other, _DATA)
+        self._sent = [*self._sent, *(self._group.send([part], self._other, _DATA) for part in data)]
+        try:
+            receiving.wait(timeout)
+        finally:
+            self._sent = []
+
+    def post(self, data: torch.Tensor) -> None:
+        """Send without a wait: the next :meth:`exchange` is one for it."""
+        self._sent.append(self._group.send([data], self._other, _DATA))
+
     def send(self, data: torch.Tensor) -> None:
-        self._group.send([data], self._other, _DATA).wait(self._patience)
+        """And wait for it, in a thread that may do so for ever: see :meth:`exchange`."""
+        self._group.send([data], self._other, _DATA).wait(FOREVER)
 
     def receive(self, into: torch.Tensor) -> None:
         self._group.recv([into], self._other, _DATA).wait(FOREVER)
@@ -101,16 +118,14 @@ class Pair:
 class PairServer:
     """The sender's half: a store on this address of this host, and a thread for each pair that there is.
 
-    ``offered`` has the bytes of transfers by their names; a transfer that takes more than ``patience`` seconds ends its
-    pair. Raises NotConnected: there is no such address.
+    ``offered`` has the bytes of transfers by their names. Raises NotConnected: there is no such address.
     """
 
-    def __init__(self, host: str, offered: Mapping[bytes, memoryview], patience: float = SEND_SECONDS) -> None:
+    def __init__(self, host: str, offered: Mapping[bytes, memoryview]) -> None:
         self._store = OwnStore(host)
         self._store.open()
         self.address = self._store.address
         self._offered = offered
-        self._patience = patience
         self._lock = threading.Lock()
         self._closed = False
         self._pairs: dict[int, Pair] = {}
@@ -139,7 +154,7 @@ class PairServer:
     def _serve(self, worker: int, name: str) -> None:
         """Make a pair, and answer its requests for as long as it lasts."""
         try:
-            pair = Pair(connect(self.address), name, _SENDER, self.address[0], self._patience)
+            pair = Pair(connect(self.address), name, _SENDER, self.address[0])
         except RuntimeError:
             return  # the worker is gone, or says why
         with self._lock:
@@ -161,13 +176,14 @@ class PairServer:
     def _answer(self, pair: Pair) -> None:
         with normal_tensors():
             request = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device="cpu")
+            receipt = torch.empty(1, dtype=torch.uint8, device="cpu")
             head = torch.empty(1, dtype=torch.int64, device="cpu")
             pair.receive(request)
             # As long as this thread has the bytes, their memory is not used again.
             data = self._offered.get(request.numpy().tobytes())
-            pair.send(head.fill_(_UNKNOWN if data is None else len(data)))
-            if data is not None:
-                pair.send(torch.frombuffer(data, dtype=torch.uint8))
+            head.fill_(_UNKNOWN if data is None else len(data))
+            body = () if data is None else (torch.frombuffer(data, dtype=torch.uint8),)
+            pair.exchange(receipt, head, *body, timeout=timedelta(seconds=SEND_SECONDS))
 
     def end_soon(self) -> None:
         """:meth:`close`, without waiting."""
@@ -240,16 +256,18 @@ class PairClient:
                 raise RuntimeError("the worker was shut down meanwhile")
         with normal_tensors():
             request = torch.frombuffer(bytearray(transfer), dtype=torch.uint8)
+            receipt = torch.zeros(1, dtype=torch.uint8, device="cpu")
             head = torch.empty(1, dtype=torch.int64, device="cpu")
-        pair.send(request)
-        pair.receive(head)
+        pair.exchange(head, request)
         size = int(head.item())
         if size == _UNKNOWN:
+            pair.post(receipt)
             raise LookupError("the sender does not offer these weights any more")
         if size != into.numel():
             self._drop()  # they would be the next answer
             raise ValueError(f"the sender offers {size} bytes of weights, and has announced {into.numel()}")
         pair.receive(into)
+        pair.post(receipt)
 
     def _drop(self) -> None:
         pair, self._pair = self._pair, None

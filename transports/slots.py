@@ -122,12 +122,14 @@ class Slot(Slab):
 
 class SlotPool(SlabPool):
     """Slots that can be used again: ``slots`` of a model, however slow the readers are, besides those that hold the
-    targets of single workers. Workers read slabs of more than ``map_above`` bytes in place."""
+    targets of single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are
+    ``streamable`` may be on other hosts."""
 
     def __init__(self, slots: int, map_above: int) -> None:
         super().__init__()
         self.slots_allowed = slots
         self.map_above = map_above
+        self.streamable = False
         self.used: set[Slot] = set()
         self._inodes: tuple[int, ...] | None = None  # of all slots, while they are the same
         self._cannot_pin = False
@@ -165,7 +167,7 @@ class SlotPool(SlabPool):
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
         assert isinstance(slab, Slot)
-        slab.in_place = slab.nbytes > self.map_above
+        slab.in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
         self.used.add(slab)
         return slab
 

@@ -19,7 +19,7 @@ from torch import distributed
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["FOREVER", "LAST_LOOK", "Address", "OwnStore", "client_of", "connect", "innermost", "part_of", "wait_for"]
+__all__ = ["FOREVER", "Address", "OwnStore", "client_of", "connect", "innermost", "part_of", "wait_for"]
 
 Address = tuple[str, int]
 """Host and port of a store."""

@@ -18,7 +18,7 @@ import torch
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.transports import blocking
 from asyncsync.transports.base import TransportBackend
-from asyncsync.transports.pairs import SEND_SECONDS, TRANSFER_BYTES, PairClient, PairServer, Place
+from asyncsync.transports.pairs import TRANSFER_BYTES, PairClient, PairServer, Place
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.zmq import ChunkTransport
 from asyncsync.weights.copying import normal_tensors
@@ -43,7 +43,8 @@ class PairTransport(ChunkTransport):
         address: of this host, for a sender: the one by which its workers reach it, in numbers.
         map_above: a module's Parameters may get their memory in received weights of more bytes.
         pair_above: weights of more bytes go through pairs, fewer over the bus.
-        patience: seconds in which a worker has to take in an update's bytes, before it needs another connection.
+        backend: the one of torch.distributed that was asked for. Slabs lie in the host's memory, and gloo carries them
+            whichever it is.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class PairTransport(ChunkTransport):
         address: str = "127.0.0.1",
         map_above: int = COPY_BYTES,
         pair_above: int = PAIR_BYTES,
-        patience: float = SEND_SECONDS,
+        *,
+        backend: str = "gloo",
     ) -> None:
         super().__init__(map_above)
+        self.backend = backend
         self.address = address
         self.pair_above = pair_above
-        self._patience = patience
         self._offered: dict[bytes, memoryview] = {}
         self._server: PairServer | None = None
         self._client: PairClient | None = None
@@ -80,7 +82,7 @@ class PairTransport(ChunkTransport):
         return place.encode()
 
     def _serve(self) -> None:
-        self._server = server = PairServer(self.address, self._offered, self._patience)
+        self._server = server = PairServer(self.address, self._offered)
         weakref.finalize(self, server.end_soon).atexit = False
 
     def retire(self, descriptor: bytes) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "CALLED",
     "COLLECT",
     "EMPTY",
     "LARGE",
@@ -40,10 +41,15 @@ SECTIONS = {
     "stall": "the longest stall of the trainer's event loop, and of the workers', during large sends",
     "shared": "SharedMem: send → applied by all, beside TorchRL's scheme of that name",
     "process": "MultiProcess: the same",
+    "distributed": "Distributed: the same, beside hand-written gloo",
+    "rpc": "RPC: the same, beside a call and a transfer written by hand",
+    "ray": "Ray: the same, through its object store, beside ray.put",
     "collect": "collectors, beside TorchRL's and a bare loop over a vector environment",
+    "nodes": "DistributedCollector and RayCollector, beside TorchRL's of these names",
 }
 ONE_HOST = ("shared", "process")  # sections with processes of their own
-COLLECT = ("collect",)  # and others again
+CALLED = ("rpc", "ray")  # and others again
+COLLECT = ("collect", "nodes")  # and others
 
 
 @dataclass(frozen=True)

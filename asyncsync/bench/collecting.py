@@ -1,4 +1,4 @@
-"""The section about collectors: asyncsync's beside TorchRL's, and beside a loop that does nothing else.
+"""The sections about collectors: asyncsync's beside TorchRL's, and beside a loop that does nothing else.
 
     figures = await RUN["collect"](stage)
 
@@ -7,10 +7,10 @@ Each side runs in a process of its own, with workers of its own; they take turns
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from asyncsync.bench import peers
-from asyncsync.bench.collection import CASES, IMAGE_BYTES
+from asyncsync.bench.collection import CASES, IMAGE_BYTES, NODES
 from asyncsync.bench.figures import Figure
 from asyncsync.bench.stage import Stage, System, interleave
 
@@ -22,13 +22,23 @@ TRIALS = 15
 
 
 async def collect(stage: Stage) -> list[Figure]:
+    """Those of one process, and of several."""
+    return await _beside("collect", CASES, stage)
+
+
+async def nodes(stage: Stage) -> list[Figure]:
+    """Those of several hosts."""
+    return await _beside("nodes", NODES, stage)
+
+
+async def _beside(section: str, cases: Mapping[str, tuple[int, tuple[str, ...]]], stage: Stage) -> list[Figure]:
     """Seconds for so many frames, by case; nothing where TorchRL and Gymnasium are not installed."""
     stage.progress("collectors, processes start")
     crew, figures = stage.crew, []
     if not all([await crew.ask(index, "collect_start", side) for side, index in list(SIDES.items())[:2]]):
         return []
     trials = stage.plan.trials if stage.plan.trials is not None else 5 if stage.plan.quick else TRIALS
-    for case, (workers, sides) in CASES.items():
+    for case, (workers, sides) in cases.items():
         stage.progress(f"collectors, {case}")
         systems: dict[str, System] = {}
         for side in sides:
@@ -37,7 +47,9 @@ async def collect(stage: Stage) -> list[Figure]:
         if len(sides) == 1:
             systems["memcpy"] = peers.memcpy(IMAGE_BYTES)
         times = await interleave(systems, trials)
-        figures += [Figure.of("collect", case, workers, name, found) for name, found in times.items()]
+        for side in sides:
+            await crew.ask(SIDES[side], "collect", "close", case)
+        figures += [Figure.of(section, case, workers, name, found) for name, found in times.items()]
     await crew.ask_all(range(len(NAMES)), "collect_end")
     return figures
 
@@ -50,4 +62,7 @@ def _side(stage: Stage, index: int, case: str) -> System:
     return once
 
 
-RUN: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {"collect": collect}
+RUN: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {
+    "collect": collect,
+    "nodes": nodes,
+}

@@ -11,6 +11,7 @@ environments are stepped by our collector, and by a loop that stores nothing.
 
 from __future__ import annotations
 
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-__all__ = ["CASES", "FRAMES", "IMAGE_BYTES", "Collection", "ImageEnv"]
+__all__ = ["CASES", "FRAMES", "IMAGE_BYTES", "NODES", "Collection", "ImageEnv"]
 
 FRAMES = 1000  # of a trial: a figure is the time for so many
 OUR_ENV = "CartPole, our GymEnv"
@@ -52,6 +53,11 @@ CASES = {  # name: workers, and who has it
     **dict.fromkeys(VECTORS, (1, ("asyncsync", "bare loop"))),
     "64 MiB of images": (1, ("asyncsync",)),
 }
+NODES = {  # the same, of collectors whose workers are reached by gloo or by Ray
+    f"CartPole, {kind}, {family}": (2, ("asyncsync", "TorchRL"))
+    for family in ("Distributed", "Ray")
+    for kind in ("sync", "async")
+}
 IMAGE = (64, 1024)  # bytes of one
 STEPS = 512
 IMAGE_BYTES = 2 * STEPS * IMAGE[0] * IMAGE[1]  # of a batch: each image, and the next one
@@ -78,6 +84,14 @@ class _Look(_Act):
 
 def _policy() -> TensorDictModule:
     return TensorDictModule(_Act(), in_keys=["observation"], out_keys=["action"])
+
+
+def free_port() -> int:
+    """Of which the next one is likely to be free, too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def cart_pole() -> Any:
@@ -156,12 +170,15 @@ class Collection:
         except ImportError:
             return None
         warnings.filterwarnings("ignore", category=FutureWarning, module="torchrl")  # of defaults that will change
+        warnings.filterwarnings("ignore", category=UserWarning, module="torchrl")  # that no weights were sent yet
         return cls(side)
 
     def open(self, case: str) -> None:
         """Have a collector, or a loop, that is warm."""
         if case in VECTORS:
             collector, once = self._vector(VECTORS[case])
+        elif case in NODES:
+            collector, once = self._nodes(case)
         elif case.endswith("images"):
             collector, once = self._images()
         else:
@@ -172,11 +189,12 @@ class Collection:
         """Seconds for :data:`FRAMES` frames; for images: from the last step until the batch can be read here."""
         return self._open[case][1]()
 
-    def close(self) -> None:
-        for collector, _ in self._open.values():
+    def close(self, case: str | None = None) -> None:
+        """Of this case; None: of all."""
+        for name in [*self._open] if case is None else [case]:
+            collector, _ = self._open.pop(name)
             if collector is not None:
                 collector.shutdown()
-        self._open.clear()
 
     def _cart_pole(self, case: str) -> tuple[Any, Callable[[], float]]:
         if self._side == "asyncsync":
@@ -197,6 +215,29 @@ class Collection:
         frames = FRAMES // BATCHES
         collector = module.MultiAsyncCollector(create, _policy(), frames_per_batch=frames, total_frames=-1)
         return self._batches(collector, BATCHES, len(create))
+
+    def _nodes(self, case: str) -> tuple[Any, Callable[[], float]]:
+        if self._side == "asyncsync":
+            from asyncsync.collectors import distributed as theirs
+        else:
+            import torchrl.collectors.distributed as theirs  # type: ignore[no-redef]
+        _, kind, family = case.split(", ")
+        count = BATCHES if kind == "async" else 1
+        options: dict[str, Any] = {"launcher": "mp", "tcp_port": free_port()}
+        if family == "Ray":
+            # Each side has a cluster of its own.
+            cluster = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            options = {"ray_init_config": cluster, "remote_configs": {"num_cpus": 1}}
+        module: Any = theirs
+        collector = getattr(module, f"{family}Collector")(
+            [cart_pole] * NODES[case][0],
+            _policy(),
+            frames_per_batch=FRAMES // count,
+            total_frames=FRAMES << 30,  # TorchRL's yield nothing with -1
+            sync=kind == "sync",
+            **options,
+        )
+        return self._batches(collector, count, 0 if kind == "sync" else 2)
 
     def _batches(self, collector: Any, count: int, stale: int) -> tuple[Any, Callable[[], float]]:
         batches = iter(collector)

@@ -10,13 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from asyncsync.bench.cases import ONE_HOST
+from asyncsync.bench.peers import EACH, STAGED
+
 __all__ = ["SCHEMES", "Bar", "Figure", "Figures", "bars"]
 
-SCHEMES = {"shared": "SharedMem", "process": "MultiProcess"}  # by section
+SCHEMES = {  # by section
+    "shared": "SharedMem",
+    "process": "MultiProcess",
+    "distributed": "Distributed",
+    "rpc": "RPC",
+    "ray": "Ray",
+}
 BESIDE_TORCHRL = (  # section, case, system, how many times TorchRL's median with two workers it may take
     ("shared", "64 KiB", "async", 0.5),
     ("shared", "64 KiB", "blocking", 0.75),
@@ -37,6 +47,10 @@ COLLECTORS = (  # case, workers, peer, how many times its median the same frames
     ("64 CartPoles, vectorised", 1, "bare loop", 1 / 0.75, False),
     ("8 cameras", 1, "bare loop", 1 / 0.75, True),
     ("64 MiB of images", 1, "memcpy", 2.0, True),
+)
+BY_HAND = (  # section, how many times what is written by hand 256 MiB may take, to how many workers
+    ("rpc", 1.05, (1, 2)),
+    ("ray", 1.0, (2,)),
 )
 
 
@@ -170,7 +184,7 @@ def bars(figures: Sequence[Figure]) -> list[Bar]:
         add(f"{case} update to 2 workers, async ≤ {limit:g} × bare round trip", direct, bare, limit)
         if direct is not None and blocking is not None:
             add(f"{case} update to 2 workers, blocking minus async ≤ 0.1 ms", blocking - direct, 0.1, 1.0)
-    for kinds, which in (("tcp|ipc", ""), *((section, f" with {name}") for section, name in SCHEMES.items())):
+    for kinds, which in (("tcp|ipc", ""), *((name, f" with {SCHEMES[name]}") for name in ONE_HOST)):
         longest = _longest_stall(every, kinds)
         add(f"longest stall of the trainer's loop{which}, 256 MiB ≤ 20 ms", longest, 20.0, 1.0)
     for kinds, which in (("tcp|ipc", ""), ("shared", " with SharedMem")):
@@ -193,6 +207,35 @@ def bars(figures: Sequence[Figure]) -> list[Bar]:
     add("SharedMem, 256 MiB to 4 workers ≤ 1.15 × to 1 worker", four, one, 1.15)
     memcpy = every.median("shared", "256 MiB", 1, "memcpy")
     add("SharedMem, 256 MiB to 1 worker ≤ 1.15 × one memcpy into shared memory", one, memcpy, 1.15)
+    for workers in (1, 2):
+        ours, gloo = partial(every.median, "distributed"), [f"gloo {way}" for way in STAGED]
+        large = [one for name in gloo if (one := ours("256 MiB", workers, name)) is not None]
+        add(
+            f"Distributed, 256 MiB to {_receivers(workers)} ≤ 1.05 × staged gloo",
+            ours("256 MiB", workers, "asyncsync distributed"),
+            min(large, default=None),
+            1.05,
+        )
+        add(
+            f"Distributed, 1000 × 4 KiB to {_receivers(workers)} ≤ 0.2 × gloo {EACH}",
+            ours("1000 × 4 KiB", workers, "asyncsync distributed"),
+            ours("1000 × 4 KiB", workers, f"gloo {EACH}"),
+            0.2,
+        )
+    for section, limit, counted in BY_HAND:
+        for workers in (1, 2):
+            add(
+                f"{SCHEMES[section]}, 256 MiB to {_receivers(workers)} ≤ {limit:g} × by hand"
+                + ("" if workers in counted else " (beside the bar)"),
+                every.median(section, "256 MiB", workers, "asyncsync"),
+                every.median(section, "256 MiB", workers, "by hand"),
+                limit,
+                counts=workers in counted,
+            )
+    for figure in every.of("nodes"):
+        if figure.system == "asyncsync":
+            beside = every.median("nodes", figure.case, figure.workers, "TorchRL")
+            add(f"{figure.case}, collected ≤ 1 × TorchRL", figure.median, beside, 1.0)
     for case, workers, peer, limit, counts in COLLECTORS:
         add(
             f"{case}, collected ≤ {limit:.3g} × {peer}" + ("" if counts else " (beside the bar)"),

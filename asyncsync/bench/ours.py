@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from asyncsync import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
@@ -42,6 +43,7 @@ KINDS: dict[str, tuple[type[WeightSyncScheme], type[sync.WeightSyncScheme]]] = {
     "ipc": (ZMQWeightSyncScheme, sync.ZMQWeightSyncScheme),
     "shared": (SharedMemWeightSyncScheme, sync.SharedMemWeightSyncScheme),
     "process": (MultiProcessWeightSyncScheme, sync.MultiProcessWeightSyncScheme),
+    "distributed": (DistributedWeightSyncScheme, sync.DistributedWeightSyncScheme),
 }
 
 

@@ -7,7 +7,8 @@
 
 *staged*: the sender copies its parameters into one flat buffer, as any program must that trains on meanwhile; the
 buffer is transferred; each receiver copies out of it into its parameters and then acknowledges. *bare*: the transfer of
-the flat buffer and the acknowledgement, nothing else. All buffers are there beforehand, and one torch thread copies.
+the flat buffer and the acknowledgement, nothing else. *each*: a broadcast for each parameter. All buffers are there
+beforehand, and one torch thread copies.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import zmq.asyncio
 
 from asyncsync.bench.cases import WORKERS, Payload, touch
 
-__all__ = ["GLOO", "Gloo", "digest", "echo", "memcpy", "round_trip"]
+__all__ = ["EACH", "GLOO", "STAGED", "Gloo", "digest", "echo", "memcpy", "round_trip"]
 
-GLOO = ("broadcast staged", "isend staged", "broadcast bare", "isend bare")
+STAGED = ("broadcast staged", "isend staged")
+GLOO = (*STAGED, "broadcast bare", "isend bare")
+EACH = "broadcast each"
 
 
 class Gloo:
@@ -70,7 +73,8 @@ class Gloo:
             torch._foreach_copy_(self._views, self._parameters)
         answers = [dist.irecv(self._acknowledged[i], i + 1) for i in range(receivers)]
         if way == "broadcast":
-            dist.broadcast(self.flat, 0, group=self._groups[receivers])
+            for tensor in self._parameters if preparation == "each" else [self.flat]:
+                dist.broadcast(tensor, 0, group=self._groups[receivers])
         else:
             for work in [dist.isend(self.flat, i + 1) for i in range(receivers)]:
                 assert work is not None
@@ -84,7 +88,8 @@ class Gloo:
         """What a receiver does for one :meth:`send`."""
         way, preparation = how.split()
         if way == "broadcast":
-            dist.broadcast(self.flat, 0, group=self._groups[receivers])
+            for tensor in self._parameters if preparation == "each" else [self.flat]:
+                dist.broadcast(tensor, 0, group=self._groups[receivers])
         else:
             dist.recv(self.flat, 0)
         if preparation == "staged":

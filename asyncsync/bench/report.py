@@ -115,7 +115,11 @@ class Report:
             "memory": _memory,
             "shared": _one_host,
             "process": _one_host,
+            "distributed": _by_system,
+            "rpc": _by_system,
+            "ray": _by_system,
             "collect": _collect,
+            "nodes": _collect,
         }
         found = [make(part) for name, make in makers.items() if (part := self.figures.of(name))]
         if self.bars:
@@ -238,10 +242,25 @@ def _one_host(figures: Figures) -> Table:
     return Table(f"{SCHEMES[section]}WeightSyncScheme", columns, rows, note)
 
 
+def _by_system(figures: Figures) -> Table:
+    section, cases = figures[0].section, _cases(figures)
+    systems = list(dict.fromkeys(figure.system for figure in figures))
+    rows = [[name, *(_ms(figures.median(section, *case, name)) for case in cases)] for name in systems]
+    for peer in systems[1:]:
+        medians = [[figures.median(section, *case, name) for name in (systems[0], peer)] for case in cases]
+        rows.append([f"asyncsync ÷ {peer}", *(_times(*pair) for pair in medians)])
+    note = (
+        f"Milliseconds, medians of {_trials(figures)} interleaved trials, send → applied by all and acknowledged, into "
+        "a module's parameters. What is written by hand copies its parameters into one buffer, and out of it."
+    )
+    columns = ["", *(f"{case} to {workers}" for case, workers in cases)]
+    return Table(f"{SCHEMES[section]}WeightSyncScheme", columns, rows, note)
+
+
 def _collect(figures: Figures) -> Table:
-    rows = []
+    section, rows = figures[0].section, []
     for case, workers in _cases(figures):
-        ours = figures.median("collect", case, workers, "asyncsync")
+        ours = figures.median(section, case, workers, "asyncsync")
         peer = next(figure for figure in figures if figure.case == case and figure.system != "asyncsync")
         rates = [NOTHING if case.endswith("images") else _rate(time) for time in (ours, peer.median)]
         rows.append([case, f"{workers}", peer.system, _ms(ours), _ms(peer.median), *rates, _times(ours, peer.median)])
@@ -252,7 +271,7 @@ def _collect(figures: Figures) -> Table:
         "one memcpy of as much."
     )
     columns = ["", "workers", "peer", "asyncsync", "peer's", "frames/s", "peer's frames/s", "asyncsync ÷ peer"]
-    return Table("Collectors", columns, rows, note)
+    return Table("Collectors" if section == "collect" else "Collectors of several hosts", columns, rows, note)
 
 
 def _rate(milliseconds: float | None) -> str:

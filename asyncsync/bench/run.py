@@ -19,8 +19,8 @@ import torch
 import zmq
 
 from asyncsync import __version__
-from asyncsync.bench import collecting, onehost
-from asyncsync.bench.cases import COLLECT, ONE_HOST, Plan
+from asyncsync.bench import collecting, onehost, remote
+from asyncsync.bench.cases import CALLED, COLLECT, ONE_HOST, Plan
 from asyncsync.bench.crew import OrderFailed, WorkerDied, start_crew
 from asyncsync.bench.figures import Figure
 from asyncsync.bench.report import Report
@@ -84,8 +84,9 @@ def run(
 async def _measure(plan: Plan, new_loop: Callable[[], Any] | None) -> list[Figure]:
     figures: list[Figure] = []
     crews = [
-        (names(), [name for name in plan.sections if name not in (*ONE_HOST, *COLLECT)]),
+        (names(), [name for name in plan.sections if name not in (*ONE_HOST, *CALLED, *COLLECT)]),
         (onehost.names(plan), [name for name in plan.sections if name in ONE_HOST]),
+        (remote.NAMES, [name for name in plan.sections if name in CALLED]),
         (collecting.NAMES, [name for name in plan.sections if name in COLLECT]),
     ]
     try:

@@ -11,17 +11,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-from asyncsync.bench import collecting, onehost, ours, peers
-from asyncsync.bench.cases import EMPTY, MANY, MIDDLE, ONE_HOST, SMALL, WORKERS, Payload
-from asyncsync.bench.crew import Crew
+from asyncsync.bench import beside_gloo, collecting, onehost, ours, peers, remote
+from asyncsync.bench.cases import EMPTY, MANY, MIDDLE, ONE_HOST, SECTIONS, SMALL, WORKERS, Payload
 from asyncsync.bench.figures import Figure
 from asyncsync.bench.meters import PeakMemory, Stall, longest_stall
-from asyncsync.bench.stage import WARM, Stage, System, blank, check, interleave
+from asyncsync.bench.stage import WARM, Stage, System, interleave
 
 __all__ = ["RUN", "names"]
-
-GLOO_SENDER = WORKERS  # its index in the crew
-SETTLE = 2e-3  # seconds in which gloo's receivers get from "about to wait" to waiting
 
 
 def names() -> list[str]:
@@ -29,64 +25,7 @@ def names() -> list[str]:
     return [*(f"worker {index}" for index in range(WORKERS)), "gloo's sender"]
 
 
-# -- throughput and many tensors ---------------------------------------------------------------------------------------
-
-
-async def throughput(stage: Stage) -> list[Figure]:
-    """asyncsync over tcp and ipc, from one module to others, gloo in four ways, one memcpy; by payload and number of
-    receivers."""
-    crew, figures = stage.crew, []
-    store = f"{stage.directory}/gloo"
-    stage.progress("gloo's processes find each other")
-    for index in range(WORKERS + 1):
-        crew.post(index, "gloo_join", 0 if index == GLOO_SENDER else index + 1, store)
-    for index in range(WORKERS + 1):
-        await crew.answer(index)
-    for payload in stage.plan.payloads:
-        source = payload.module()
-        for workers in (1, 2):
-            stage.progress(f"throughput, {payload.name} to {workers}")
-            await crew.ask_all(range(workers), "load", payload)
-            await crew.ask(GLOO_SENDER, "load", payload, pattern=True)
-            await crew.ask_all([*range(workers), GLOO_SENDER], "gloo_load", payload)
-            systems: dict[str, System] = {}
-            async with AsyncExitStack() as stack:
-                for kind in ("tcp", "ipc"):
-                    await crew.ask_all(range(workers), "load", payload, module=kind)
-                    scheme = await stack.enter_async_context(ours.opened(crew, kind, source, workers, kind))
-                    name = f"asyncsync {kind}"
-                    systems[name] = ours.updating(scheme, source)
-                    await blank(crew, kind, workers)
-                    await systems[name]()
-                    await check(crew, kind, workers, name, peers.digest(source.parameters()))
-                for how in peers.GLOO:
-                    name, flat = f"gloo {how}", how.endswith("bare")
-                    systems[name] = _gloo(crew, how, workers)
-                    await blank(crew, payload, workers)
-                    await systems[name]()
-                    sent = await crew.ask(GLOO_SENDER, "digest", payload, flat=flat)
-                    await check(crew, payload, workers, name, sent, flat=flat)
-                systems["memcpy"] = peers.memcpy(payload.nbytes)
-                times = await interleave(systems, stage.plan.often(payload.nbytes))
-            await crew.ask_all([*range(workers), GLOO_SENDER], "gloo_unload")
-            await crew.ask_all([*range(workers), GLOO_SENDER], "close")
-            figures += [Figure.of("throughput", payload.name, workers, name, times[name]) for name in systems]
-    return figures
-
-
-def _gloo(crew: Crew, how: str, workers: int) -> System:
-    async def once() -> float:
-        for index in range(workers):
-            crew.post(index, "gloo_receive", how, workers)
-        for index in range(workers):
-            await crew.answer(index)  # about to wait
-        await asyncio.sleep(SETTLE)
-        seconds: float = await crew.ask(GLOO_SENDER, "gloo_send", how, workers)
-        for index in range(workers):
-            await crew.answer(index)
-        return seconds
-
-    return once
+# -- many tensors ------------------------------------------------------------------------------------------------------
 
 
 async def tensors(stage: Stage) -> list[Figure]:
@@ -207,12 +146,14 @@ async def memory(stage: Stage) -> list[Figure]:
     ]
 
 
-RUN: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {
+_FOUND: dict[str, Callable[[Stage], Awaitable[list[Figure]]]] = {
     "memory": memory,
-    "throughput": throughput,
     "tensors": tensors,
     "latency": latency,
     "stall": stall,
+    **beside_gloo.RUN,
     **onehost.RUN,
+    **remote.RUN,
     **collecting.RUN,
 }
+RUN = {name: _FOUND[name] for name in SECTIONS}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from asyncsync import WeightSyncScheme
+from asyncsync.bench.called import Called
 from asyncsync.bench.cases import Payload
 from asyncsync.bench.collection import Collection
 from asyncsync.bench.meters import TICK, PeakMemory, Stall, longest_stall
@@ -59,6 +60,7 @@ class Worker:
         self._gloo: Gloo | None = None
         self._torchrl: TorchRL | None = None
         self._collection: Collection | None = None
+        self._called: Called | None = None
         self._echo: asyncio.Task[None] | None = None
         self._memory: PeakMemory | None = None
 
@@ -80,6 +82,7 @@ class Worker:
         await self.close()
         await self.torchrl_end()
         await self.collect_end()
+        await self.called_end()
         if self._gloo is not None:
             self._gloo.close()
 
@@ -191,6 +194,20 @@ class Worker:
         if self._collection is not None:
             self._collection.close()
             self._collection = None
+
+    async def called_start(self, kind: str, directory: str) -> bool:
+        """Whether what it needs is installed."""
+        self._called = Called.start(kind, directory)
+        return self._called is not None
+
+    async def called(self, order: str, *arguments: Any) -> Any:
+        """A method of :class:`Called`."""
+        return await getattr(self._called, order)(*arguments)
+
+    async def called_end(self) -> None:
+        if self._called is not None:
+            self._called.end()
+            self._called = None
 
     async def torchrl_start(self, kind: str, payloads: list[Payload], counts: Sequence[int]) -> bool:
         """Whether TorchRL is installed; if it is, its workers start. Orders to them go through this process."""

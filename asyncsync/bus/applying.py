@@ -9,8 +9,10 @@ from functools import partial
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.cascade import Cascade
 from asyncsync.bus.link import Link
+from asyncsync.errors import AckTimeout
 from asyncsync.fastpath.worker import Show
 from asyncsync.model.gate import Gate, Writer
+from asyncsync.monitor.receiver import ReceiverObserver
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 
@@ -29,7 +31,13 @@ class Applying:
     """
 
     def __init__(
-        self, link: Link, subscriber: Subscriber, gate: Gate, transports: Mapping[str, Carrier], show: Show
+        self,
+        link: Link,
+        subscriber: Subscriber,
+        gate: Gate,
+        transports: Mapping[str, Carrier],
+        show: Show,
+        observer: ReceiverObserver,
     ) -> None:
         self.manual: set[str] = set()
         self.wanted: list[str] = []
@@ -39,6 +47,7 @@ class Applying:
         self._gate = gate
         self._transports = transports
         self._show = show
+        self._observer = observer
         self._offered: list[Staging] = []  # what the gate has, unless it has done with it
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
@@ -55,6 +64,18 @@ class Applying:
         for timer in (self._gate_timer, self._cleaning):
             if timer is not None:
                 timer.cancel()
+
+    async def leave(self, model_id: str, timeout: float) -> None:
+        """Have nothing under way for this model, which then has nothing of the sender's memory. Raises AckTimeout."""
+        staged, deadline = self._subscriber.staged, self._link.loop.time() + timeout
+        leave = Writer(self._subscriber.models[model_id].leave_slabs, lambda error: None)
+        staged.abandon()
+        while staged or not self._gate.try_apply(leave):  # what the gate has begun with still goes to the model
+            if self._link.loop.time() >= deadline:
+                raise AckTimeout(f"{model_id!r} was not replaced: for {timeout:g} s it was being read or updated")
+            await asyncio.sleep(GATE_POLL)
+            self._link.check()
+            staged.abandon()
 
     def offer(self) -> None:
         """Give the gate what is staged, to be applied in one pass."""
@@ -126,6 +147,8 @@ class Applying:
                 self._link.settle()
 
     def _finished(self, staging: Staging, error: Exception | None) -> None:
+        if self._observer.follows:
+            self._observer.finished(staging, error)
         if error is not None:
             self._subscriber.failed(staging, error)
             return

@@ -12,56 +12,71 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
-from asyncsync.arguments import as_version, check_count, check_forward, check_quorum
-from asyncsync.bus.introduction import Introduction
-from asyncsync.bus.link import EXIT_SECONDS, Order
-from asyncsync.bus.member import Calls, Member, shared_here
+from asyncsync.arguments import KnownKeywords, as_version, check_count, check_fanout, check_forward, check_quorum
+from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
+from asyncsync.bus.measures import serve_metrics
+from asyncsync.bus.member import Calls, Member, agree_on_workers, shared_here
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
-from asyncsync.bus.status import WorkerStatus, receiver_status, sender_status
-from asyncsync.errors import ClosedError, Fenced, NotConnected
+from asyncsync.bus.status import BusStatus, bus_status
+from asyncsync.errors import ClosedError, NotConnected
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
+from asyncsync.monitor.options import Monitoring
 from asyncsync.net.address import tcp_endpoint
-from asyncsync.net.endpoint import INTRODUCED, check_endpoint, draw_endpoint, is_plaintext_beyond_loopback
-from asyncsync.protocol.metadata import Shown, decode_metadata
+from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback
+from asyncsync.net.introduction import Introduction
+from asyncsync.net.key_files import KeyFile, KeyFiles, check_addresses
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
+from asyncsync.weights.encoding import check_codec
+from asyncsync.wire.metadata import Shown, decode_metadata
 
 __all__ = ["DEFAULT_TIMEOUT", "BusCore"]
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
-CONFIGURATION = (
-    "endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "drawn", "_uid",
-)  # fmt: skip
-
-# Of the environment: "0" turns off what is shorter in a training loop, in this process.
-FAST = "ASYNCSYNC_FAST"
+CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
+CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "_uid"]
 
 T = TypeVar("T")
 
 
-class BusCore:
+class BusCore(KnownKeywords):
     """One address for any number of models, without an API.
 
     Args:
         endpoint: where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
-        connect: where workers connect, if that differs (``tcp://0.0.0.0:5555`` is bound, but not connected to).
+        connect: where workers connect, if that differs; several addresses, with commas between them, are tried in turn.
         num_workers: fixed number of workers (0 … num_workers−1); None: elastic, they come and go.
         min_workers: how many an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
         allow_plaintext: allow addresses that other hosts can reach, without encryption.
         checksum: CRC-32 over every payload; None: on plaintext tcp beyond loopback only.
+        server_key: with keys, the path of the server's certificate: at the sender the secret file, at a receiver the
+            public one, or several, of which one is right, while the server's key is being replaced.
+        clients: at the sender: the directory with the public certificates of those that are let in.
+        client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
+        metrics_port: where this process serves figures for Prometheus, on loopback or at ``"0.0.0.0:9100"``; 0 takes
+            any free port. It stays behind when this is pickled.
+        tracing: have spans of OpenTelemetry for each version; None: where the program has set that up.
+        fanout: over tcp: ``"pull"`` sends what three workers or more are to be told to all of them at once, with
+            weights of up to 64 KiB; ``"push"`` does so with larger weights, too. None: to each by itself, which costs
+            the sender no more (docs/multi-host.md), and takes one port and one connection per worker less.
+        compress: ``"zstd"`` or ``"lz4"``: what travels over the bus is compressed, for workers that can decode it.
+        delta: a worker that has the version before the newest gets what has changed since. The sender keeps that, too.
 
     Attributes:
         drawn: whether the address was drawn, and not given.
+        keys: the paths of the certificates; None: there are none, and nothing is encrypted.
 
     Raises:
-        ValueError: an address that cannot work or is not safe; names the remedy.
+        ValueError: an address that cannot work or is not safe; names the remedy. Another codec.
+        ImportError: the codec's library is not installed.
     """
 
     def __init__(
@@ -73,21 +88,30 @@ class BusCore:
         min_workers: int = 1,
         allow_plaintext: bool = False,
         checksum: bool | None = None,
+        server_key: KeyFile | Sequence[KeyFile] | None = None,
+        clients: KeyFile | None = None,
+        client_key: KeyFile | None = None,
+        metrics_port: int | str | None = None,
+        tracing: bool | None = None,
+        fanout: str | None = None,
+        compress: str | None = None,
+        delta: bool = False,
     ) -> None:
+        check_codec(compress, delta)
         self.drawn = endpoint in (None, INTRODUCED)
         endpoint = draw_endpoint() if endpoint is None else endpoint
-        self.endpoint = check_endpoint(endpoint, allow_plaintext=allow_plaintext)
-        self.connect_endpoint = check_endpoint(
-            endpoint if connect is None else connect, allow_plaintext=allow_plaintext
-        )
+        self.keys = KeyFiles.given(server_key, clients, client_key)
+        self.endpoint, self.connect_endpoint = endpoint, endpoint if connect is None else connect
+        check_addresses(self.endpoint, self.connect_endpoint, self.keys, allow_plaintext=allow_plaintext)
         if num_workers is not None:
             check_count("num_workers", num_workers)
         check_count("min_workers", min_workers, least=0)
         check_quorum(num_workers, min_workers)
-        self.num_workers = num_workers
-        self.min_workers = min_workers
-        self.allow_plaintext = allow_plaintext
-        self.checksum = checksum
+        check_fanout(fanout)
+        self.num_workers, self.min_workers = num_workers, min_workers
+        self.allow_plaintext, self.checksum = allow_plaintext, checksum
+        self.fanout, self.compress, self.delta = fanout, compress, delta
+        self.monitoring = Monitoring.given(metrics_port, tracing)
         self._uid = secrets.token_hex(8)
         self._reset()
 
@@ -125,9 +149,10 @@ class BusCore:
     # -- schemes join -----------------------------------------------------------------------------------------------
 
     def _settings(self) -> Settings:
-        beyond = is_plaintext_beyond_loopback(self.endpoint)
+        beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
-        return Settings(checksum=checksum, fast=os.environ.get(FAST, "1") != "0")
+        fast, compress = is_fast_path_on(), self.compress or ""
+        return Settings(checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
     def _check_role(self, role: str) -> None:
         if self._role is not None and self._pid != os.getpid():
@@ -151,26 +176,11 @@ class BusCore:
         if self._closed:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
-            self._set_workers(num_workers, private=scheme._own_bus)
+            agree_on_workers(self, num_workers, private=scheme._own_bus)
         self._role, self._pid = role, os.getpid()
         self._schemes = {t: s for t, s in self._schemes.items() if s is not scheme} | {topic: scheme}
         if role == "receiver" and self._gate is None:
             self._gate = Gate()
-
-    def _set_workers(self, num_workers: int, *, private: bool) -> None:
-        check_count("num_workers", num_workers)
-        given = self._constructed if private and self._link is None else self.num_workers
-        if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
-            raise _disagreement("num_workers", self.num_workers, num_workers)
-        check_quorum(num_workers, self.min_workers)
-        self.num_workers = num_workers
-
-    def _set_least(self, min_workers: int, *, private: bool) -> None:
-        check_count("min_workers", min_workers, least=0)
-        if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
-            raise _disagreement("min_workers", self.min_workers, min_workers)
-        check_quorum(self.num_workers, min_workers)
-        self.min_workers = min_workers
 
     def _for_receiver(self, worker: int | None) -> BusCore:
         """The bus that schemes pickled apart share in this worker."""
@@ -221,7 +231,8 @@ class BusCore:
         self._check_open("sender")
         if self._link is None:
             endpoint = tcp_endpoint(host, "*") if host else self.endpoint
-            link = SenderLink(endpoint, self.num_workers, self.min_workers, self._settings(), keyed=bool(host))
+            options: Any = {"keyed": bool(host), "keys": self.keys, "monitoring": self.monitoring.here}
+            link = SenderLink(endpoint, self.num_workers, self.min_workers, self._settings(), **options)
             link.publishing.origin = self._origin
             link.carry_on(self._carried)
             self._link = link
@@ -247,11 +258,16 @@ class BusCore:
         self._worker = worker
         if self._link is None:
             assert self._gate is not None
-            self._link = ReceiverLink(self._introduction or self.connect_endpoint, worker, self._settings(), self._gate)
-            self._end_with_the_loop(self._link)
+            sender = self._introduction or self.connect_endpoint
+            credentials = None if self.keys is None else partial(self.keys.receiver, worker)
+            here = self.monitoring.here
+            link = ReceiverLink(sender, worker, self._settings(), self._gate, credentials, monitoring=here)
+            self._link = link
+            self._end_with_the_loop(link)
         return self._receiver()
 
     def _end_with_the_loop(self, link: SenderLink | ReceiverLink) -> None:
+        serve_metrics(link, self._schemes)
         reference = weakref.ref(self)
 
         async def end() -> None:
@@ -353,17 +369,6 @@ class BusCore:
         if isinstance(self._link, SenderLink):
             self._link.carry_on(version)
 
-    def _target(self) -> int:
-        """Receiver: the newest version that it is to have; 0: none."""
-        if not isinstance(self._link, ReceiverLink):
-            return 0
-        return max([self.version, *list(self._link.subscriber.targets.values())])
-
-    def _check_fenced(self) -> None:
-        """Receiver: raise Fenced if another incarnation of this worker has taken its place, or its sender's."""
-        if isinstance(self._link, ReceiverLink) and isinstance(ended := self._link.subscriber.session.ended, Fenced):
-            raise Fenced(*ended.args)
-
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
@@ -376,25 +381,19 @@ class BusCore:
         """How many messages were dropped, by reason: malformed, oversized, unknown layout or peer, another epoch."""
         return {} if self._link is None else dict(self._link.dropped)
 
-    def status(self) -> dict[int, WorkerStatus]:
-        """Sender: every worker's state. Receiver: its own, and how its sender is (``state``, ``last_seen``)."""
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port where figures are served; None: they are not, or not yet."""
+        return None if self._link is None or self._link.metrics is None else self._link.metrics.address
+
+    def status(self) -> BusStatus:
+        """Sender: every worker's state. Receiver: its own, and how its sender is (``state``, ``last_seen``). What was
+        refused for the sake of keys is in its ``refused``."""
         return self._status(list(self._schemes))
 
-    def _status(self, models: list[str]) -> dict[int, WorkerStatus]:
-        link = self._link
-        if isinstance(link, SenderLink):
-            return self._look(lambda: sender_status(link, models))
-        if isinstance(link, ReceiverLink):
-            return self._look(lambda: receiver_status(link, models))
-        return {}
+    def _status(self, models: list[str]) -> BusStatus:
+        return self._look(lambda: bus_status(self._link, models))
 
     def _check_loop(self) -> None:
         if self._link is not None and not self._closed and not self._link.loop.is_closed():
             self._link.check_loop()
-
-
-def _disagreement(name: str, there: int | None, given: int) -> ValueError:
-    return ValueError(
-        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus have to "
-        "agree"
-    )

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.protocol.messages import Part
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.messages import Part
 
 __all__ = ["Fetches"]
 

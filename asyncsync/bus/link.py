@@ -21,11 +21,12 @@ from types import AsyncGeneratorType
 from typing import Any
 
 from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, call_soon, finish
 
-__all__ = ["INLINE_BYTES", "Link", "Order"]
+__all__ = ["INLINE_BYTES", "Link", "Order", "is_fast_path_on"]
 
 logger = logging.getLogger("asyncsync")
 
@@ -34,14 +35,25 @@ INLINE_BYTES = 4 << 20
 LINGER_MS = 500
 FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
 EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
+LATE = 0.02  # a loop that is later than this has been blocked, or had no core
 TICK = 0.25  # whatever is due at a time is due within seconds: so much later does no harm
+
+
+# Of the environment: "0" turns off what is shorter in a training loop, in this process.
+FAST = "ASYNCSYNC_FAST"
+
+
+def is_fast_path_on() -> bool:
+    return os.environ.get(FAST, "1") != "0"
 
 
 class Link(ABC):
     """Base of the sender's and the receiver's link. ``descriptors`` is how many file descriptors its peers will take:
     raises NotConnected if there are not so many. ``dropped`` counts messages, by reason; ``waiters`` has the predicates
-    of those who wait."""
+    of those who wait; ``settled`` is called whenever the state machine may have changed."""
 
+    metrics: Metrics | None = None
+    stalled = 0.0  # seconds that the event loop was late, all in all
     _at_exit: Finalize | None = None  # while it is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
@@ -53,6 +65,7 @@ class Link(ABC):
         self.context = Context()
         self.thread = WorkThread(name)
         self.dropped: Counter[str] = Counter()
+        self.settled: Callable[[], object] = lambda: None
         self.closed = False
         self.failure: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +131,7 @@ class Link(ABC):
         self.notify()
         if self._timer is None:
             self._set_timer(now)
+        self.settled()
 
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:
@@ -126,6 +140,8 @@ class Link(ABC):
 
     def _due(self) -> None:
         self._timer = None
+        if (late := self.loop.time() - self._timer_due) > LATE:
+            self.stalled += late
         with self.guard():
             self._tick(self.loop.time())
             self.settle()
@@ -229,6 +245,8 @@ class Link(ABC):
         self._forget()
         with ExitStack() as stack:
             stack.callback(self.thread.abandon)
+            if self.metrics is not None:
+                stack.callback(self.metrics.close)
             stack.callback(self.context.destroy, linger_ms)  # and whatever socket is still open
             for step in reversed(self._farewell(linger_ms)):
                 stack.callback(step)
@@ -246,6 +264,8 @@ class Link(ABC):
             self._timer.cancel()
             self._timer = None
         try:
+            if self.metrics is not None:
+                await finish(self.thread.submit(self.metrics.close))
             # term() waits for the sockets' linger, LINGER_MS at most.
             await finish(self.thread.submit(self.context.term))
         finally:

@@ -8,13 +8,17 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from asyncsync.arguments import check_count, check_quorum
 from asyncsync.bus.carrier import Carrier
+from asyncsync.monitor.options import UNMONITORED
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Calls", "Member", "Source", "join_buses", "shared_here"]
+__all__ = ["Calls", "Member", "Source", "agree_on_least", "agree_on_workers", "join_buses", "shared_here"]
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
+
+ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port"}
 
 Source = FlatWeights | Mapping[int, FlatWeights]
 """A model's weights for everybody, or for each worker its own, ready to be packed."""
@@ -96,6 +100,36 @@ def shared_here(bus: B, worker: int) -> B:
     return shared
 
 
+def agree_on_workers(bus: Any, num_workers: int, *, private: bool) -> None:
+    """Give a bus its ``num_workers``. ``private``: nobody else may join it. Raises ValueError: it has others
+    already, or too few for its quorum."""
+    check_count("num_workers", num_workers)
+    given = bus._constructed if private and bus._link is None else bus.num_workers
+    if given not in (None, num_workers) or (bus._link is not None and bus.num_workers != num_workers):
+        raise _disagreement("num_workers", bus.num_workers, num_workers)
+    check_quorum(num_workers, bus.min_workers)
+    bus.num_workers = num_workers
+
+
+def agree_on_least(bus: Any, min_workers: int, *, private: bool) -> None:
+    """The same for ``min_workers``."""
+    check_count("min_workers", min_workers, least=0)
+    if bus.min_workers != min_workers and (bus.min_workers != 1 or bus._link is not None or not private):
+        raise _disagreement("min_workers", bus.min_workers, min_workers)
+    check_quorum(bus.num_workers, min_workers)
+    bus.min_workers = min_workers
+
+
+def _disagreement(name: str, there: int | None, given: int) -> ValueError:
+    return ValueError(
+        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus have to "
+        "agree"
+    )
+
+
+SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
+
+
 def join_buses(schemes: Iterable[Member]) -> Any:
     """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
     their models. All of them are blocking, or all asynchronous.
@@ -129,13 +163,13 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         )
     common = (explicit or buses)[0]
     settings = {}
-    for name in ("num_workers", "min_workers", "allow_plaintext", "checksum"):
-        default = {"min_workers": 1, "allow_plaintext": False}.get(name)
+    for name in (*SHARED, "monitoring"):
+        default = {"min_workers": 1, "allow_plaintext": False, "delta": False, "monitoring": UNMONITORED}.get(name)
         values = {getattr(bus, name) for bus in buses} - {default}
         if len(values) > 1:
             raise ValueError(
-                f"the schemes of one bus share its {name}, but these have {sorted(values)}: construct one "
-                f"bus = Bus({name}=…) and give it to each of them (bus=bus)"
+                f"the schemes of one bus share its {name}, but these have {sorted(values, key=str)}: construct one "
+                f"bus = Bus({ARGUMENTS.get(name, name)}=…) and give it to each of them (bus=bus)"
             )
         if values:
             settings[name] = values.pop()

@@ -17,7 +17,7 @@ from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.member import Source
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.fastpath.sender import FastSender
-from asyncsync.protocol.messages import Again, Update
+from asyncsync.monitor.sender import Life, SenderObserver
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
@@ -26,6 +26,7 @@ from asyncsync.weights.packing import pack, pack_slab_values
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire.messages import Again, Update
 
 __all__ = ["Publishing"]
 
@@ -66,6 +67,7 @@ class Publishing:
         known: dict[str, SourceCache],
         pool: SlabPool,
         depart: Callable[[], None],
+        observer: SenderObserver,
     ) -> None:
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
@@ -76,6 +78,7 @@ class Publishing:
         self._known = known
         self._pool = pool
         self._depart = depart
+        self._observer = observer
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self._full: SlabPool | None = None  # what the publication that is under way waits for
 
@@ -121,6 +124,7 @@ class Publishing:
             publisher.check_open()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
+            life = self._observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             jobs: list[_Job] = []
@@ -140,7 +144,7 @@ class Publishing:
                     job.slab.origin = origin
                 streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
                 if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                    return await self._publish_packing(parts, workers, jobs[0], metadata)
+                    return await self._publish_packing(parts, workers, jobs[0], metadata, life)
                 for job in jobs:
                     if job.slab.nbytes <= INLINE_BYTES:
                         job.pack()
@@ -148,6 +152,8 @@ class Publishing:
                     link.check()  # the thread of a link that was shut down meanwhile would start, and stay
                     await link.run(job.pack, job.slab.nbytes)
                     begun = link.loop.time()
+                if life is not None:
+                    self._observer.packed(life, sum(job.slab.nbytes for job in jobs))
                 for model_id, part in parts.items():
                     for whom, slab in (
                         [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]
@@ -155,7 +161,13 @@ class Publishing:
                         await self._offer(transports[model_id], slab, whom)
                 link.check()
                 version = publisher.publish(parts, workers, link.loop.time(), metadata)
+                if life is not None:
+                    self._observer.published(life, version, publisher.epoch)
                 self._fast.worked(link.loop.time() - begun)
+            except BaseException as error:
+                if life is not None:
+                    self._observer.abandoned(life, error)
+                raise
             finally:
                 for job in jobs:
                     job.slab.release()
@@ -172,6 +184,7 @@ class Publishing:
         workers: Iterable[int] | None,
         job: _Job,
         metadata: bytes,
+        life: Life | None,
     ) -> int:
         """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
 
@@ -185,15 +198,19 @@ class Publishing:
         version = None
         try:
             version = self._publisher.publish(parts, workers, self._link.loop.time(), metadata)
+            if life is not None:
+                self._observer.published(life, version, self._publisher.epoch)
             self._link.settle()
 
             def pack_all() -> None:
-                progress = partial(self._link.call_from_thread, self._packed)
+                progress = partial(self._link.call_from_thread, self.packed)
                 job.pack(progress)
                 progress()
 
             await finish(self._link.thread.submit(pack_all))
         finally:
+            if life is not None:
+                self._observer.packed(life, job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
             if self._link.closed or complete:
                 targets.forget(replaced)
@@ -203,7 +220,8 @@ class Publishing:
         self._link.check()
         return version
 
-    def _packed(self) -> None:
+    def packed(self) -> None:
+        """There is more that workers are waiting for: of a slab, or of what is made of it."""
         if not self._link.closed:
             with self._link.guard():
                 self._fast.end()
@@ -299,9 +317,11 @@ class Publishing:
         self.served.pop(descriptor, None)
         transport.retire(descriptor)
 
-    def serve(self, route: bytes, update: Update | Again) -> None:
+    def departed(self, route: bytes, update: Update | Again) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
         peer = self._publisher.membership.routes.get(route)
+        if peer is not None and self._observer.lives:
+            self._observer.sent(peer.worker, update)
         parts = update.parts if isinstance(update, Update) else (update,)
         for descriptor in (part.descriptor for part in parts):
             transport = self.served.get(descriptor or b"")

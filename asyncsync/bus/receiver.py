@@ -12,26 +12,34 @@ from typing import Any
 
 import zmq
 
-from asyncsync.bus.applying import GATE_POLL, Applying
+from asyncsync.bus.applying import Applying
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fetching import Fetches
-from asyncsync.bus.introduction import Introduction
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.receiving import Receiving
-from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
+from asyncsync.bus.whereabouts import Whereabouts
+from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
-from asyncsync.model.gate import Gate, Writer
+from asyncsync.model.gate import Gate
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.monitor.metrics import Metrics
+from asyncsync.monitor.options import UNMONITORED, Monitoring
+from asyncsync.monitor.receiver import ReceiverObserver
+from asyncsync.monitor.tracing import find_tracer
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
+from asyncsync.net.introduction import Introduction
+from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
-from asyncsync.net.zmq_socket import LoopSocket, dealer, monitor
-from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.messages import Again, Buffer, Bye, Epoch, Instruction, Welcome
+from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import finish
+from asyncsync.wire.codec import decode, encode
+from asyncsync.wire.fields import Buffer, Epoch
+from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Instruction, Welcome
 
 __all__ = ["ReceiverLink"]
 
@@ -41,39 +49,51 @@ ENDING_SECONDS = 2.0
 
 
 class ReceiverLink(Link):
-    """Connects, feeds the subscriber, sends its answers. ``side_channel`` is None until there has been one.
+    """Connects, feeds the subscriber, sends its answers. ``side_channel`` is None until there has been one. Of an
+    address with keys, ``credentials`` returns them.
 
     ``shown`` has, of each model, epoch and version of what it shows to its readers, in a tree the version at its root
     that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
     """
 
-    def __init__(self, sender: str | Introduction, worker: int, settings: Settings, gate: Gate) -> None:
+    def __init__(
+        self,
+        sender: str | Introduction,
+        worker: int,
+        settings: Settings,
+        gate: Gate,
+        credentials: Callable[[], Credentials] | None = None,
+        role: str = "worker",
+        monitoring: Monitoring = UNMONITORED,
+    ) -> None:
+        tracer = find_tracer(monitoring.tracing)
         super().__init__("asyncsync-copy")
-        self.endpoint = endpoint = sender if isinstance(sender, str) else sender.endpoint
-        self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings)
+        self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings, role)
         self.gate = gate
         self.gate.bind()
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.sender_lost = False
         self._fetches = Fetches(self.subscriber, self._fetched)
-        self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show)
-        self.receiving = Receiving(self, self.subscriber, self.applying, gate, endpoint, self.origin)
+        self.observer = ReceiverObserver(worker, tracer)
+        self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show, self.observer)
+        self.receiving = Receiving(
+            self, self.subscriber, self.applying, gate, lambda: self.whereabouts.why(), self.origin
+        )
         self._watch: ProcessWatch | None = None
-        self._watched = 0
+        self._watched: tuple[int, str, int] | None = None
         self.side_channel: SideChannel | None = None
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
+            if monitoring.address is not None:
+                self.metrics = Metrics(monitoring.address)
+                undo.callback(self.metrics.close)
             try:
                 socket = dealer(self.context)
-                self._monitor = monitor(socket, self._connected, self._disconnected, self.crash)
-                undo.callback(self._monitor.close)
-                undo.callback(socket.disable_monitor)
-                if isinstance(sender, Introduction):
-                    sender.own.join(socket, sender.server)
-                socket.connect(endpoint)
             except zmq.ZMQError as error:
-                raise NotConnected(f"cannot connect to {endpoint}: {error}") from error
-            self._raw = socket
+                raise NotConnected(f"cannot connect to the sender: {error}") from error
+            told = self._connected, self._disconnected, self._receive_cast, self.crash
+            self.whereabouts = Whereabouts(socket, sender, self.subscriber.session, credentials, *told)
+            undo.callback(self.whereabouts.close)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
         self.opened()
@@ -89,6 +109,16 @@ class ReceiverLink(Link):
         self.subscriber.register(model_id, binding, self.loop.time())
         self.settle()
 
+    def take_all(self, transport: Carrier) -> None:
+        """Take every model that the sender serves, as it is, and apply it to nothing."""
+
+        def found(model_id: str) -> Binding:
+            self._fetches.transports[model_id] = transport
+            return Binding(None, WeightStrategy())
+
+        self.subscriber.found = found
+        self.settle()  # from now on it looks for the sender, at each of its addresses
+
     def pass_on(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
         self.subscriber.end_fast_path()
@@ -96,40 +126,48 @@ class ReceiverLink(Link):
 
     async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Update another model under this name from now on, beginning with what this worker should have."""
-        staged, deadline = self.subscriber.staged, self.loop.time() + timeout
-        leave = Writer(self.subscriber.models[model_id].leave_slabs, lambda error: None)
-        staged.abandon()
-        while staged or not self.gate.try_apply(leave):  # what the gate has begun with still goes to the old model
-            if self.loop.time() >= deadline:
-                raise AckTimeout(f"{model_id!r} was not replaced: for {timeout:g} s it was being read or updated")
-            await asyncio.sleep(GATE_POLL)
-            self.check()
-            staged.abandon()
+        await self.applying.leave(model_id, timeout)
         self.subscriber.replace(model_id, binding, self.loop.time())
         self.settle()
+
+    def _why(self) -> str:
+        return self.whereabouts.why()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the sender's process has ended, or its connection stays away."""
+        return self.sender_lost or self.whereabouts.is_away(self.loop.time())
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _connected(self) -> None:
-        if not is_trustworthy(self.endpoint):
+        self.whereabouts.away_since = None
+        if not is_trustworthy(endpoint := self.whereabouts.endpoint):
             # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
-            logger.error("%s is not this user's any more; not talking to whoever answers there", self.endpoint)
+            logger.error("%s is not this user's any more; not talking to whoever answers there", endpoint)
         elif self.subscriber.session.ended is None:
             self.subscriber.connected(self.loop.time())
             self.settle()
 
     def _disconnected(self) -> None:
+        if self.subscriber.session.online:
+            self.whereabouts.away_since = self.loop.time()  # not anew with each attempt that comes to nothing
         if self.side_channel is not None:
             self.side_channel.drain()
             self.side_channel.close()
         self.subscriber.disconnected()
         self.settle()
+        if self.whereabouts.following is not None and self.subscriber.session.ended is None:
+            self.whereabouts.following.begin()
 
     def _receive(self, frames: list[Any]) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
+        self.whereabouts.subscription.drain()
         try:
             instruction, payload = decode([frame.buffer for frame in frames])
+            if self.observer.follows:
+                self.observer.heard(instruction)
             self.subscriber.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
@@ -139,11 +177,32 @@ class ReceiverLink(Link):
             elif type(instruction) is Welcome and self.subscriber.session.welcomed:
                 self._watch_sender()
                 self._open_side_channel()
+                self._subscribe()
+        self.settle()
+
+    def _subscribe(self) -> None:
+        """Be where the sender sends what is for all, as its WELCOME says; that of another says nothing of this one."""
+        session = self.subscriber.session
+        if session.trainer is not None and session.welcomed and not self.closed:
+            self.whereabouts.subscription.follow(session.trainer.fanout)
+
+    def _receive_cast(self, frames: list[Any]) -> None:
+        """What the sender sends to all who have subscribed."""
+        try:
+            instruction, payload = decode([frame.buffer for frame in frames])
+            if not isinstance(instruction, Cast | Chunk):
+                raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
+            self.subscriber.receive(instruction, payload, self.loop.time())
+            if isinstance(instruction, Chunk) and self.subscriber.incoming.is_overtaken_by(instruction):
+                # Bytes of no use, on a connection that is too slow for those that are; :meth:`_tick` comes back.
+                self.whereabouts.subscription.close()
+        except ProtocolError as error:
+            self.drop(error, "the sender")
         self.settle()
 
     def _receive_packet(self, packet: memoryview) -> None:
         steady = self.subscriber.fast_path
-        if steady is not None:
+        if steady is not None and not self.observer.follows:
             now = self.loop.time()
             try:
                 if (done := steady.take_if_it_can(packet, now)) is not None:
@@ -158,13 +217,16 @@ class ReceiverLink(Link):
 
     def _take_in(self, packet: memoryview) -> None:
         instruction: Instruction | None = None
+        follows = False
         try:
             instruction, payload = read(packet)
+            if follows := self.observer.follows:
+                self.observer.heard(instruction)
             self.subscriber.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
         self.settle()
-        if type(instruction) is Again and not self.closed:
+        if type(instruction) is Again and not self.closed and not follows:
             # If it was applied at once, be ready to do so again.
             begin(
                 self.subscriber, instruction, self.gate, self.applying.goes_straight, self._fetches.window, self._show
@@ -201,7 +263,7 @@ class ReceiverLink(Link):
 
     def _open_side_channel(self) -> None:
         """The sender knows this worker now: connect the side channel, unless it is there already."""
-        path = side_channel_path(self.endpoint)
+        path = side_channel_path(self.whereabouts.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
             self.side_channel = connect(path, self.subscriber.session.nonce, self._receive_packet, self.crash)
 
@@ -209,14 +271,17 @@ class ReceiverLink(Link):
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
         trainer = self.subscriber.session.trainer
         me = self.subscriber.session.identity
-        if trainer is None or (trainer.pid == self._watched and not self.sender_lost):
+        if trainer is None:
             return
-        self._watched = trainer.pid
+        process = trainer.pid, trainer.boot, trainer.namespace  # in containers, the same pid is common
+        if process == self._watched and not self.sender_lost:
+            return
+        self._watched = process
         self.sender_lost = False
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if me.is_beside(trainer.pid, trainer.boot, trainer.namespace):
+        if me.is_beside(*process):
             self._watch = ProcessWatch(trainer.pid, self._sender_ended)
 
     def _sender_ended(self) -> None:
@@ -225,10 +290,15 @@ class ReceiverLink(Link):
 
     def _tick(self, now: float) -> None:
         self.subscriber.tick(now)
+        if not self.subscriber.incoming.update:
+            self._subscribe()
+        self.whereabouts.tick(now)
 
     def _flush(self, now: float) -> None:
         subscriber = self.subscriber
         if subscriber.staged:
+            if self.observer.follows:
+                self.observer.look(subscriber.staged)
             self.applying.offer()
         if subscriber.incoming.fetches:
             self._fetches.start()
@@ -295,10 +365,12 @@ class ReceiverLink(Link):
         self._flush(self.loop.time())
         self.closed = True
         passing_on = self.applying.cascade.task
-        ending = {*self._fetches.tasks, *([] if passing_on is None else [passing_on])}
+        asking = None if self.whereabouts.following is None else self.whereabouts.following.task
+        ending = {*self._fetches.tasks, *(task for task in (passing_on, asking) if task is not None)}
         for task in self._fetches.tasks:
             task.cancel()
         self.applying.close()
+        self.observer.close()
         self._close_all(LINGER_MS)
         self.notify()
         try:
@@ -320,10 +392,9 @@ class ReceiverLink(Link):
         self._send_all()
 
     def _close_all(self, linger_ms: int) -> None:
+        self.whereabouts.close()
         if self._watch is not None:
             self._watch.close()
-        self._raw.disable_monitor()
-        self._monitor.close()
         if self.side_channel is not None:
             self.side_channel.close()
         self._socket.close(linger_ms)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from asyncsync.bus.applying import Applying
 from asyncsync.bus.link import Link
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.gate import Gate
-from asyncsync.protocol.messages import Epoch
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import Epoch
 
 __all__ = ["Mark", "Receiving"]
 
@@ -23,8 +23,8 @@ Mark = tuple[Epoch, int]
 
 
 class Receiving:
-    """The waits of one receiver's callers. ``origin`` returns the version at the root of a tree that these models show;
-    ``copying`` counts the copies that are being made of received slabs."""
+    """The waits of one receiver's callers. ``unanswered`` returns why there is no connection, ``origin`` the version at
+    the root of a tree that these models show; ``copying`` counts the copies that are being made of received slabs."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Receiving:
         subscriber: Subscriber,
         applying: Applying,
         gate: Gate,
-        endpoint: str,
+        unanswered: Callable[[], str],
         origin: Callable[[Iterable[str]], int],
     ) -> None:
         self.copying = 0
@@ -40,7 +40,7 @@ class Receiving:
         self._subscriber = subscriber
         self._applying = applying
         self._gate = gate
-        self._endpoint = endpoint
+        self._unanswered = unanswered
         self._origin = origin
 
     def mark(self, model_id: str) -> Mark | None:
@@ -49,13 +49,14 @@ class Receiving:
         return None if held is None else (held[0], held[1])
 
     @contextmanager
-    def _wanted(self, model_id: str) -> Iterator[None]:
-        """Somebody receives this model's updates: those that wait for that go through the gate."""
-        self._applying.wanted.append(model_id)
+    def _wanted(self, *models: str) -> Iterator[None]:
+        """Somebody receives these models' updates: those that wait for that go through the gate."""
+        self._applying.wanted += models
         try:
             yield
         finally:
-            self._applying.wanted.remove(model_id)
+            for model_id in models:
+                self._applying.wanted.remove(model_id)
             self._applying.withdraw()
 
     async def connected(self, model_id: str, timeout: float) -> None:
@@ -109,7 +110,7 @@ class Receiving:
     def _why(self, model_id: str) -> str:
         subscriber = self._subscriber
         if not subscriber.session.online:
-            return f"nobody answers at {self._endpoint}; see whether the sender is connecting, with the same endpoint"
+            return self._unanswered()
         if not subscriber.session.welcomed:
             return "the sender has not answered yet"
         if model_id not in subscriber.session.served:
@@ -185,8 +186,9 @@ class Receiving:
         assert mark is not None
         return mark
 
-    async def reach(self, model_id: str, version: int, timeout: float) -> Mark:
-        """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied. Raises
+    async def reach(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
+        """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied, also where
+        it is one of several models, if the ``others`` are named: they switch together, with the first of them. Raises
         AckTimeout: not within the timeout; SchemaMismatch, RemoteError or the like: it could not be applied here;
         ClosedError, Fenced: it will not come."""
         subscriber = self._subscriber
@@ -196,7 +198,7 @@ class Receiving:
             ended = subscriber.session.ended is not None or model_id in subscriber.session.refused
             return ended or max(held, failed) >= version
 
-        with self._wanted(model_id):
+        with self._wanted(model_id, *others):
             self._link.settle()
             in_time = await self._link.wait(done, timeout)
         mark = self.mark(model_id)
@@ -223,6 +225,49 @@ class Receiving:
             raise AckTimeout(
                 f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
             )
+
+    async def wait_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
+        """Request what this worker should have, and wait until each of these models is at most so many versions behind
+        that; returns the oldest of their versions. Raises AckTimeout without an answer, or without having applied it,
+        within the timeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
+        Fenced if it will not come."""
+        subscriber, session, holdings = self._subscriber, self._subscriber.session, self._subscriber.holdings
+        deadline = self._link.loop.time() + timeout
+        least: dict[str, int] = {}
+        first = session.request()
+
+        def failed() -> str | None:
+            behind = (m for m, version in least.items() if holdings.version(m) < version)
+            return next((m for m in behind if holdings.error.get(m, (0,))[0] >= least[m]), None)
+
+        def done() -> bool:
+            if session.ended is not None or any(m in session.refused for m in models):
+                return True
+            if not least and session.answered(first):
+                least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
+            return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
+
+        with ExitStack() as stack:
+            for model_id in models:
+                stack.enter_context(self._wanted(model_id))
+            while True:
+                self._link.settle()
+                remaining = deadline - self._link.loop.time()
+                if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
+                    break
+                if remaining <= 0:
+                    asked = f"; it should have {least} by then" if least else ": the sender has not answered"
+                    have = {m: holdings.version(m) for m in models}
+                    raise AckTimeout(
+                        f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s, "
+                        f"with {have}{asked}"
+                    )
+                session.request()
+        if session.ended is not None:
+            raise self._ending()
+        if (wrong := failed() or next((m for m in models if m in session.refused), None)) is not None:
+            raise self._failure(wrong)
+        return min(holdings.version(m) for m in models)
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
         """Wait until what these models show is at least this version of the root of the tree. Raises as

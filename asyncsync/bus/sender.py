@@ -5,30 +5,40 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import zmq
 
-from asyncsync.bus.introduction import Introductions
+from asyncsync.bus.encoding import Encoder
 from asyncsync.bus.link import LINGER_MS, Link
+from asyncsync.bus.outgoing import Outgoing
 from asyncsync.bus.publishing import Publishing
+from asyncsync.bus.reporting import Reporter, warn_of_blocking
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
+from asyncsync.monitor.metrics import Durations, Metrics
+from asyncsync.monitor.options import UNMONITORED, Monitoring
+from asyncsync.monitor.sender import SenderObserver
+from asyncsync.monitor.tracing import find_tracer
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
+from asyncsync.net.introduction import Introductions
+from asyncsync.net.key_files import KeyFiles
+from asyncsync.net.keys import Admission, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
-from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
+from asyncsync.net.side_channel import Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
-from asyncsync.protocol.codec import decode, encode
-from asyncsync.protocol.messages import Again, Buffer, Bye, Hello, Ready, Released, Update
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
 from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import SourceCache
+from asyncsync.wire.codec import decode, encode
+from asyncsync.wire.messages import Bye, Hello, Instruction, Ready, Released
+from asyncsync.wire.report import Inquiry
 
 __all__ = ["SenderLink"]
 
@@ -36,25 +46,38 @@ logger = logging.getLogger("asyncsync")
 
 # An event loop that has been blocked for so long while weights were to be fetched delivers them too late.
 BLOCKED_SECONDS = 1.0
+KEYED_DESCRIPTORS = 3  # who asks whether somebody is let in, and who tells of those that were not
 
 
 class SenderLink(Link):
     """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
-    descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``.
+    descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``;
+    with ``keys``, only those whose keys are listed. ``admission`` says so; None: everybody gets in.
 
     The state machine, ``publisher``, stands still while the fast path is on: :meth:`caught_up` ends that. An elastic
     sender needs ``min_workers``; ``pool`` has slabs for transports that have none.
     """
 
     introductions: Introductions | None = None
+    admission: Admission | None = None
 
     def __init__(
-        self, endpoint: str, num_workers: int | None, min_workers: int, settings: Settings, *, keyed: bool = False
+        self,
+        endpoint: str,
+        num_workers: int | None,
+        min_workers: int,
+        settings: Settings,
+        *,
+        keyed: bool = False,
+        keys: KeyFiles | None = None,
+        monitoring: Monitoring = UNMONITORED,
     ) -> None:
-        self._per_worker = (
-            3 if endpoint.startswith("ipc://") else 1
-        )  # its connection; its side channel, and its process's end
-        super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1))
+        # Its connection; on this host, its side channel, and its process's end; else what it has subscribed to.
+        is_local = endpoint.startswith("ipc://")
+        self._per_worker = 3 if is_local else 2 if settings.fanout else 1
+        of_all = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
+        tracer = find_tracer(monitoring.tracing)
+        super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1) + of_all)
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.publisher.membership.is_watched = self._is_watched
@@ -62,27 +85,43 @@ class SenderLink(Link):
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
-        self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart)
+        durations = None if monitoring.address is None else Durations()
+        self.observer = SenderObserver(self.publisher.progress.is_outstanding, tracer, durations)
+        self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart, self.observer)
+        self.encoder = Encoder(self, self.publisher, self.publishing.packed)
+        self.reporter = Reporter(self.publisher, self.loop.time, self._refused, self.dropped)
         self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self._watches: dict[bytes, ProcessWatch] = {}
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
+            if monitoring.address is not None:
+                self.metrics = Metrics(monitoring.address)
+                undo.callback(self.metrics.close)
             self._lock = EndpointLock(endpoint) if endpoint.startswith("ipc://") else None
             if self._lock is not None:
                 undo.callback(self._lock.release)
-            self._open(endpoint, keyed)
+            undo.callback(self._close_admission)
+            self._open(endpoint, keyed, keys)
+            if settings.fanout and not is_local:
+                self.outgoing.open_broadcast(self.context, endpoint, self.admission, self.crash)
             undo.pop_all()
         self.opened()
 
-    def _open(self, endpoint: str, keyed: bool) -> None:
+    def _open(self, endpoint: str, keyed: bool, keys: KeyFiles | None) -> None:
         hint = "this process may have too many files open (ulimit -n)"
         try:
             socket = router(self.context)
             hint = "bind a numeric address of this host, and tell the workers its name with connect="
             if keyed:
-                self.introductions = Introductions(self.context, socket, self.crash)
+                self.admission = Admission(self.context, KeyPair.draw(), self.crash)
+                self.introductions = Introductions(self.admission)
+            elif keys is not None:
+                server, listed = keys.sender()
+                self.admission = Admission(self.context, server, self.crash, listed)
+            if self.admission is not None:
+                self.admission.guard(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
@@ -90,11 +129,12 @@ class SenderLink(Link):
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
         if self.introductions is not None:
             self.introductions.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        elif is_plaintext_beyond_loopback(endpoint):
+        elif self.admission is None and is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
+        self.outgoing = Outgoing(self.publisher, self._socket, self.side_channels)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
 
@@ -109,7 +149,7 @@ class SenderLink(Link):
         publishing = self.publishing
         if self._timer is None or publishing.order.waiting or publishing.order.locked():
             return False
-        return not self.waiters and publishing.origin is None
+        return not self.waiters and publishing.origin is None and not self.observer.follows
 
     @property
     def version(self) -> int:
@@ -153,15 +193,62 @@ class SenderLink(Link):
         now = self.loop.time()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
-            if self.introductions is not None:
-                self.introductions.check(frames[-1], instruction, self.publisher.membership.at(route))
+            key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
+            if type(instruction) is Inquiry:
+                self._answer(route, instruction)
+                return
+            peer = self.publisher.membership.routes.get(route) if self.observer.lives else None
             self.publisher.receive(route, instruction, payload, now)
+            if peer is not None:
+                self.observer.heard(peer.worker, instruction)
+            if key is not None and isinstance(instruction, Hello):
+                self._bind_place(route, key)
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
         if isinstance(instruction, Hello | Ready | Bye | Released):
             self._watch()
         self.settle()
+
+    def _answer(self, route: bytes, inquiry: Inquiry) -> None:
+        """Whoever may connect may ask how everything is; nothing changes with that."""
+        if (report := self.reporter.answer(inquiry.token)) is not None:
+            self._socket.send((route, encode(report)))  # the asker may have left, or not read what it has asked for
+            self._socket.flushed()
+        self.settle()
+
+    def _refused(self) -> Mapping[str, int]:
+        """Handshakes and messages that were refused, by reason."""
+        return {} if self.admission is None else self.admission.refused
+
+    def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
+        """The key of this message. Raises ProtocolError if its holder may not send it; who claims a place that is not
+        its own is told so."""
+        try:
+            key = admission.check(frame, instruction, self.publisher.membership.at(route))
+        except ProtocolError as error:
+            if isinstance(instruction, Hello):
+                self.publisher.membership.refuse(route, instruction.nonce, str(error))
+                self.settle()
+            raise
+        if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
+            self._revoke(self.loop.time())  # whoever has had the place: nobody would know of that key any more
+        return key
+
+    def _bind_place(self, route: bytes, key: bytes) -> None:
+        peer = self.publisher.membership.at(route)
+        if peer is not None and self.admission is not None:
+            self.admission.take(peer.worker, key)
+
+    def _revoke(self, now: float) -> None:
+        """Turn away the workers whose keys are not listed any more."""
+        if self.admission is None:
+            return
+        for worker in self.admission.revoked(self.publisher.peers):
+            why = "its key was taken off the list of clients"
+            logger.warning("worker %d is turned away: %s", worker, why)
+            self.publisher.expel(worker, why, now)
+        self.outgoing.shut_out(self.admission)
 
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
@@ -179,6 +266,8 @@ class SenderLink(Link):
             instruction, _ = read(packet)
             self.fast.end()
             self.publisher.receive(peer.route, instruction, (), self.loop.time())
+            if self.observer.lives:
+                self.observer.heard(peer.worker, instruction)
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
@@ -214,32 +303,22 @@ class SenderLink(Link):
             self._watch()
             self.settle()
 
-    def _warn_of_blocking(self, seconds: float) -> None:
-        publisher = self.publisher
-        waiting = (
-            publisher.progress.of(self.version, publisher.progress.targeted(self.version)).waiting
-            & publisher.peers.keys()
-        )
-        if waiting:
-            self._has_warned = True
-            logger.warning(
-                "this event loop was blocked for %.1f s while worker(s) %s had still to fetch version %d: large "
-                "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
-                "asyncsync.sync, whose send_async and publish_async can be awaited on any loop",
-                seconds, sorted(waiting), self.version,
-            )  # fmt: skip
-
     def _tick(self, now: float) -> None:
         self.fast.end()
         late = now - self._timer_due
         if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
-            self._warn_of_blocking(late)
+            self._has_warned = warn_of_blocking(self.publisher, self.version, late)
+        self._revoke(now)
         self.publisher.tick(now)
+        self.observer.check(everybody=True)
         self._watch()
 
     def settle(self) -> None:
+        if self.observer.lives:
+            self.observer.check()
         self.notify()
         self.depart()
+        self.settled()
 
     def depart(self) -> None:
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
@@ -247,43 +326,15 @@ class SenderLink(Link):
             self._set_timer(self.loop.time())
         if self.publisher.outbox:
             self._flush(self.loop.time())
+        if self.publisher.wanted:
+            self.encoder.start()
 
     def _flush(self, now: float) -> None:
-        outbox = self.publisher.outbox
-        served = self.publishing.served
         if self.side_channels.of:
             self.fast.pause()
-        last, header = None, b""
-        by_zmq = failed = False
-        try:
-            while outbox:
-                route, instruction, payload = outbox.popleft()
-                if instruction is not last:  # mostly, all workers are sent the same
-                    last, header = instruction, encode(instruction)
-                if type(instruction) in BY_SIDE_CHANNEL and self._send_by_side_channel(route, (header, *payload)):
-                    outcome = 0
-                else:
-                    by_zmq = True
-                    outcome = self._socket.send((route, header, *payload))
-                if outcome == zmq.EAGAIN:
-                    failed = True
-                    self.publisher.clogged(route)
-                elif outcome == zmq.EHOSTUNREACH:
-                    failed = True
-                    self.publisher.unreachable(route, now)
-                elif served and isinstance(instruction, Update | Again):
-                    self.publishing.serve(route, instruction)
-        finally:
-            if by_zmq:
-                self._socket.flushed()
-        if failed:
+        follows = self.publishing.served or self.observer.lives
+        if self.outgoing.flush(now, self.publishing.departed if follows else None):
             self.notify()
-
-    def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
-        peer = self.publisher.membership.routes.get(route) if self.side_channels.of else None
-        channel = None if peer is None or peer.unsettled else self.side_channels.of.get(peer.nonce)
-        return channel is not None and channel.send(frames)
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
@@ -310,6 +361,7 @@ class SenderLink(Link):
         return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
 
     def _say_goodbye(self) -> None:
+        self.observer.close()
         self.publishing.close()
         self.fast.end()
         self.publisher.close()
@@ -320,10 +372,14 @@ class SenderLink(Link):
             watch.close()
         self._watches.clear()
         self.side_channels.close()
+        self._close_admission()
         self._socket.close(linger_ms)
-        if self.introductions is not None:
-            self.introductions.admission.close()
+        self.outgoing.close()
         self._bound.forget()
+
+    def _close_admission(self) -> None:
+        if self.admission is not None:
+            self.admission.close()
 
     def _release(self) -> None:
         self.pool.close()

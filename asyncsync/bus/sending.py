@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from asyncsync.arguments import as_workers, check_timeout
+from asyncsync.arguments import as_workers, check_count, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Calls, Source
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import AckTimeout, NotConnected, PartialSendError
-from asyncsync.protocol.metadata import encode_metadata
 from asyncsync.protocol.progress import Outcome, Progress
+from asyncsync.wire.metadata import encode_metadata
 
-__all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wait_version"]
+__all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wait_lag", "wait_version"]
 
 Workers = int | Iterable[int] | None
 
@@ -71,6 +71,7 @@ async def publish_sources(
     """:func:`publish` of what was extracted; unless ``at_once``, it has still to depart."""
     transports = {topic: bus._schemes[topic]._transport() for topic in sources}
     link = bus._sender()
+    _check_reach(link, {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)})
     deadline = link.loop.time() + timeout
     version = await link.publishing.publish(
         sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
@@ -88,12 +89,21 @@ async def send(
     worker_ids: Workers,
     timeout: float,
     metadata: Mapping[str, Any] | None,
+    quorum: int | None = None,
 ) -> int:
-    """:func:`publish`, and wait until the workers have applied it. Raises NotConnected, with nothing published, if
-    nobody could; PartialSendError, which names each worker that has not, and why."""
+    """:func:`publish`, and wait until the workers have applied it, or as many of them as the ``quorum`` needs. Raises
+    NotConnected, with nothing published, if nobody could; PartialSendError, which names each worker that has not, and
+    why."""
     link, encoded = bus._link, encode_metadata(metadata)
     is_free = not (bus._closed or bus._calls or bus._preparing.waiting or bus._preparing.locked())
-    if worker_ids is None and len(weights) == 1 and not encoded and type(link) is SenderLink and is_free:
+    if (
+        worker_ids is None
+        and quorum is None
+        and len(weights) == 1
+        and not encoded
+        and type(link) is SenderLink
+        and is_free
+    ):
         ((topic, given),) = weights.items()
         if link.fast.may_go_on(topic, timeout):
             begun = link.loop.time()
@@ -102,23 +112,28 @@ async def send(
             if flat is not None and (version := link.fast.go_on(topic, flat)) is not None:
                 return await _complete(bus, link, version, topic, timeout, begun)
     check_timeout(timeout)
-    _check_quorum(bus._sender(), weights)
     workers = as_workers(worker_ids)
+    _check_quorum(bus._sender(), weights, workers, quorum)
     try:
         sources = await _extract_in_order(bus, weights, workers, timeout)
     except AckTimeout as error:
         raise _unsent(bus, workers, error) from error
-    return await send_sources(bus, sources, workers, timeout, encoded)
+    return await send_sources(bus, sources, workers, timeout, encoded, quorum)
 
 
 async def send_sources(
-    bus: BusCore, sources: Mapping[str, Source], workers: list[int] | None, timeout: float, metadata: bytes
+    bus: BusCore,
+    sources: Mapping[str, Source],
+    workers: list[int] | None,
+    timeout: float,
+    metadata: bytes,
+    quorum: int | None = None,
 ) -> int:
     """:func:`send` of what was extracted."""
     link = bus._sender()
-    _check_quorum(link, sources)
+    _check_quorum(link, sources, workers, quorum)
     begun = link.loop.time()
-    if workers is None and not (metadata or bus._calls) and link.fast.may_publish(timeout):
+    if workers is None and quorum is None and not (metadata or bus._calls) and link.fast.may_publish(timeout):
         transports = {topic: bus._schemes[topic]._transport() for topic in sources}
         if (version := link.fast.publish(sources, transports)) is not None:
             return await _complete(bus, link, version, next(iter(sources)), timeout, begun)
@@ -126,7 +141,7 @@ async def send_sources(
         version = await publish_sources(bus, sources, workers, metadata, timeout, at_once=False)
     except AckTimeout as error:  # nothing was published
         raise _unsent(bus, workers, error) from error
-    await _wait_applied(link, version, workers, list(sources), timeout, begun, bus._calls)
+    await _wait_applied(link, version, workers, list(sources), timeout, begun, bus._calls, quorum)
     return version
 
 
@@ -136,6 +151,8 @@ async def _complete(bus: BusCore, link: SenderLink, version: int, topic: str, ti
         bus._on_published(version, None)
     if not await link.fast.complete(version):
         await _wait_applied(link, version, None, [topic], timeout, begun)
+    if link.observer.durations is not None:
+        link.observer.durations.observe(link.loop.time() - begun)
     return version
 
 
@@ -146,18 +163,33 @@ def _unsent(bus: BusCore, workers: list[int] | None, error: AckTimeout) -> Parti
 
 
 async def wait_version(
-    bus: BusCore, version: int, worker_ids: Workers, timeout: float, models: list[str] | None
+    bus: BusCore,
+    version: int,
+    worker_ids: Workers,
+    timeout: float,
+    models: list[str] | None,
+    quorum: int | None = None,
 ) -> None:
     """Wait until workers have applied a version; on a receiver, until this one has."""
     check_timeout(timeout)
     if bus._role == "receiver":
+        if quorum is not None:
+            raise ValueError("quorum is for the sender: a receiver waits for itself")
         await bus._receiver().receiving.wait_version(version, models or list(bus._schemes), timeout)
         return
     link = bus._sender()
     if not 0 < version <= link.issued:
         raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
     workers = _check_workers(link, as_workers(worker_ids))
-    await _wait_applied(link, version, workers, models, timeout, link.loop.time(), bus._calls)
+    _check_enough(link, workers, quorum)
+    await _wait_applied(link, version, workers, models, timeout, link.loop.time(), bus._calls, quorum)
+
+
+async def wait_lag(bus: BusCore, models: list[str], max_lag: int, timeout: float) -> int:
+    """Receiver: wait until each of these models is at most so many versions behind what the sender has for it."""
+    check_count("max_lag", max_lag, least=0)
+    check_timeout(timeout)
+    return await bus._receiver().receiving.wait_lag(models, max_lag, timeout)
 
 
 async def _wait_applied(
@@ -168,31 +200,48 @@ async def _wait_applied(
     timeout: float,
     begun: float,
     calls: Calls | None = None,
+    quorum: int | None = None,
 ) -> None:
-    """Wait until these workers have applied at least this version, and the ``calls`` of their objects have ended;
-    raises as :func:`send`. The timeout is from ``begun`` on, a time of the loop's clock. What is to be sent departs
-    when all is ready to wait."""
+    """Wait until these workers, or as many of them as the ``quorum`` needs, have applied at least this version, and the
+    ``calls`` of their objects have ended; raises as :func:`send`. The timeout is from ``begun`` on, a time of the
+    loop's clock. What is to be sent departs when all is ready to wait."""
     try:
         publisher = link.caught_up()
         progress = publisher.progress
         chosen = progress.targeted(version, models) if workers is None else workers
         if not chosen and (link.min_workers or publisher.num_workers is not None):
-            _check_quorum(link, publisher.targets.models if models is None else models)
+            _check_quorum(link, publisher.targets.models if models is None else models, workers, quorum)
             raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
+        if quorum is not None and len(chosen) < quorum:
+            raise NotConnected(f"version {version} is meant for {len(chosen)} workers that are there, quorum={quorum}")
+
+        late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
 
         def done() -> bool:
             publisher.check_open()
+            if quorum is not None:
+                now = _outcome(progress, version, chosen, models, calls)
+                return len(now.acked) >= quorum or len(now.acked) + len(now.waiting) < quorum
             if calls is not None:
                 return not _outcome(progress, version, chosen, models, calls).waiting
-            return not progress.outstanding(version, chosen, models)
+            while late and not progress.outstanding(version, late[-1:], models):
+                late.pop()
+            if late or not progress.outstanding(version, chosen, models):
+                return not late
+            late.extend(chosen)  # one that was lost is there again
+            return False
 
-        await link.wait(done, max(0.0, begun + timeout - link.loop.time()), link.depart)
+        in_time = await link.wait(done, max(0.0, begun + timeout - link.loop.time()), link.depart)
     finally:
         if link.publisher.outbox and not link.closed:  # there was nobody to wait for, or no time left
             link.settle()
     outcome = _outcome(progress, version, chosen, models, calls)
-    late = {worker: progress.timeout_of(worker, version, timeout) for worker in outcome.waiting}
-    if failed := outcome.failed | late:
+    if quorum is not None and len(outcome.acked) >= quorum:
+        return
+    # Where too many have failed for a quorum, the others are not late.
+    waiting = () if in_time and quorum is not None else outcome.waiting
+    in_vain = {worker: progress.timeout_of(worker, version, timeout) for worker in waiting}
+    if failed := outcome.failed | in_vain:
         raise PartialSendError(outcome.acked, failed)
 
 
@@ -228,14 +277,41 @@ def _check_workers(link: SenderLink, workers: list[int] | None) -> list[int] | N
     return workers
 
 
-def _check_quorum(link: SenderLink, models: Iterable[str]) -> None:
+def _check_reach(link: SenderLink, workers: Iterable[int]) -> None:
+    """Raise ValueError for weights of single workers that are behind a relay."""
+    behind = link.publisher.behind.workers
+    for worker in workers:
+        if worker in behind and worker not in link.publisher.peers:
+            raise ValueError(
+                f"worker {worker} is behind relay {behind[worker].relay}, and a relay passes on only what is for "
+                "everybody: publish without worker_ids, or have this worker connect to the sender itself"
+            )
+
+
+def _check_enough(link: SenderLink, workers: list[int] | None, quorum: int | None) -> None:
+    """Raise ValueError for a quorum that so many workers cannot be."""
+    if quorum is None:
+        return
+    check_count("quorum", quorum)
+    count = link.publisher.num_workers if workers is None else len(workers)
+    if count is not None and quorum > count:
+        raise ValueError(f"quorum={quorum} of {count} workers: no more can apply it than it is meant for")
+
+
+def _check_quorum(
+    link: SenderLink, models: Iterable[str], workers: list[int] | None = None, quorum: int | None = None
+) -> None:
     """Raise NotConnected if no worker has one of these models; for an elastic sender, if fewer than ``min_workers``
-    have it."""
+    have it, or than the ``quorum`` where it is for everybody. Raises ValueError as :func:`_check_enough`."""
+    _check_enough(link, workers, quorum)
     publisher = link.publisher  # who is there, and with which models, does not change on the fast path
+    needed, name = link.min_workers, "min_workers"
+    if quorum is not None and workers is None and quorum > needed:
+        needed, name = quorum, "quorum"
     for model_id in models:
         there = publisher.membership.eligible(model_id)
-        if publisher.num_workers is None and there < link.min_workers:
-            text = f"{there} workers are connected, min_workers={link.min_workers} are needed"
+        if publisher.num_workers is None and there < needed:
+            text = f"{there} workers are connected, {name}={needed} are needed"
         elif publisher.num_workers is not None and not there:
             text = "no worker can apply this"
         else:

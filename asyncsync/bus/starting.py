@@ -91,6 +91,8 @@ async def wait_for_workers(
         reasons = "; ".join(progress.why_absent(w, models) for w in missing)
         if membership.turned_away:
             reasons += f"; one that came was turned away: {membership.turned_away}"
+        if link.admission is not None and (refused := link.admission.refused):
+            reasons += "; refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in refused.items())
         if publisher.num_workers is None:
             there = sum(progress.connected(w, models) for w in membership.expected())
             reasons = f"{there} of at least {link.min_workers} workers are there" + (f"; {reasons}" if reasons else "")

@@ -2,59 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.reporting import WorkerStatus, worker_status
 from asyncsync.bus.sender import SenderLink
+from asyncsync.errors import Fenced
 
-__all__ = ["WorkerStatus", "receiver_status", "sender_status"]
+__all__ = ["BusStatus", "WorkerStatus", "bus_status"]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """What is known of one worker.
+class BusStatus(dict[int, WorkerStatus]):
+    """The workers, by their index.
 
     Attributes:
-        version: the version that it has applied (of several models, the oldest); 0: none yet.
-        target: the version that it should have; 0: none yet.
-        lag: how many versions it is behind its target.
-        last_seen: seconds since its last message; None: never heard of.
-        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or
-        never came).
-        bytes_sent: payload bytes sent to it (on a receiver: received).
-        reason: why it is lost; empty otherwise.
+        refused: where there are keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
+            ``"a key that is not listed"``, ``"the key of another server"``, ``"the index of another worker"``, ``"a key
+            that was taken off the list"``, ``"another protocol"``, ``"an incomplete handshake"``. Receiver: what its
+            own attempts have failed by.
     """
 
-    version: int
-    target: int
-    lag: int
-    last_seen: float | None
-    state: str
-    bytes_sent: int = 0
-    reason: str = ""
+    def __init__(self, workers: Mapping[int, WorkerStatus], refused: Mapping[str, int]) -> None:
+        super().__init__(workers)
+        self.refused: dict[str, int] = dict(refused)
+
+
+def bus_status(link: object, models: list[str]) -> BusStatus:
+    """Of either end, on its event loop; empty where there is no link yet."""
+    if isinstance(link, SenderLink):
+        return BusStatus(sender_status(link, models), {} if link.admission is None else link.admission.refused)
+    if isinstance(link, ReceiverLink):
+        return BusStatus(receiver_status(link, models), link.whereabouts.dialer.refused)
+    return BusStatus({}, {})
 
 
 def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus]:
     publisher = link.caught_up()
     now = link.loop.time()
-    table = {}
-    for worker in sorted({*publisher.membership.expected(), *publisher.peers}):
-        peer = publisher.peers.get(worker)
-        targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
-        if peer is None:
-            target = max(targets.values(), default=0)
-            table[worker] = WorkerStatus(0, target, target, None, "lost", 0, "it has not connected yet")
-            continue
-        targets = {m: v for m, v in targets.items() if m in peer.hello.have}
-        applied = {m: peer.applied.get(m, 0) for m in models if m in peer.hello.have}
-        behind = [m for m, v in targets.items() if applied[m] < v]
-        version = min((applied[m] for m in behind), default=max(applied.values(), default=0))
-        target = max(targets.values(), default=0)
-        lag = max((targets[m] - applied[m] for m in behind), default=0)
-        table[worker] = WorkerStatus(
-            version, target, lag, now - peer.last_seen, peer.state, peer.bytes_sent, peer.lost or ""
-        )
-    return table
+    workers = sorted({*publisher.membership.expected(), *publisher.peers, *publisher.behind.workers})
+    return {worker: worker_status(publisher, worker, models, now) for worker in workers}
 
 
 def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerStatus]:
@@ -71,7 +57,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     elif subscriber.session.ended is not None:
         state, reason = "lost", str(subscriber.session.ended)
     elif link.sender_lost or not subscriber.session.online:
-        state, reason = "lost", "the sender is gone; waiting for its successor"
+        state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for its successor"
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
     return {
@@ -79,3 +65,16 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
             version, target, max(0, target - current), seen, state, subscriber.incoming.bytes_received, reason
         )
     }
+
+
+def newest_target(link: SenderLink | ReceiverLink | None, models: Iterable[str]) -> int:
+    """Of a receiver: the newest version that these models show, or that any model is to have; 0: none."""
+    if not isinstance(link, ReceiverLink):
+        return 0
+    return max([link.version(models), *list(link.subscriber.targets.values())])
+
+
+def check_fenced(link: SenderLink | ReceiverLink | None) -> None:
+    """Raise Fenced if another incarnation of a receiver has taken its place, or its sender's."""
+    if isinstance(link, ReceiverLink) and isinstance(ended := link.subscriber.session.ended, Fenced):
+        raise Fenced(*ended.args)

@@ -18,7 +18,8 @@ class Options:
         max_seconds: after which it gives up.
         plot: the picture's path.
         uvloop: run the trainer on uvloop instead of asyncio's own loop.
-        scheme: how the weights travel: "shared", "process" or "zmq".
+        scheme: how the weights travel: "shared", "process", "zmq", "distributed", "rpc" or "ray".
+        endpoint: where the trainer binds; None draws a private ipc path.
     """
 
     workers: int = 2
@@ -28,6 +29,7 @@ class Options:
     plot: str = "asyncsync-demo.png"
     uvloop: bool = False
     scheme: str = "shared"
+    endpoint: str | None = None
 
     @property
     def new_loop(self) -> Callable[[], Any] | None:

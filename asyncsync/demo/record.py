@@ -46,7 +46,8 @@ class Record:
         frames: environment steps, of each worker.
         versions: published so far.
         phase: what is going on, in words.
-        scheme: how the weights travel: "shared", "process" or "zmq".
+        scheme: how the weights travel: "shared", "process", "zmq", "distributed", "rpc" or "ray".
+        endpoint: where the trainer binds: `asyncsync top` asks there.
     """
 
     workers: int
@@ -57,6 +58,7 @@ class Record:
     versions: int = 0
     phase: str = "starting the workers"
     scheme: str = "shared"
+    endpoint: str = ""
 
     def __post_init__(self) -> None:
         self.frames = [0] * self.workers
@@ -134,7 +136,7 @@ class Record:
     @property
     def has_slots(self) -> bool:
         """Whether the weights lie in shared memory, where the workers find them, and are not sent."""
-        return self.scheme != "zmq"
+        return self.scheme in ("shared", "process")
 
     @property
     def slots(self) -> int:

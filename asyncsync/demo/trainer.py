@@ -32,7 +32,8 @@ async def train(options: Options, record: Record) -> None:
     """
     learner = Learner(options.seed)
     # SharedMemWeightSyncScheme(), unless the command line says otherwise.
-    scheme = WeightSyncScheme.from_backend(options.scheme)
+    scheme = WeightSyncScheme.from_backend(options.scheme, endpoint=options.endpoint)
+    record.endpoint = scheme.bus.endpoint
     async with start_workers(options, learner.policy, scheme) as collector:  # they have applied version 1 now
         with record.learning(scheme):
             async for batch in collector:  # [environments, time]; its worker has begun the next one

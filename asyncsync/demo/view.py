@@ -17,7 +17,10 @@ REDRAW = 0.2  # seconds
 LINE = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 32  # characters, of the progress bar and the sparkline
-NAMES = {"shared": "shared memory", "process": "multiprocessing", "zmq": "ZeroMQ"}
+NAMES = {
+    "shared": "shared memory", "process": "multiprocessing", "zmq": "ZeroMQ", "distributed": "torch.distributed",
+    "rpc": "torch's RPC", "ray": "Ray",
+}  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -45,8 +48,15 @@ async def _redraw(record: Record, console: Console) -> None:
             live.update(panel(record), refresh=True)
 
 
+def _watch(record: Record) -> str:
+    """How; empty: the workers are introduced to a sender whose address nobody else is told."""
+    return f"watch it: asyncsync top {record.endpoint}" if "://" in record.endpoint else ""
+
+
 async def _print_lines(record: Record, console: Console) -> None:
     console.out(f"asyncsync: PPO on CartPole-v1, weights through {NAMES[record.scheme]}", highlight=False)
+    if watch := _watch(record):
+        console.out(watch, highlight=False)
     phase, printed = "", -math.inf
     while True:
         record.sample()
@@ -105,6 +115,8 @@ def panel(record: Record) -> RenderableType:
     notes = "lag: versions that the worker has yet to apply\ndata lag: versions published between acting and learning"
     if record.has_slots:
         notes += "\nslots: copies of the weights in shared memory, for all workers together"
+    if watch := _watch(record):
+        notes += f"\n{watch}"
     note = Text(notes, style="dim")
     return Panel(
         Group(goal, Text(), totals, Text(), table, Text(), note),

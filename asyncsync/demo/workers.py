@@ -1,4 +1,5 @@
-"""The workers: one process each, with a vector of environments and a copy of the policy."""
+"""The workers: one process each, with a vector of environments and a copy of the policy. They belong to the collector
+whose own scheme was chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.collectors import GymEnv, MultiAsyncCollector
+from asyncsync.collectors import GymEnv, MultiAsyncCollector, MultiCollector
+from asyncsync.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 from asyncsync.demo.options import Options
 from asyncsync.sync import WeightSyncScheme
 
@@ -31,16 +33,25 @@ class Environments(GymEnv):
         return super().reset(tensordict, **options).set("worker", self._worker)
 
 
+def collector_for(scheme: str) -> tuple[Any, dict[str, Any]]:
+    """The class of collectors for a scheme of this name, and arguments that only this one has."""
+    if scheme == "ray":
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+        return RayCollector, {"ray_init_config": quiet, "remote_configs": {"num_cpus": 0}}
+    nodes = {"rpc": RPCCollector, "distributed": DistributedCollector}
+    return (nodes[scheme], {"launcher": "mp"}) if scheme in nodes else (MultiAsyncCollector, {})
+
+
 @contextlib.asynccontextmanager
-async def start_workers(
-    options: Options, policy: nn.Module, scheme: WeightSyncScheme
-) -> AsyncIterator[MultiAsyncCollector]:
+async def start_workers(options: Options, policy: nn.Module, scheme: WeightSyncScheme) -> AsyncIterator[MultiCollector]:
     """Start the workers, and end them with the block; they have the policy's weights when it begins."""
-    async with await MultiAsyncCollector.create(
+    kind, arguments = collector_for(options.scheme)
+    async with await kind.create(
         [partial(Environments, worker) for worker in range(options.workers)],
         policy,
         frames_per_batch=ENVIRONMENTS * TIME,
         weight_sync_schemes={"policy": scheme},
+        **arguments,
     ) as collector:
         await asyncio.to_thread(collector.set_seed, options.seed)
         yield collector

@@ -23,8 +23,6 @@ from operator import attrgetter
 from typing import Protocol
 
 from asyncsync.net.side_channel import ALONE, SideChannel, SideChannels
-from asyncsync.protocol.codec import encode_again, encode_done
-from asyncsync.protocol.messages import Buffer
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.copying import copy_bytes
@@ -32,6 +30,8 @@ from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire.codec import encode_again, encode_done
+from asyncsync.wire.fields import Buffer
 
 __all__ = ["FastSender", "SteadySender"]
 

@@ -21,12 +21,13 @@ from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.side_channel import ALONE
-from asyncsync.protocol.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
-from asyncsync.protocol.messages import Again, Epoch, Part
 from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
+from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Again, Part
 
 __all__ = ["Show", "SteadyWorker", "begin"]
 

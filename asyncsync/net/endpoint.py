@@ -13,6 +13,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -26,8 +27,11 @@ __all__ = [
     "INTRODUCED",
     "EndpointLock",
     "check_endpoint",
+    "check_endpoints",
     "draw_endpoint",
+    "host_port",
     "is_plaintext_beyond_loopback",
+    "several",
     "side_channel_path",
 ]
 
@@ -50,7 +54,8 @@ def draw_endpoint() -> str:
 
 def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
     """Refuse an address that cannot work or is not safe, before anything is bound: the ValueError names what is wrong
-    with it, and the remedy. ``allow_plaintext`` accepts addresses beyond this host without encryption."""
+    with it, and the remedy. ``allow_plaintext`` accepts addresses beyond this host; with keys there is nothing against
+    them either."""
     if endpoint == INTRODUCED:
         return endpoint
     if not isinstance(endpoint, str):
@@ -68,24 +73,38 @@ def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
                 f"{endpoint!r}: an ipc path can have {MAX_IPC_PATH} bytes at most, this one has {len(path.encode())}"
             )
         return endpoint
-    host, port = _host_port(endpoint)
+    host, port = host_port(endpoint)
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{endpoint!r}: name a port between 1 and 65535; workers must know it before the sender binds")
     if not allow_plaintext and not _is_loopback(host):
         raise ValueError(
             f"{endpoint!r} is reachable from other hosts, and the bus is not encrypted: "
             "anybody there could read or feed it. "
-            "Use an ipc:// path or tcp://127.0.0.1:PORT, or pass allow_plaintext=True on a network that you trust"
+            "Use an ipc:// path or tcp://127.0.0.1:PORT, or give it keys (`asyncsync keygen`, then server_key= and "
+            "clients= or client_key=), or pass allow_plaintext=True on a network that you trust"
         )
     return endpoint
 
 
+def several(endpoints: str) -> tuple[str, ...]:
+    """Of ``"tcp://a:5555,tcp://b:5555"`` each, once: where a worker connects when the one before is away."""
+    return tuple(dict.fromkeys(re.split(r"\s*,\s*(?=\w+://)", endpoints)))
+
+
+def check_endpoints(endpoints: str, *, allow_plaintext: bool) -> str:
+    """:func:`check_endpoint` of :func:`several`."""
+    for one in several(endpoints) if isinstance(endpoints, str) else (endpoints,):
+        check_endpoint(one, allow_plaintext=allow_plaintext)
+    return endpoints
+
+
 def is_plaintext_beyond_loopback(endpoint: str) -> bool:
-    """True for an address that other hosts can reach."""
-    return endpoint.startswith("tcp://") and not _is_loopback(_host_port(endpoint)[0])
+    """True for an address that other hosts can reach, where there are no keys."""
+    return endpoint.startswith("tcp://") and not _is_loopback(host_port(endpoint)[0])
 
 
-def _host_port(endpoint: str) -> tuple[str, str]:
+def host_port(endpoint: str) -> tuple[str, str]:
+    """Of a tcp address, without the brackets of IPv6. Raises ValueError where it is none."""
     if not endpoint.startswith("tcp://") or ":" not in endpoint.removeprefix("tcp://"):
         raise ValueError(f"{endpoint!r} is not an endpoint; use ipc:///absolute/path or tcp://HOST:PORT")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

@@ -48,9 +48,10 @@ from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.processes import owned
-from asyncsync.protocol import messages
-from asyncsync.protocol.codec import FIXED, decode, decode_fixed
-from asyncsync.protocol.messages import Buffer, Instruction
+from asyncsync.wire import messages
+from asyncsync.wire.codec import FIXED, decode, decode_fixed
+from asyncsync.wire.fields import Buffer
+from asyncsync.wire.messages import Instruction
 
 __all__ = ["ALONE", "BY_SIDE_CHANNEL", "Receive", "SideChannel", "SideChannels", "connect", "join", "read", "split"]
 

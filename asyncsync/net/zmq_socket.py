@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import os
 import socket
 import stat
@@ -22,18 +23,22 @@ import zmq
 
 from asyncsync.net.processes import owned
 from asyncsync.net.zmq_private import get, recv, send
-from asyncsync.protocol.messages import MAX_FRAME
+from asyncsync.wire.fields import MAX_FRAME
 
-__all__ = ["Bound", "LoopSocket", "dealer", "monitor", "router"]
+__all__ = ["FAILED", "Bound", "LoopSocket", "dealer", "publisher", "router", "subscriber", "watch"]
 
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
 HIGH_WATER_MARK = 1000
+# What a subscriber that does not keep up may hold of the sender's memory: of what is pushed, as many MiB.
+FANOUT_HIGH_WATER_MARK = 64
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 60_000
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_monitors = itertools.count()
+# Of a connection that never became one.
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -58,6 +63,24 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     such as its BYE."""
     socket = context.socket(zmq.DEALER)
     _configure(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
+
+
+def publisher(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A trainer's socket for what all subscribers are sent: it drops what one of them has no room for."""
+    socket = context.socket(zmq.XPUB)
+    _configure(socket)
+    socket.sndhwm = FANOUT_HIGH_WATER_MARK
+    return socket
+
+
+def subscriber(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A worker's socket for that."""
+    socket = context.socket(zmq.SUB)
+    _configure(socket)
+    socket.rcvhwm = FANOUT_HIGH_WATER_MARK
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
@@ -169,14 +192,19 @@ class LoopSocket:
         finally:
             self._draining = False
 
-    def send(self, frames: Sequence[Any]) -> int:
-        """Send without waiting, to be followed by :meth:`flushed`; views of large memory are not copied. Returns 0, or
-        ``zmq.EAGAIN`` if the queue is full or nobody is connected, or ``zmq.EHOSTUNREACH`` if there is no such peer."""
+    def drain(self) -> None:
+        """Take in what has come, now; nothing within a callback of this socket."""
+        if not self._draining and not self._closed:
+            self._drain()
+
+    def send(self, frames: Sequence[Any], *, copied: bool = False) -> int:
+        """Send without waiting, to be followed by :meth:`flushed`; views of large memory are not ``copied``. Returns 0,
+        or ``zmq.EAGAIN`` if the queue is full or nobody is connected, ``zmq.EHOSTUNREACH`` if there is no such peer."""
         socket = self._socket
         last = len(frames) - 1
         try:
             for i, frame in enumerate(frames):
-                send(socket, frame, _NOBLOCK if i == last else _MORE, type(frame) is bytes)
+                send(socket, frame, _NOBLOCK if i == last else _MORE, copied or type(frame) is bytes)
         except zmq.Again:
             return zmq.EAGAIN
         except zmq.ZMQError as error:
@@ -202,22 +230,23 @@ class LoopSocket:
         self._socket.close(linger=linger_ms)
 
 
-def monitor(
-    socket: zmq.Socket[bytes],
-    connected: Callable[[], None],
-    disconnected: Callable[[], None],
-    crash: Callable[[BaseException], None],
+def watch(
+    socket: zmq.Socket[bytes], events: int, tell: Callable[[int, int], None], crash: Callable[[BaseException], None]
 ) -> LoopSocket:
-    """Watch a dealer's connection; must be called before ``socket.connect``."""
+    """Have ``tell`` called with what happens to a socket's connections: the event, and its value. Before the socket is
+    bound or connected; ``socket.disable_monitor()`` ends it."""
     from zmq.utils.monitor import parse_monitor_message
 
     def receive(frames: list[Any]) -> None:
-        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            connected()
-        elif event == zmq.EVENT_DISCONNECTED:
-            disconnected()
+        message = parse_monitor_message([frame.bytes for frame in frames])
+        tell(int(message["event"]), int(message["value"]))
 
-    watcher = socket.get_monitor_socket(_MONITORED)
+    address = f"inproc://asyncsync.monitor-{next(_monitors)}"
+    socket.monitor(address, events)
+    watcher = socket.context.socket(zmq.PAIR)
     watcher.linger = 0
+    # Without a limit: with its queue full, libzmq's I/O thread would stand still, and to end that would block for ever.
+    # Strangers could fill it while this loop is busy.
+    watcher.rcvhwm = 0
+    watcher.connect(address)
     return LoopSocket(watcher, receive, crash)

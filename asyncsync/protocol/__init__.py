@@ -1,1 +1,1 @@
-"""The protocol: instructions and both state machines. No asyncio, no ZeroMQ, no files, no clock."""
+"""The protocol: both state machines. No asyncio, no ZeroMQ, no files, no clock."""

@@ -2,7 +2,7 @@
 
 A WELCOME shows a worker one layout of each model, and READY or REFUSED answers it. A publication is pending until every
 targeted worker that is there, or before the first one every expected worker, has accepted its layouts; one refusal
-rejects it for all. A worker that does not answer in time is no longer waited for.
+rejects it for all. A worker that does not answer in time is no longer waited for; relays and guests never are.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol import messages
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Publication, Target, Targets
 from asyncsync.weights.slab import Slab
+from asyncsync.wire import messages
 
 __all__ = ["Agreement"]
 
@@ -34,10 +34,11 @@ class Agreement:
         workers: Iterable[int] | None,
         deadline: float,
         metadata: bytes = b"",
+        version: int | None = None,
     ) -> int:
         """Make these slabs the targets, as soon as those who have to have accepted their layouts; the version."""
         waiting = {layout for pending in self._targets.pending.values() for layout in pending.layouts}
-        publication = self._targets.publish(parts, workers, deadline, metadata)
+        publication = self._targets.publish(parts, workers, deadline, metadata, version)
         if not self._is_agreed(publication):
             # Whoever has refused these layouts is shown them again: its model may fit now.
             again = [peer for peer in self._peers.values() if peer.show_again(publication.layouts, waiting)]
@@ -67,7 +68,7 @@ class Agreement:
             number = peer.count_welcome(models.items())
             attempt = peer.hello.attempt
             welcome = messages.Welcome(
-                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number
+                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number, members.fanout_port
             )
             members.send(peer.route, welcome, layouts)
 
@@ -102,7 +103,8 @@ class Agreement:
         """This worker has answered, or is waited for no longer."""
         for publication in list(self._targets.pending.values()):
             if worker in publication.awaiting:
-                publication.awaiting = self._unanswered(publication) & publication.awaiting
+                if not self._is_awaited(worker, publication):
+                    publication.awaiting.discard(worker)
                 self._settle(publication)
 
     def tick(self, now: float) -> None:
@@ -173,15 +175,25 @@ class Agreement:
         if gathering:
             candidates = set(self._membership.expected())
         else:
-            candidates = {w for w, p in self._peers.items() if not p.lost and not p.slow}
+            candidates = {w for w, p in self._peers.items() if p.is_worker and not p.lost and not p.slow}
         if publication.workers is not None:
             candidates &= publication.workers
         return {w for w in candidates if not self._has_answered(w, publication, gathering)}
 
+    def _is_awaited(self, worker: int, publication: Publication) -> bool:
+        """Whether this one of the targeted workers still has to accept these layouts."""
+        gathering = self._is_gathering(publication)
+        peer = self._peers.get(worker)
+        if not gathering and (peer is None or peer.lost or peer.slow):
+            return False
+        return not self._has_answered(worker, publication, gathering)
+
     def _has_answered(self, worker: int, publication: Publication, gathering: bool) -> bool:
         peer = self._peers.get(worker)
         if peer is None:
-            return False
+            # Its relay asks it. One that cannot take the weights stops no others than those behind that relay.
+            behind = self._membership.behind.get(worker)
+            return behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
         for model_id, digest, in_use in self._layouts_of(worker, publication):
             if model_id not in peer.hello.have:
                 if gathering:

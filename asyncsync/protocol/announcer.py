@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from asyncsync.protocol.fanout import FanOut
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
-from asyncsync.protocol.messages import Update
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Publication, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
+from asyncsync.weights.encoding import is_decodable
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.messages import Update
 
 __all__ = ["Announcer"]
 
@@ -22,13 +24,14 @@ class Announcer:
     last UPDATE or AGAIN.
     """
 
-    def __init__(self, membership: Membership, targets: Targets, leases: Leases) -> None:
+    def __init__(self, membership: Membership, targets: Targets, leases: Leases, fanout: FanOut) -> None:
         self.last: Announcement | None = None
         self.serial = 0
         self._membership = membership
         self._settings = membership.settings
         self._targets = targets
         self._leases = leases
+        self._fanout = fanout
 
     def update(self, peer: Peer, granted: Collection[str] = ()) -> None:
         """Announce what is due to a worker that has nothing outstanding, by UPDATE. ``granted``: the models that it has
@@ -36,10 +39,18 @@ class Announcer:
         parts = self._due(peer, granted)
         if not parts:
             return
+        streams = peer.local is not True and any(slab.streamable for _, slab in parts.values())
+        codec = self._settings.compress
+        codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""
         last = self.last
         # An AGAIN is only for those who had had the update before it when it was made: they have been sent it.
         whole = last is not None and type(last.instruction) is Update
-        if last is None or not whole or last.serial <= peer.serial or not last.matches(parts, granted=bool(granted)):
+        if (
+            last is None
+            or not whole
+            or last.serial <= peer.serial
+            or not last.matches(parts, granted=bool(granted), streams=streams, codec=codec)
+        ):
             self.serial += 1
             last = self.last = Announcement(
                 self.serial,
@@ -49,6 +60,8 @@ class Announcer:
                 checksum=self._settings.checksum,
                 granted=bool(granted),
                 metadata=self._metadata(peer, parts),
+                streams=streams,
+                codec=codec,
             )
         self._start(peer, last, parts)
 
@@ -119,6 +132,8 @@ class Announcer:
             return None
         peers = [peer for peer in self._membership.peers.values() if not peer.lost]
         for peer in peers:
+            if not peer.is_worker:
+                return None  # the fast path counts answers, and nobody waits for this one's
             if peer.serial != last.serial or peer.transfer is not None or not peer.ready:
                 return None
             if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
@@ -179,7 +194,8 @@ class Announcer:
         """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
         if last.leases:
-            self._leases.lease(peer, last.serial, peer.transfer.retained)
+            self._leases.lease(peer, last.serial, peer.transfer.leased)
+        self._fanout.started(peer, last.serial)
         peer.serial = last.serial
         peer.bytes_sent += last.nbytes
         if send:

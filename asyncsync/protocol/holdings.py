@@ -7,12 +7,13 @@ import traceback
 from collections.abc import Iterable, Mapping
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol import messages
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import MAX_NAME, MAX_TEXT, Epoch, InUse, Part, Ping
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.staging import StagedUpdates, Staging
 from asyncsync.weights.slab import Slab
+from asyncsync.wire import messages
+from asyncsync.wire.fields import MAX_NAME, MAX_TEXT, Epoch, InUse
+from asyncsync.wire.messages import Part, Ping
 
 __all__ = ["Held", "Holdings", "Reports"]
 
@@ -48,6 +49,11 @@ class Holdings:
     def versions(self) -> dict[str, int]:
         """The versions of the current epoch that the models hold."""
         return {model_id: version for model_id in self.held if (version := self.version(model_id))}
+
+    def slab(self, model_id: str, version: int) -> Slab | None:
+        """That of this version of a model, of the current epoch; None: another one is held."""
+        held = self.held.get(model_id)
+        return None if held is None or held[:2] != (self.epoch, version) else held[2]
 
     @property
     def are_plain(self) -> bool:
@@ -144,13 +150,14 @@ class Reports:
 
     ``serial`` is that of the latest update that has come: a report names the slabs in use of all updates up to it.
     ``unreported`` is what STAGED has not reported; DONE will, if it is applied at once. ``failure`` is the report of
-    the last update that failed, until what is newer is applied.
+    the last update that failed, until what is newer is applied. ``relayed`` counts the reports of a relay's workers.
     """
 
     def __init__(self, session: Session, incoming: Incoming, holdings: Holdings, staged: StagedUpdates) -> None:
         self.serial = 0
         self.unreported: Staging | None = None
         self.failure: messages.Failed | None = None
+        self.relayed = 0
         self._session = session
         self._incoming = incoming
         self._holdings = holdings
@@ -232,4 +239,4 @@ class Reports:
         versions = session.named(self._holdings.versions)
         staged = session.named(self._staged.versions(session.epoch))
         incoming = 0 if self._incoming.update is None else self._incoming.update.serial
-        session.send(messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self.in_use()))
+        session.send(messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self.in_use(), self.relayed))

@@ -5,125 +5,30 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.messages import Buffer, Chunk, Fetch, Granted, Instruction, Part, Update
+from asyncsync.protocol.companions import Watcher
+from asyncsync.protocol.incoming_update import IncomingUpdate
 from asyncsync.protocol.settings import Settings
-from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.weights.encoding import decode_onto
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.wire.fields import Buffer
+from asyncsync.wire.messages import Chunk, Fetch, Granted, Instruction, Packed, Part, Update
 
-__all__ = ["Incoming", "IncomingUpdate"]
+__all__ = ["Incoming"]
 
 FRUITLESS_RESTARTS = 3
-
-
-class IncomingUpdate:
-    """An announced update whose bytes are arriving, if they have not come with it.
-
-    It owns its ``slabs``, one per part, until :meth:`take`. ``awaited`` has the indices of parts that are read in
-    place, fetched and not granted yet; ``fetching`` those that a transport fetches by their descriptors. ``received``
-    counts the bytes that have come, of the parts laid end to end: what comes behind a gap is sent again with it.
-    ``granted`` is up to where the trainer has credit. ``restarts`` and ``fruitless`` count how often the rest was
-    fetched again, in all and since something came.
-    """
-
-    def __init__(
-        self,
-        update: Update,
-        layouts: Sequence[Layout],
-        payload: Sequence[Buffer],
-        acquire: Callable[[Part, Layout], Slab],
-        now: float,
-        attached: Sequence[Slab | None],
-    ) -> None:
-        values = payload[: len(update.parts)]
-        self.layouts = layouts
-        self.epoch, self.serial = update.epoch, update.serial
-        self.parts: tuple[Part, ...] = update.parts
-        self.metadata = update.metadata
-        for frame in values:
-            if len(frame) > MAX_VALUE_BYTES:
-                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
-        self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
-        self._ends = list(accumulate(p.streamed for p in self.parts))
-        self.total = self._ends[-1]
-        self.received = 0
-        self.slabs: list[Slab | None] = []
-        self.awaited: list[int] = []
-        self.fetching: set[int] = set()
-        try:
-            pieces = zip(self.parts, layouts, values, attached, strict=True)
-            for i, (part, layout, frame, slab) in enumerate(pieces):
-                if part.in_place:
-                    self.awaited.append(i)
-                    self.slabs.append(None)
-                    continue
-                if part.descriptor is not None and slab is None:
-                    self.fetching.add(i)
-                self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
-                mine.values = bytes(frame)
-            for i, frame in enumerate(payload[len(values) :]):
-                self.write(i, 0, frame, self.parts[i].crc)
-        except BaseException:
-            self.release()
-            raise
-        self.granted = 0
-        self.restarts = 0
-        self.fruitless = 0
-        self.last_progress = now
-
-    @property
-    def complete(self) -> bool:
-        return self.received == self.total and not self.fetching and not self.awaited
-
-    @property
-    def streaming(self) -> bool:
-        """True while chunks are missing, or what was fetched is not granted."""
-        return self.received < self.total or bool(self.awaited)
-
-    def stalled(self, now: float, patience: float) -> bool:
-        """True if something is missing and nothing has come for so long."""
-        return self.streaming and now >= self.last_progress + patience
-
-    def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
-        ProtocolError, with nothing written, if it does not fit into the part, or its checksum is wrong."""
-        if part >= len(self.parts) or offset + len(data) > self.parts[part].streamed:
-            raise ProtocolError(f"a chunk of {len(data)} bytes at {offset} of part {part} does not fit")
-        if crc is not None and zlib.crc32(data) != crc:
-            raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
-        if self._ends[part] - self.parts[part].streamed + offset != self.received or not len(data):
-            return False
-        slab = self.slabs[part]
-        assert slab is not None  # what is read in place has no streamed bytes
-        slab.write(offset, data)
-        self.received += len(data)
-        return True
-
-    def grant(self, index: int, slab: Slab) -> None:
-        """One of the awaited parts, with a reference for this object."""
-        self.awaited.remove(index)
-        slab.values = self.values[index]
-        self.slabs[index] = slab
-
-    def take(self) -> list[Slab]:
-        """Hand over the filled slabs."""
-        slabs, self.slabs = self.slabs, []
-        return [slab for slab in slabs if slab is not None]
-
-    def release(self) -> None:
-        for slab in self.take():
-            slab.release()
+PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
 
 
 class Incoming:
-    """The bytes that come in, of one update at a time.
+    """The bytes that come in, of one update at a time. ``watcher`` is told of each.
 
     ``attach`` brings the slab of a part with a descriptor at once, or returns None: then ``(serial, index, part,
     slab)`` joins :attr:`fetches`, and ends in :meth:`fetched`. ``complete`` is called when an update is complete,
     ``failed`` when it cannot be completed. :attr:`update` is the one whose bytes are missing; :attr:`acquire` brings a
-    slab for the bytes of a part.
+    slab for the bytes of a part, and :attr:`base` that of the part's base, if it is here.
     """
 
     def __init__(
@@ -136,10 +41,12 @@ class Incoming:
         failed: Callable[[int, Sequence[Part], Exception], None],
     ) -> None:
         self.update: IncomingUpdate | None = None
+        self.watcher: Watcher | None = None
         self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
         self.bytes_received = 0
         self._settings = settings
         self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
+        self.base: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
         self._attach = attach
         self._send = send
         self._complete = complete
@@ -178,39 +85,98 @@ class Incoming:
             self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
         return incoming
 
-    def begin(self, update: IncomingUpdate) -> None:
-        """Wait for what is missing of this update; there is no other one."""
+    def begin(self, update: IncomingUpdate, *, pushed: bool = False) -> None:
+        """Wait for what this update lacks; there is no other one. ``pushed``: the bytes go to all subscribers."""
         self.update = update
+        update.pushed = pushed
+        if self.watcher is not None:
+            self.watcher.begun(update)
         for index in sorted(update.fetching):
             slab = update.slabs[index]
             assert slab is not None
             self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
         if not self._check_complete(update) and update.streaming:
+            if any(part.base for part in update.parts):
+                update.keep_bases(self.base)
             self._grant_credit(update)
 
     def drop(self) -> None:
         """The update whose bytes are missing is not wanted any more."""
-        if self.update is not None:
-            self.update.release()
-            self.update = None
+        update, self.update = self.update, None
+        if update is not None:
+            if self.watcher is not None:
+                self.watcher.ended(update)
+            update.release()
 
     def chunk(self, chunk: Chunk, data: Buffer, now: float) -> None:
         """A piece of one part has come."""
         update = self.update
         if update is None or chunk.serial != update.serial:
             return
+        self._put(update, chunk.part, chunk.offset, data, chunk.crc, len(data), now)
+
+    def packed(self, packed: Packed, payload: Sequence[Buffer], now: float) -> None:
+        """A piece of one part has come as fewer bytes."""
+        update = self.update
+        if update is None or packed.serial != update.serial:
+            return
+        if not update.expects(packed.part, packed.offset, packed.size):
+            return
+        base, frame = None, payload[0] if payload else b""
+        if packed.base is not None:
+            base = update.base(packed.part, packed.offset, packed.size)
+            if base is None:
+                return  # it was sent before the trainer knew that this base does not fit
+            if zlib.adler32(base.data) != packed.base:
+                self._fetch_whole(update, now)
+                return
+        data = decode_onto(frame, packed.size, base)
+        if zlib.crc32(data) == packed.crc:
+            self._put(update, packed.part, packed.offset, data, None, len(frame), now)
+        elif base is not None:
+            self._fetch_whole(update, now)
+        else:
+            raise ProtocolError(f"a piece at {packed.offset} of part {packed.part} has a wrong checksum")
+
+    def _fetch_whole(self, update: IncomingUpdate, now: float) -> None:
+        """This worker's base is not what the trainer takes it for: somebody has written into it."""
+        update.forget_bases()
+        update.restarts += 1
+        update.last_progress = now
+        self._grant_credit(update)
+
+    def _put(
+        self,
+        update: IncomingUpdate,
+        part: int,
+        offset: int,
+        data: Buffer,
+        crc: int | None,
+        travelled: int,
+        now: float,
+    ) -> None:
         try:
-            if update.write(chunk.part, chunk.offset, data, chunk.crc):
+            if update.write(part, offset, data, crc):
                 update.last_progress = now
                 update.fruitless = 0
-                self.bytes_received += len(data)
+                self.bytes_received += travelled
+                if self.watcher is not None:
+                    self.watcher.written(update)
         except MemoryError as error:
             self._give_up(update, error)
             return
-        if self._check_complete(update) or update.granted == update.total:
+        if self._check_complete(update):
+            return
+        if update.beyond and update.filling < update.beyond[0][0]:
+            self._fetch_gap(update)
+        if update.granted == update.total:
             return
         if update.granted - update.received <= self._settings.window_bytes // 2:
             self._grant_credit(update)
+
+    def is_overtaken_by(self, chunk: Chunk) -> bool:
+        """Whether that is of a newer update than the one whose bytes are missing here."""
+        return self.update is not None and chunk.serial > self.update.serial
 
     def granted(self, granted: Granted, now: float) -> None:
         """The parts that are read in place are leased to this worker."""
@@ -250,8 +216,12 @@ class Incoming:
     def tick(self, now: float) -> None:
         """Fetch the rest of an update that has stalled once more, or give it up."""
         update = self.update
-        if update is not None and update.stalled(now, self._settings.retry_interval):
+        if update is None:
+            return
+        patience = self._settings.retry_interval
+        if update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
             update.restarts += 1
+            update.pushed = False
             update.fruitless += 1
             update.last_progress = now
             if update.fruitless > FRUITLESS_RESTARTS:
@@ -262,12 +232,22 @@ class Incoming:
 
     def _grant_credit(self, update: IncomingUpdate) -> None:
         update.granted = min(update.received + self._settings.window_bytes, update.total)
-        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.granted))
+        upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
+        bases = update.base_versions if update.bases else ()
+        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
+
+    def _fetch_gap(self, update: IncomingUpdate) -> None:
+        """Some of what is pushed has been lost: fetch just that."""
+        update.restarts += 1
+        update.filling = update.beyond[0][0]
+        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.filling, update.granted))
 
     def _check_complete(self, update: IncomingUpdate) -> bool:
         if not update.complete:
             return False
         self.update = None
+        if self.watcher is not None:
+            self.watcher.ended(update)
         self._complete(update.serial, update.parts, update.take(), update.metadata)
         return True
 

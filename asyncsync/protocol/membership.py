@@ -9,15 +9,16 @@ cannot fill memory; one that gets no answer repeats its HELLO.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol import messages
-from asyncsync.protocol.messages import MAX_START, Buffer, Epoch, Instruction
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Targets
+from asyncsync.wire import messages
+from asyncsync.wire.fields import FIRST_GUEST, MAX_START, Buffer, Epoch
+from asyncsync.wire.messages import Instruction
 
 __all__ = ["Membership", "Newcomer"]
 
@@ -59,8 +60,12 @@ class Membership:
         peers: by their index, lost ones too; of an elastic trainer, for some time.
         gone: elastic workers that were lost a while ago, and why.
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
+        turned_away, refused: why the last one was that was turned away, and how many were, by reason.
         is_watched: whether the end of a co-located incarnation's process will be noticed.
+        fanout_port: where workers can subscribe to what goes to all of them, beside the trainer's address; 0: nowhere.
         shortage: why there cannot be another worker; empty: there can.
+        behind: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.behind`.
+        follows: whether another sender has published what this one serves: a worker may know more of it than this one.
     """
 
     def __init__(
@@ -80,8 +85,12 @@ class Membership:
         self.peers: dict[int, Peer] = {}
         self.routes: dict[bytes, Peer] = {}
         self.gone: dict[int, str] = {}
+        self.behind: dict[int, Peer] = {}
+        self.follows = False
         self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
         self.turned_away = ""
+        self.refused: Counter[str] = Counter()
+        self.fanout_port = 0
         self.is_watched: Callable[[bytes], bool] = lambda nonce: True
         self.shortage: Callable[[], str] = str
         self._targets = targets
@@ -93,20 +102,29 @@ class Membership:
     # -- who is there -----------------------------------------------------------------------------------------------
 
     def expected(self) -> list[int]:
-        """The workers that there should be: fixed ones, or those that are there."""
+        """The workers that there should be: fixed ones, or those that are there. Relays and guests are no workers."""
         if self.num_workers is not None:
             return list(range(self.num_workers))
-        return [w for w, p in self.peers.items() if not p.lost]
+        return [p.worker for p in self._workers() if not p.lost]
 
     def eligible(self, model_id: str) -> int:
         """How many of them have this model, or may come with it."""
         if self.num_workers is not None:
-            return self.num_workers - sum(model_id not in p.hello.have for p in self.peers.values())
-        return sum(not p.lost and model_id in p.hello.have for p in self.peers.values())
+            return self.num_workers - sum(model_id not in p.hello.have for p in self._workers())
+        return sum(not p.lost and model_id in p.hello.have for p in self._workers())
 
     def without(self, model_id: str) -> list[int]:
         """Those who are there, but not with this model."""
-        return sorted(w for w, p in self.peers.items() if not p.lost and model_id not in p.hello.have)
+        return sorted(p.worker for p in self._workers() if not p.lost and model_id not in p.hello.have)
+
+    def _workers(self) -> Iterator[Peer]:
+        """Those that are there, or have been; not relays and guests."""
+        for peer in self.peers.values():
+            if peer.is_worker:
+                yield peer
+        for worker, peer in self.behind.items():
+            if worker not in self.peers:
+                yield peer
 
     @property
     def welcomed(self) -> list[Peer]:
@@ -123,19 +141,22 @@ class Membership:
         """A worker has connected, perhaps once more, or somebody wants its place. Raises ProtocolError, with nothing
         changed, if it claims what cannot be."""
         worker, nonce = hello.worker, hello.nonce
-        if self.num_workers is not None and worker >= self.num_workers:
-            self.turned_away = (
-                f"worker_idx {worker} is not below num_workers={self.num_workers} (where workers come and go, "
-                "construct the sender's scheme with min_workers= instead)"
-            )
-            self._bye(route, nonce, "refused", self.turned_away)
+        is_worker = hello.role == "worker"
+        if is_worker is not (worker < FIRST_GUEST):
+            raise ProtocolError(f"a {hello.role} of index {worker}: those of workers are below {FIRST_GUEST}")
+        if is_worker and self.num_workers is not None and worker >= self.num_workers:
+            why = f"worker_idx {worker} is not below num_workers={self.num_workers} (where workers come and go, "
+            why += "construct the sender's scheme with min_workers= instead)"
+            self._refuse(route, nonce, "an index that is not below num_workers", why)
             return
         if nonce in self._superseded:
             self._send_superseded(route, worker, nonce)
             return
         applied = {m: v for m, v in hello.have.items() if v and hello.epoch == self.epoch}
-        if any(v > self._targets.version for v in applied.values()):
+        if not self.follows and any(v > self._targets.version for v in applied.values()):
             raise ProtocolError(f"worker {worker} claims versions that were never published: {applied}")
+        if self.follows and hello.epoch is not None and hello.epoch > self.epoch:
+            raise ProtocolError(f"worker {worker} belongs to a newer trainer, which is not known here yet")
         peer = self.peers.get(worker)
         same = peer is not None and peer.nonce == nonce
         if peer is not None and same and hello.attempt <= peer.hello.attempt:
@@ -147,10 +168,9 @@ class Membership:
         elif peer is not None and same:
             self._move(peer, new, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
-            self._bye(route, nonce, "refused", f"more than {MAX_PEERS} workers")
+            self._refuse(route, nonce, "too many workers", f"more than {MAX_PEERS} workers")
         elif why := self.shortage():
-            self.turned_away = f"worker {worker}: {why}"
-            self._bye(route, nonce, "refused", why)
+            self._refuse(route, nonce, "too few file descriptors", f"worker {worker}: {why}")
         else:
             if peer is not None:
                 self._supersede(peer)
@@ -170,6 +190,12 @@ class Membership:
         peer.reconnect(new.hello, new.route, new.applied, now)
         self.routes[new.route] = peer
         self._welcome(peer)
+
+    def check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
+        """Raise ProtocolError if this worker cannot have these."""
+        for model_id, version in versions.items():
+            if (version > self._targets.version and not self.follows) or model_id not in peer.hello.have:
+                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
@@ -238,9 +264,19 @@ class Membership:
             self._turn_away(newcomer, f"{text}; give each worker an index of its own")
 
     def _turn_away(self, newcomer: Newcomer, why: str) -> None:
-        self.turned_away = why
-        self._bye(newcomer.peer.route, newcomer.peer.nonce, "refused", why)
+        self._refuse(newcomer.peer.route, newcomer.peer.nonce, "an index that was given twice", why)
         del self._newcomers[newcomer.holder.worker]
+
+    def refuse(self, route: bytes, nonce: bytes, why: str) -> None:
+        """Send away somebody who is no worker."""
+        self.turned_away = why
+        self._bye(route, nonce, "refused", why)
+
+    def expel(self, peer: Peer, why: str) -> None:
+        """Send away a worker that is there, and whoever wants its place. It is to be lost next."""
+        if (newcomer := self._newcomers.get(peer.worker)) is not None:
+            self._turn_away(newcomer, why)
+        self._bye(peer.route, peer.nonce, "refused", why)
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
 
@@ -249,8 +285,15 @@ class Membership:
         assert hello.epoch is not None
         if hello.epoch[0] >= MAX_START:
             raise ProtocolError(f"worker {hello.worker} claims an epoch that none can follow")
-        self.epoch = (hello.epoch[0] + 1, self.epoch[1])
+        self.begin((hello.epoch[0] + 1, self.epoch[1]))
+
+    def begin(self, epoch: Epoch) -> None:
+        """Another epoch, in which nothing has been sent yet."""
+        self.epoch = epoch
+        for one in self._newcomers.values():
+            one.peer.applied = {}
         for peer in self.peers.values():
+            peer.applied, peer.failed = {}, {}
             if not peer.lost:
                 peer.reconnect(peer.hello, peer.route, {}, peer.last_seen)
                 self._welcome(peer)
@@ -264,20 +307,25 @@ class Membership:
         self._superseded[peer.nonce] = None
         while len(self._superseded) > KEPT_NONCES:
             del self._superseded[next(iter(self._superseded))]
-        self._drop(peer)
+        self.drop(peer)
 
     def _send_superseded(self, route: bytes, worker: int, nonce: bytes) -> None:
         text = f"a newer incarnation of worker {worker} has connected, or the index was given twice"
         self._bye(route, nonce, "superseded", text)
 
+    def _refuse(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:
+        self.refused[reason] += 1
+        self.refuse(route, nonce, message)
+
     def _bye(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:
         self.send(route, messages.Bye(self.epoch, nonce, reason, message))
 
-    def _drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer) -> Newcomer | None:
+        """Forget a peer; returns who wants its place."""
         peer.end_transfer()
-        self._newcomers.pop(peer.worker, None)
         self.routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
+        return self._newcomers.pop(peer.worker, None)
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 
@@ -300,6 +348,8 @@ class Membership:
             return None
         if (newcomer := self._newcomers.get(peer.worker)) is not None:
             self._admit(newcomer, now)
+            if peer.route != route:
+                return None  # it is back already
         # Its transfer goes on to hold the slab: the worker may be reading it, by its descriptor, without a connection.
         if peer.unreachable_since is None:
             peer.unreachable_since = now
@@ -318,8 +368,8 @@ class Membership:
         """Send the PINGs that are due, and forget who was lost long ago."""
         for peer in list(self.peers.values()):
             if peer.lost:
-                if self.num_workers is None and now - peer.lost_since > GONE_SECONDS:
-                    self._drop(peer)
+                if (self.num_workers is None or not peer.is_worker) and now - peer.lost_since > GONE_SECONDS:
+                    self.drop(peer)
                     self._targets.forget_worker(peer.worker)
                     self.gone[peer.worker] = peer.lost
                     while len(self.gone) > MAX_PEERS:
@@ -334,12 +384,12 @@ class Membership:
             if now >= peer.next_ping(self.settings):
                 self.ping(peer, now)
 
-    def close(self, *, fenced: bool) -> None:
-        """Send BYE to everybody; not to the workers if they belong to a newer trainer."""
+    def close(self, *, quietly: bool) -> None:
+        """Send BYE to everybody; not to the workers if they belong to another trainer."""
         text = "the sender was shut down"
         for peer in self.peers.values():
             peer.end_transfer()
-            if not peer.lost and not fenced:
+            if not peer.lost and not quietly:
                 self._bye(peer.route, peer.nonce, "closed", text)
         for newcomer in self._newcomers.values():
             self._bye(newcomer.peer.route, newcomer.peer.nonce, "closed", text)

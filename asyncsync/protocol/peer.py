@@ -6,9 +6,10 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.messages import Hello
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Transfer
+from asyncsync.wire.fields import FIRST_GUEST
+from asyncsync.wire.messages import Hello
 
 __all__ = ["Peer"]
 
@@ -25,7 +26,9 @@ class Peer:
         local: whether it is a process beside this one (:meth:`Identity.is_beside`).
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
+        serial, before: of the latest announcement that it was sent, and of the one before that.
         shown: by layout, the number of the first WELCOME to which a refusal counts.
+        relay: the one that it is behind; None: it is connected to this sender.
     """
 
     worker: int
@@ -56,6 +59,13 @@ class Peer:
     last_ping: float = 0.0
     bytes_sent: int = 0
     serial: int = 0
+    before: int = 0
+    relay: int | None = None
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it has one of the workers' places; relays and guests have none."""
+        return self.worker < FIRST_GUEST
 
     @property
     def state(self) -> str:
@@ -80,6 +90,8 @@ class Peer:
         """True if the worker has not answered the last WELCOME in full."""
         if not self.ready:
             return True
+        if not self.is_worker and not self.hello.have.keys() >= self.announced.keys():
+            return True  # it takes every model
         for layout in self.announced.items():
             if layout not in self.accepted and layout[1] and layout not in self.refused:
                 return True
@@ -145,6 +157,14 @@ class Peer:
             if self.applied.get(model_id, 0) < version:
                 return
         self.end_transfer()
+
+    def note_failed(self, versions: dict[str, int], error: Exception) -> None:
+        """These versions could not be applied."""
+        for model_id, version in versions.items():
+            if version > max(self.applied.get(model_id, 0), self.failed.get(model_id, (0, error))[0]):
+                self.failed[model_id] = (version, error)
+            if self.staged.get(model_id, 0) <= version:
+                self.staged.pop(model_id, None)
 
     def has(self, version: int, models: Iterable[str]) -> bool:
         """True if it has applied this version of each model, or a newer one."""

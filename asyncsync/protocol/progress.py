@@ -29,6 +29,7 @@ class Progress:
     def __init__(self, membership: Membership, targets: Targets, agreement: Agreement) -> None:
         self._membership = membership
         self._peers = membership.peers
+        self._behind = membership.behind
         self._targets = targets
         self._agreement = agreement
         self._num_workers = membership.num_workers
@@ -38,17 +39,18 @@ class Progress:
         if self._num_workers is not None and models and self._targets.are_everybodys(version, models):
             concerned = []
             for worker in range(self._num_workers):
-                peer = self._peers.get(worker)
+                peer = self._peers.get(worker) or self._behind.get(worker)
                 if peer is None or not peer.hello.have.keys().isdisjoint(models):
                     concerned.append(worker)
             return concerned
         chosen = []
-        for worker in sorted({*self._membership.expected(), *self._peers}):
+        there = {w for w, peer in self._peers.items() if peer.is_worker}
+        for worker in sorted({*self._membership.expected(), *there, *self._behind}):
             if not (mine := self._models_of(worker, models)):
                 continue
             newest = [self._targets.newest(worker, m) for m in mine]
             if any(t is not None and t.version >= version for t in newest):
-                peer = self._peers.get(worker)
+                peer = self._peers.get(worker) or self._behind.get(worker)
                 # Of the elastic ones, those that were lost before this version was published are simply gone.
                 if self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version)):
                     chosen.append(worker)
@@ -61,17 +63,21 @@ class Progress:
         result = Outcome()
         models = None if models is None else list(models)
         for worker in workers:
-            peer = self._peers.get(worker)
+            peer = self._peers.get(worker) or self._behind.get(worker)
             if peer is not None and models and peer.has(version, models):
                 result.acked[worker] = min(peer.applied[m] for m in models)
             else:
                 self._judge(worker, version, self._models_of(worker, models), result)
         return result
 
+    def is_outstanding(self, version: int, models: list[str]) -> bool:
+        """Whether somebody may still come to hold this version of these models."""
+        return self.outstanding(version, self.targeted(version, models), models)
+
     def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
         """True while somebody may still come to hold this version; the short form of :meth:`of`."""
         for worker in workers:
-            peer = self._peers.get(worker)
+            peer = self._peers.get(worker) or self._behind.get(worker)
             if peer is not None and models is not None:
                 if peer.has(version, models):
                     continue
@@ -82,7 +88,7 @@ class Progress:
         return False
 
     def _judge(self, worker: int, version: int, models: list[str], result: Outcome) -> None:
-        peer = self._peers.get(worker)
+        peer = self._peers.get(worker) or self._behind.get(worker)
         newest = {m: self._targets.newest(worker, m) for m in models}
         targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
         if not targets:
@@ -107,7 +113,7 @@ class Progress:
         for m, target in targets.items():
             if applied[m] >= version:
                 continue
-            if (refusal := self._refusal(peer, target)) is not None:
+            if (refusal := self.refusal(peer, target)) is not None:
                 result.failed[worker] = refusal
                 return
             if m in peer.failed and peer.failed[m][0] >= target.version:
@@ -118,7 +124,7 @@ class Progress:
         else:
             result.waiting.add(worker)
 
-    def _refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
+    def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
         """Why this target will not come: its models come together, and one of them was refused."""
         for model_id in target.publication.models:
             sibling = self._targets.newest(peer.worker, model_id)
@@ -130,7 +136,7 @@ class Progress:
 
     def connected(self, worker: int, models: Iterable[str]) -> bool:
         """True if the worker is there, has answered for these models, and has applied its targets of them."""
-        peer = self._peers.get(worker)
+        peer = self._peers.get(worker) or self._behind.get(worker)
         if peer is None or peer.lost or not peer.ready:
             return False
         for model_id in models:
@@ -143,7 +149,7 @@ class Progress:
 
     def why_absent(self, worker: int, models: Iterable[str]) -> str:
         """For people: what keeps this worker from being connected."""
-        peer = self._peers.get(worker)
+        peer = self._peers.get(worker) or self._behind.get(worker)
         if peer is None:
             return f"worker {worker} has not said hello (did it start? see its stderr)"
         if peer.lost:
@@ -153,7 +159,7 @@ class Progress:
                 names = sorted(m for m in peer.hello.have if m)
                 return f"worker {worker} has {names}, not {model_id!r}: use one model_id on both sides"
             target = self._targets.newest(worker, model_id)
-            if target is not None and (refusal := self._refusal(peer, target)) is not None:
+            if target is not None and (refusal := self.refusal(peer, target)) is not None:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
             if model_id in peer.failed:
                 return f"worker {worker} failed to apply {model_id!r}: {peer.failed[model_id][1]}"
@@ -162,13 +168,13 @@ class Progress:
         return f"worker {worker} has not applied its weights yet"
 
     def timeout_of(self, worker: int, version: int, seconds: float) -> AckTimeout:
-        peer = self._peers.get(worker)
+        peer = self._peers.get(worker) or self._behind.get(worker)
         state = "not there yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
         late = f"worker {worker} had not applied version {version} after {seconds:g} s ({state})"
         return AckTimeout(f"{late}; it converges once it answers. Is its event loop blocked, or its process stopped?")
 
     def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
         """The models that concern a worker: those it has, or all while it is not there."""
-        peer = self._peers.get(worker)
+        peer = self._peers.get(worker) or self._behind.get(worker)
         chosen = self._targets.models if models is None else models
         return [m for m in chosen if peer is None or m in peer.hello.have]

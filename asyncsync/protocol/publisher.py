@@ -16,27 +16,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from asyncsync.errors import ClosedError, Fenced, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.protocol import messages
+from asyncsync.errors import ClosedError, Fenced, ProtocolError
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
+from asyncsync.protocol.behind import Behind
+from asyncsync.protocol.fanout import FanOut
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
-from asyncsync.protocol.messages import Buffer, Epoch, Instruction
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.progress import Progress
 from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.protocol.streaming import Streaming
 from asyncsync.protocol.targets import Model, Replaced, Targets
 from asyncsync.protocol.transfer import Transfer
 from asyncsync.weights.slab import Slab
+from asyncsync.wire import messages
+from asyncsync.wire.fields import Buffer, Epoch
+from asyncsync.wire.messages import Instruction
+from asyncsync.wire.relayed import Relayed
 
 __all__ = ["Publisher"]
 
 
 class Publisher:
-    """The sender's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing.
+    """The sender's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``wanted``:
+    pieces that are to be encoded, in any thread, before :meth:`packed` sends them.
 
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
+    ``touched`` is called with those whose state may have changed.
     """
 
     def __init__(
@@ -44,23 +51,37 @@ class Publisher:
     ) -> None:
         self.num_workers = num_workers
         self.settings = settings or Settings()
-        self.targets = Targets()
+        self.targets = Targets(keeps_bases=self.settings.delta)
         self.leases = Leases()
         self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome, self._entered
         )
         self.agreement = Agreement(membership, self.targets, self._pump_all)
         self.progress = Progress(membership, self.targets, self.agreement)
-        self.announcer = Announcer(membership, self.targets, self.leases)
+        self.fanout = FanOut(membership)
+        self.announcer = Announcer(membership, self.targets, self.leases, self.fanout)
+        self.behind = Behind(membership, self.targets, self._reported)
+        self.touched: Callable[..., object] = lambda *workers: None
         self.peers, self.outbox = membership.peers, membership.outbox
+        self.streaming = Streaming(membership, self.settings)
+        self.wanted = self.streaming.wanted
         self.fenced: Fenced | None = None
         self.closed = False
 
     def _welcome(self, peer: Peer) -> None:
         self.agreement.welcome(peer, again=True)
 
+    def welcome_all(self) -> None:
+        """Say anew where everything is."""
+        for peer in self.membership.welcomed:
+            self._welcome(peer)
+
     def _entered(self) -> None:
         self.announcer.last = None  # the same incarnation may have been here before, and have had it
+
+    def _reported(self, worker: int) -> None:
+        self.agreement.recheck(worker)
+        self.touched(worker)
 
     # -- what the trainer does ------------------------------------------------------------------------------------
 
@@ -91,27 +112,31 @@ class Publisher:
         workers: Iterable[int] | None,
         now: float,
         metadata: bytes = b"",
+        version: int | None = None,
     ) -> int:
-        """Make these slabs the targets; returns the version. The caller keeps its own references. A large slab may
-        still be being packed: then :meth:`packed` follows, or :meth:`abandon`. Raises Fenced or ClosedError as
-        :meth:`check_open`."""
+        """Make these slabs the targets; returns the version, a new one unless it was given elsewhere. The caller keeps
+        its own references. A large slab may still be being packed: then :meth:`packed` follows, or :meth:`abandon`.
+        Raises Fenced or ClosedError as :meth:`check_open`."""
         self.check_open()
-        if workers is None and len(parts) == 1 and not metadata:
+        if workers is None and len(parts) == 1 and not metadata and version is None:
             ((model_id, slab),) = parts.items()
             if isinstance(slab, Slab) and (peers := self.announcer.steady(model_id, slab)) is not None:
                 return self.announcer.again(model_id, slab, peers, now)
-        return self.agreement.publish(parts, workers, now + self.settings.layout_patience, metadata)
+        return self.agreement.publish(parts, workers, now + self.settings.layout_patience, metadata, version)
 
     def packed(self) -> None:
-        """More of a slab that was published while it is being packed is there."""
+        """More of a slab that was published while it is being packed is there, or of what was :attr:`wanted`."""
         for peer in self.peers.values():
             if peer.transfer is not None:
-                self._stream(peer, peer.transfer)
+                self.streaming.go_on(peer, peer.transfer)
+        self.fanout.stream()
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
         ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
         self.targets.abandon(version, replaced)
+        if self.fanout.is_pushing(version):
+            self.fanout.end()
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
@@ -127,9 +152,11 @@ class Publisher:
             return
         self.closed = True
         self.outbox.clear()
-        self.membership.close(fenced=self.fenced is not None)
+        self.membership.close(quietly=self.fenced is not None or self.membership.follows)
+        self.fanout.end()
         self.targets.close()
         self.leases.close()
+        self.wanted.clear()
 
     def check_open(self) -> None:
         """Raise Fenced or ClosedError if this publisher has come to its end."""
@@ -167,6 +194,7 @@ class Publisher:
         if handler is None:
             raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         handler(self, peer, instruction, now)
+        self.touched(peer.worker)
         if isinstance(instruction, messages.Done):
             self.leases.report(peer.nonce, instruction.serial, ())
         elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
@@ -176,7 +204,7 @@ class Publisher:
         peer.unreachable_since = None
 
     def _on_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
-        if hello.epoch is not None and hello.epoch > self.epoch:
+        if hello.epoch is not None and hello.epoch > self.epoch and not self.membership.follows:
             if self.announcer.serial:
                 epochs = f"(epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
                 why = f"worker {hello.worker} belongs to a newer trainer {epochs}; this trainer must stop"
@@ -184,9 +212,11 @@ class Publisher:
                 self.outbox.clear()
                 for peer in self.peers.values():
                     peer.end_transfer()
+                self.fanout.end()
                 return
             self.membership.outrun(hello)
         self.membership.hello(route, hello, now)
+        self.touched(hello.worker)
 
     def _on_ready(self, peer: Peer, ready: messages.Ready, now: float) -> None:
         self.agreement.accept(peer, ready)
@@ -195,19 +225,22 @@ class Publisher:
     def _on_refused(self, peer: Peer, refused: messages.Refused, now: float) -> None:
         if self.agreement.refuse(peer, refused):
             self._pump(peer)
+            self.touched(*self.peers)
 
     def _on_fetch(self, peer: Peer, fetch: messages.Fetch, now: float) -> None:
         transfer = peer.transfer
         if transfer is None or transfer.serial != fetch.serial:
             return  # of an update that is over; if the worker still wants it, PONG will show
-        if fetch.restart > transfer.restart:
-            transfer.restart = fetch.restart
-            transfer.sent = min(fetch.start, transfer.total)
-            transfer.granted = 0
+        if len(fetch.bases) not in (0, len(transfer.parts)):
+            raise ProtocolError(f"a FETCH with {len(fetch.bases)} bases for {len(transfer.parts)} parts")
+        if transfer.rewound(fetch) or not transfer.granted:
+            self.streaming.begin(peer, transfer, fetch.bases)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         if transfer.in_place and not self._grant(peer, transfer):
             return
-        self._stream(peer, transfer)
+        self.streaming.go_on(peer, transfer)
+        if fetch.pushed:
+            self.fanout.credit(peer, fetch.pushed)
 
     def _grant(self, peer: Peer, transfer: Transfer) -> bool:
         """Lease to a worker what it wants to read in place; False if there is something newer, which is announced."""
@@ -222,15 +255,9 @@ class Publisher:
                     self._pump(peer, granted=models)
                     return False
             transfer.grant()
-            self.leases.lease(peer, transfer.serial, transfer.retained)
+            self.leases.lease(peer, transfer.serial, transfer.leased)
         self.membership.send(peer.route, messages.Granted(self.epoch, transfer.serial))
         return True
-
-    def _stream(self, peer: Peer, transfer: Transfer) -> None:
-        settings = self.settings
-        for chunk, piece in transfer.chunks(self.epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum):
-            peer.bytes_sent += len(piece)
-            self.membership.send(peer.route, chunk, [piece])
 
     def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:
@@ -239,7 +266,7 @@ class Publisher:
             self._pump(peer)
 
     def _on_applied(self, peer: Peer, applied: messages.Applied, now: float) -> None:
-        self._check_versions(peer, applied.versions)
+        self.membership.check_versions(peer, applied.versions)
         peer.note_applied(applied.versions)
         self._pump(peer)
 
@@ -253,17 +280,8 @@ class Publisher:
             self._pump(peer)  # something else may be due
 
     def _on_failed(self, peer: Peer, failed: messages.Failed, now: float) -> None:
-        self._check_versions(peer, failed.versions)
-        error: Exception
-        if failed.mismatch:
-            error = SchemaMismatch(f"worker {peer.worker}: {failed.message}")
-        else:
-            error = RemoteError(failed.type_name, f"(worker {peer.worker}) {failed.message}", failed.traceback)
-        for model_id, version in failed.versions.items():
-            if version > max(peer.applied.get(model_id, 0), peer.failed.get(model_id, (0, error))[0]):
-                peer.failed[model_id] = (version, error)
-            if peer.staged.get(model_id, 0) <= version:
-                peer.staged.pop(model_id, None)
+        self.membership.check_versions(peer, failed.versions)
+        peer.note_failed(failed.versions, failed.error(peer.worker))
         if peer.transfer is not None and peer.transfer.serial == failed.serial:
             peer.end_transfer()
         self._pump(peer)
@@ -273,7 +291,7 @@ class Publisher:
         self.membership.send(peer.route, messages.Pong(self.epoch, ping.seq, targets, {}, 0))
 
     def _on_pong(self, peer: Peer, pong: messages.Pong, now: float) -> None:
-        self._check_versions(peer, pong.versions)
+        self.membership.check_versions(peer, pong.versions)
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
@@ -281,6 +299,7 @@ class Publisher:
             peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
         self.membership.answered(peer, pong.seq)
         peer.note_applied(pong.versions)
+        self.behind.check(peer, pong.reports)
         transfer = peer.transfer
         if transfer is None:
             # What was staged once may have been dropped since: an update that failed, and whose report was lost.
@@ -302,12 +321,6 @@ class Publisher:
             self.leases.release(peer.nonce)
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
 
-    def _check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
-        newest, have = self.targets.version, peer.hello.have
-        for model_id, version in versions.items():
-            if version > newest or model_id not in have:
-                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
-
     # -- liveness ---------------------------------------------------------------------------------------------------
 
     def ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
@@ -320,8 +333,17 @@ class Publisher:
         was_there, newcomer = self.membership.lose(worker, nonce, reason, now)
         if was_there:
             self.agreement.recheck(worker)
+            self.touched(worker, *self.behind.lose(self.peers[worker], now))
         if newcomer is not None:
             self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
+
+    def expel(self, worker: int, why: str, now: float) -> None:
+        """This worker may not take part any more."""
+        peer = self.peers.get(worker)
+        if peer is not None and not peer.lost:
+            self.membership.expel(peer, why)
+            gone = self.ended if peer.local is False else self.lost  # as when it is unreachable
+            gone(worker, peer.nonce, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
         """A send found no connection. It may come back; a remote peer that stays away is lost."""
@@ -346,6 +368,8 @@ class Publisher:
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
             self.agreement.tick(now)
+            self.fanout.stream()
+            self.behind.tick(now)
 
     # -- the next update of each worker -----------------------------------------------------------------------------
 
@@ -372,4 +396,5 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Pong: Publisher._on_pong,
     messages.Bye: Publisher._on_bye,
     messages.Released: lambda *_: None,  # see receive()
+    Relayed: lambda self, peer, relayed, now: self.touched(*self.behind.report(peer, relayed, now)),
 }

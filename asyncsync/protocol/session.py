@@ -8,24 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
 from asyncsync.model.binding import Binding
-from asyncsync.protocol.messages import (
-    MAX_NAME,
-    MAX_SERIAL,
-    MAX_TEXT,
-    Buffer,
-    Bye,
-    Epoch,
-    Hello,
-    Instruction,
-    Ping,
-    Pong,
-    Ready,
-    Refused,
-    Released,
-    Welcome,
-)
 from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.layout import Layout
+from asyncsync.wire.fields import MAX_NAME, MAX_SERIAL, MAX_TEXT, Buffer, Epoch
+from asyncsync.wire.messages import Bye, Hello, Instruction, Ping, Pong, Ready, Refused, Released, Welcome
 
 __all__ = ["Session"]
 
@@ -42,6 +29,7 @@ class Session:
         epoch, trainer: the trainer's, and its last WELCOME; None: there has been none.
         served: the models that the trainer serves, and their layouts' digests; empty where it has no weights yet.
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
+        attempt: of the last HELLO.
         ended: why nothing will come any more; None while alive.
         refused: per model, why its layout does not fit; cleared by one that does.
     """
@@ -54,6 +42,7 @@ class Session:
         settings: Settings,
         models: Mapping[str, Binding],
         adopted: Callable[[], None],
+        role: str,
     ) -> None:
         self.worker = worker
         self.nonce = nonce
@@ -70,10 +59,11 @@ class Session:
         self._settings = settings
         self._models = models
         self._adopted = adopted
+        self._role = role
         self._layouts: dict[str, dict[bytes, Layout]] = {}  # that fit: of each model, the latest few
         self._unfit: dict[str, Layout] = {}  # what was refused
         self._nameless = False
-        self._attempt = 0
+        self.attempt = 0
         self._next_hello = 0.0
         self._hello_delay = FIRST_HELLO_RETRY
         self._ping = 0
@@ -121,15 +111,17 @@ class Session:
 
     def hello(self, versions: Mapping[str, int], now: float) -> None:
         """Send HELLO, with the versions that the models hold."""
-        self._attempt += 1
+        self.attempt += 1
         self.welcomed = False
         self._next_hello = now + self._hello_delay
         self._hello_delay = min(2 * self._hello_delay, self._settings.retry_interval)
         have = {m: versions.get(m, 0) for m in self._models}
-        if len(self._models) == 1:
+        if len(self._models) == 1 and self._role == "worker":
             have[""] = next(iter(have.values()))
         me = self.identity
-        self.send(Hello(self.worker, self.nonce, self._attempt, me.pid, me.boot, me.namespace, self.epoch, have))
+        whence = me.pid, me.boot, me.namespace
+        codecs = codecs_here()
+        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, have, self._role, codecs))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
@@ -137,11 +129,12 @@ class Session:
     def welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
         """Take in the trainer's answer to HELLO, or that it has other layouts, and accept or refuse them. Raises
         ProtocolError, with nothing changed, if it is malformed or not for this HELLO."""
-        if welcome.nonce != self.nonce or welcome.attempt != self._attempt:
+        if welcome.nonce != self.nonce or welcome.attempt != self.attempt:
             raise ProtocolError("a WELCOME that answers another HELLO")
         if self.epoch is not None and welcome.epoch < self.epoch:
             raise ProtocolError("a WELCOME from an older trainer")
-        nameless = "" in welcome.models and "" not in self._models and len(self._models) == 1
+        has_one = len(self._models) == 1 and self._role == "worker"  # the others have the trainer's models
+        nameless = "" in welcome.models and "" not in self._models and has_one
         alias = next(iter(self._models)) if nameless else ""
         frames = iter(payload)
         served = {m or alias: d for m, d in welcome.models.items()}

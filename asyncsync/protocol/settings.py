@@ -35,8 +35,14 @@ class Settings:
         retry_interval: between attempts to reach an unreachable peer, to repeat HELLO, to restart a stalled transfer.
         layout_patience: how long one worker that does not answer may hold up a new layout for the others.
         checksum: CRC-32 over every payload.
+        compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.
+        delta: a sender keeps the version before, and a worker that has it gets what has changed.
+        piece_bytes: the pieces of updates that travel as fewer bytes: one takes milliseconds to encode.
         fast: False: every update goes the general way, announced by UPDATE and staged, without what is shorter in
             the steady state of a training loop.
+        fanout: over tcp, how what many workers are to get is sent to all at once: ``"pull"`` (announcements, and what
+            rides in them), ``"push"`` (the bytes, too), or None (to each of them).
+        fanout_least: fewer workers are told one by one.
     """
 
     eager_bytes: int = 64 << 10
@@ -47,4 +53,9 @@ class Settings:
     retry_interval: float = 5.0
     layout_patience: float = 5.0
     checksum: bool = False
+    compress: str = ""
+    delta: bool = False
+    piece_bytes: int = 1 << 20
     fast: bool = True
+    fanout: str | None = None
+    fanout_least: int = 3

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncsync.model.update import Prepared
-from asyncsync.protocol.messages import Epoch
-from asyncsync.protocol.metadata import Shown, decode_metadata
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import Epoch
+from asyncsync.wire.metadata import Shown, decode_metadata
 
 __all__ = ["Acting", "StagedPart", "StagedUpdates", "Staging"]
 
@@ -144,3 +144,8 @@ class StagedUpdates(list[Staging]):
     def abandon(self) -> None:
         """Abandon all, but for what the gate is copying from."""
         self[:] = [one for one in self if not one.abandon()]
+
+    def slab(self, epoch: Epoch | None, model_id: str, version: int) -> Slab | None:
+        """That of this version of a model; None: it is not staged."""
+        parts = (one.parts[model_id] for one in self if one.epoch == epoch and model_id in one.parts)
+        return next((part.slab for part in parts if part.version == version), None)

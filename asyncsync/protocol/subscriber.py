@@ -16,31 +16,24 @@ a higher epoch replaces everything that was under way, a lower one is ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
-from asyncsync.protocol import messages
+from asyncsync.protocol.companions import FastPath, Relaying
 from asyncsync.protocol.holdings import Holdings, Reports
 from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.messages import Buffer, Epoch, Instruction, Part
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.wire import messages
+from asyncsync.wire.codec import decode
+from asyncsync.wire.fields import NONCE_END, Buffer, Epoch
+from asyncsync.wire.messages import Instruction, Part
+from asyncsync.wire.relayed import Recount
 
-__all__ = ["FastPath", "Subscriber"]
-
-
-class FastPath(Protocol):
-    """Applies each AGAIN in few steps, as long as nothing else happens."""
-
-    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
-        """Apply what an AGAIN announces, and return the answer. None: it has to go the general way."""
-
-    def end(self) -> None:
-        """Release everything; what was applied is the subscriber's."""
+__all__ = ["Subscriber"]
 
 
 class Subscriber:
@@ -54,16 +47,21 @@ class Subscriber:
         targets: the version that each model should have, as far as this worker knows.
         fast_path: applies what is as always; whatever else happens here ends it.
         leaving: whether further updates are ignored.
+        relaying: who passes on what comes; None: nobody.
+        found: makes a Binding for a model that the trainer serves and this side does not have yet; None: it is left.
     """
 
-    def __init__(self, worker: int, nonce: bytes, identity: Identity, settings: Settings | None = None) -> None:
+    def __init__(
+        self, worker: int, nonce: bytes, identity: Identity, settings: Settings | None = None, role: str = "worker"
+    ) -> None:
         self.worker = worker
         self.settings = settings or Settings()
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
-        self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt)
+        self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt, role)
         self.holdings = Holdings()
         self.incoming = Incoming(self.settings, self.pool, self._attach, session.send, self._stage, self._fail)
+        self.incoming.base = self._base
         self.staged = StagedUpdates()
         self.reports = Reports(session, self.incoming, self.holdings, self.staged)
         self.outbox = session.outbox
@@ -72,6 +70,8 @@ class Subscriber:
         self.last_seen: float | None = None
         self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
         self.leaving = False
+        self.relaying: Relaying | None = None
+        self.found: Callable[[str], Binding] | None = None
         self.base: tuple[int, Part] | None = None
 
     # -- what the worker does ---------------------------------------------------------------------------------------
@@ -161,32 +161,52 @@ class Subscriber:
         session = self.session
         if session.ended is not None:
             return
-        epoch: Epoch = instruction.epoch  # type: ignore[attr-defined]
+        epoch: Epoch | None = getattr(instruction, "epoch", None)
+        if epoch is None:
+            raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which it only receives")
         if type(instruction) is messages.Again and epoch == session.epoch:
             self._on_again(instruction, payload, now)
         elif isinstance(instruction, messages.Welcome):
             session.welcome(instruction, payload)
+            if self.found is not None:
+                self._take_all(self.found, now)
+            if self.relaying is not None:
+                self.relaying.welcomed(now)
         elif isinstance(instruction, messages.Bye):
             session.ends(instruction, now)
             self.incoming.drop()
+            if self.relaying is not None and instruction.reason == "closed":
+                self.relaying.dismissed(instruction.message)
         elif epoch != session.epoch:
             if session.epoch is not None and epoch > session.epoch and session.welcomed:
                 self._hello(now)  # its WELCOME was lost
             raise ProtocolError(f"{type(instruction).__name__} of another epoch")
         elif isinstance(instruction, messages.Update):
             self._on_update(instruction, payload, now)
+        elif isinstance(instruction, messages.Cast):
+            self._on_cast(instruction, payload, now)
         elif isinstance(instruction, messages.Chunk):
             self.incoming.chunk(instruction, payload[0], now)
+        elif isinstance(instruction, messages.Packed):
+            self.incoming.packed(instruction, payload, now)
         elif isinstance(instruction, messages.Granted):
             self.incoming.granted(instruction, now)
         elif isinstance(instruction, messages.Ping):
             self.reports.pong(instruction)
+        elif isinstance(instruction, Recount) and self.relaying is not None:
+            self.relaying.recount()
         elif isinstance(instruction, messages.Pong):
             if session.pong(instruction):
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
         else:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
         self.last_seen = now
+
+    def _take_all(self, found: Callable[[str], Binding], now: float) -> None:
+        """Take part in the updates of every model that the trainer serves."""
+        if new := [model_id for model_id in self.session.served if model_id not in self.models]:
+            self.models.update({model_id: found(model_id) for model_id in new})
+            self._hello(now)
 
     def _adopt(self) -> None:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
@@ -195,8 +215,12 @@ class Subscriber:
         self.holdings.adopt(self.session.epoch)
         self.reports.adopt()
         self.targets = {}
+        if self.relaying is not None:
+            self.relaying.adopted()
 
-    def _on_update(self, update: messages.Update, payload: Sequence[Buffer], now: float) -> None:
+    def _on_update(
+        self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
+    ) -> None:
         if update.serial <= self.reports.serial:
             return  # a duplicate, or overtaken by a newer one
         if self.leaving:
@@ -222,7 +246,24 @@ class Subscriber:
         for part in update.parts:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
-        self.incoming.begin(loaded)
+        self.incoming.begin(loaded, pushed=pushed)
+
+    def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
+        """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.fanout`."""
+        mine, excluded = self.session.nonce[-NONCE_END:], cast.excluded
+        if cast.since != self.reports.serial:
+            return
+        if any(excluded[i : i + NONCE_END] == mine for i in range(0, len(excluded), NONCE_END)):
+            return
+        instruction, payload = decode(payload)
+        if getattr(instruction, "epoch", None) != cast.epoch:
+            raise ProtocolError("a CAST of another epoch")
+        if isinstance(instruction, messages.Update):
+            self._on_update(instruction, payload, now, pushed=cast.pushed)
+        elif isinstance(instruction, messages.Again):
+            self._on_again(instruction, payload, now)
+        else:
+            raise ProtocolError(f"a CAST of {type(instruction).__name__}")
 
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.reports.serial:
@@ -240,7 +281,7 @@ class Subscriber:
         slab: Slab | None = None
         quick = self.settings.fast and not (self.staged or self.incoming.update or self.leaving)
         if layout is None or not quick or again.version <= self.holdings.version(model_id):
-            self._on_update(_expanded(again, part), (b"", *(payload or (b"",))), now)
+            self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
             return
         # Otherwise the same in fewer steps: nothing is on its way or waits, and the layout fits.
         try:
@@ -248,7 +289,7 @@ class Subscriber:
                 slab = self.incoming.acquire(part, layout)
                 slab.write(0, payload[0])
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
-                self._on_update(_expanded(again, part), (b"", b""), now)
+                self._on_update(again.expanded(part), (b"", b""), now)
                 return
             slab.values = b""
             self.reports.serial = again.serial
@@ -299,6 +340,14 @@ class Subscriber:
             self.holdings.lease(part, slab)
         return slab
 
+    def _base(self, part: Part, layout: Layout) -> Slab | None:
+        """What this worker has of the version that is the base of this part, staged or applied; None: nothing."""
+        model_id = self.session.local(part.model_id)
+        slab = self.staged.slab(self.session.epoch, model_id, part.base) or self.holdings.slab(model_id, part.base)
+        # What the trainer has leased to this worker it may write again; a relay's own slots are leased to others.
+        leased = any(slab is one for one in self.holdings.leased.values())
+        return None if slab is None or leased or slab.layout.digest != layout.digest else slab
+
     def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab], metadata: bytes) -> None:
         """All bytes are here: convert, check, and wait for the gate."""
         session, holdings = self.session, self.holdings
@@ -345,7 +394,3 @@ class Subscriber:
         # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
         self.incoming.drop()
         self.session.hello(self.holdings.versions, now)
-
-
-def _expanded(again: messages.Again, part: Part) -> messages.Update:
-    return messages.Update(again.epoch, again.serial, True, (part,))

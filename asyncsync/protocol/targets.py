@@ -103,9 +103,11 @@ class Model:
 
 class Targets:
     """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
-    ``published`` the newest one that has become a target: a pending one may still be refused, and never was."""
+    ``published`` the newest one that has become a target: a pending one may still be refused, and never was. With
+    ``keeps_bases``, what is for everybody keeps what was so before it, as the base of what is sent of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_bases: bool = False) -> None:
+        self.keeps_bases = keeps_bases
         self.models: dict[str, Model] = {}
         self.pending: dict[int, Publication] = {}
         self.version = self.published = self._carried = 0
@@ -129,9 +131,12 @@ class Targets:
         workers: Iterable[int] | None,
         deadline: float,
         metadata: bytes = b"",
+        version: int | None = None,
     ) -> Publication:
-        """Enter a publication as pending. Takes references of its own to the slabs."""
-        self.version += 1
+        """Enter a publication as pending, as the next version, or as one that another sender has given. Takes
+        references of its own to the slabs."""
+        version = self.version + 1 if version is None else version
+        self.version = max(self.version, version)
         named: set[int] | None = None if workers is None else set(workers)
         layouts = set()
         for model_id, slabs in parts.items():
@@ -141,7 +146,7 @@ class Targets:
                 named = (named or set()) | set(slabs)
                 layouts.update((model_id, slab.layout.digest) for slab in slabs.values())
         whom = None if named is None else frozenset(named)
-        publication = Publication(self.version, frozenset(layouts), whom, deadline, metadata)
+        publication = Publication(version, frozenset(layouts), whom, deadline, metadata)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom):
                 # The same layouts for the same workers: whoever is silent has been so since then.
@@ -167,14 +172,25 @@ class Targets:
             model = self.models[model_id]
             # Once everybody was waited for, nobody who is absent holds up a publication again.
             model.assembled = model.assembled or publication.workers is None
+            replaced = self.keep([model_id]) if self.keeps_bases else []
             for slot in (model.common, *model.own.values()):
                 slot.commit(publication)
             common = model.common.current
+            if replaced:
+                self._follow(common, replaced)
             if common is not None and common.publication is publication:
                 # What is meant for everybody replaces what was meant for one.
                 for slot in model.own.values():
                     slot.drop(below=common.version)
                 model.forget_empty()
+
+    def _follow(self, common: Target | None, replaced: Replaced) -> None:
+        """What is for everybody keeps what it has replaced, and nothing that is older."""
+        for _, worker, before in replaced:
+            if worker is None and common is not None and before is not common:
+                before.slab.stand_alone()
+                common.slab.follow(before.version, before.slab)
+        self.forget(replaced)
 
     def reject(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
         """A targeted worker has refused: the publication goes to nobody."""
@@ -261,6 +277,17 @@ class Targets:
                 return SchemaMismatch(text)
         return None
 
+    def rejected(self, version: int) -> set[str]:
+        """The models of a publication that goes to nobody."""
+        return next((p.models for p, _ in reversed(self._rejections) if p.version == version), set())
+
+    def restart(self) -> None:
+        """Another trainer's versions follow, which is to publish everything anew."""
+        self.close()
+        self.models = {}
+        self.version = self.published = self._carried = 0
+        self._rejections = []
+
     def forget_worker(self, worker: int) -> None:
         """Release what was meant for one worker that will not come back."""
         for model in self.models.values():
@@ -268,8 +295,9 @@ class Targets:
                 slot.drop()
 
     def slabs(self) -> list[Slab]:
-        """Of all targets, present and pending."""
-        return [target.slab for slot in self.slots() for target in slot.targets]
+        """Of all targets, present and pending, and the bases that they keep."""
+        slabs = [target.slab for slot in self.slots() for target in slot.targets]
+        return slabs + [slab.base[1] for slab in slabs if slab.base is not None]
 
     def slots(self) -> Iterator[_Slot]:
         for model in self.models.values():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
-from asyncsync.protocol.messages import Again, Buffer, Chunk, Epoch, Part, Update
+from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import Buffer, Epoch
+from asyncsync.wire.messages import Again, Chunk, Fetch, Packed, Part, Update
 
 __all__ = ["Announcement", "Parts", "Transfer"]
+
+PACKED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
@@ -21,7 +25,11 @@ class Announcement:
 
     Attributes:
         granted: what is read in place need not be fetched before it is leased.
+        is_plain: all bytes come with it or as chunks.
+        streams: what workers of this host would open travels as chunks, as far as it can.
+        codec: of bytes that ride in the UPDATE; empty: they are as they are.
         repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
+        apart: the models of which that is true.
         retained: the models whose parts are kept for a worker from the beginning.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
@@ -38,36 +46,48 @@ class Announcement:
         checksum: bool,
         granted: bool = False,
         metadata: bytes = b"",
+        streams: bool = False,
+        codec: str = "",
     ) -> None:
         self.serial = serial
         self.granted = granted
+        self.streams = streams
+        self.codec = codec
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
-        self.retained = [m for m, (_, slab) in parts.items() if granted or not slab.in_place]
-        self.leases = any(parts[m][1].leased for m in self.retained)
-        self.sizes = [slab.streamed for _, slab in parts.values()]
+        apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
+        self.retained = [m for m, (_, slab) in parts.items() if granted or not slab.in_place or m in apart]
+        self.leases = any(parts[m][1].leased for m in self.retained if m not in apart)
+        self.apart = apart
+        self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
         # What is not there yet can only follow as chunks.
         eager = self.ends[-1] <= eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
-        announced, values, payload = [], [], []
-        for model_id, (version, slab) in parts.items():
-            crc = None
+        announced, values, payload, packed = [], [], [], False
+        for (model_id, (version, slab)), size in zip(parts.items(), self.sizes, strict=True):
+            crc, base = None, 0
             values.append(slab.values)
             if eager:
-                piece = slab.contents() if slab.streamed else b""
-                payload.append(piece)
+                piece = slab.contents() if size else b""
                 crc = zlib.crc32(piece) if checksum else None
+                if codec and size > PACKED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
+                    piece, packed = fewer, True
+                payload.append(piece)
+            elif size and slab.base is not None:
+                base = slab.base[0]
             digest = slab.layout.digest
-            in_place = slab.in_place and not granted
-            announced.append(Part(model_id, version, digest, slab.nbytes, crc, slab.descriptor, in_place, slab.origin))
+            here = model_id not in apart
+            descriptor, in_place = slab.descriptor if here else None, here and slab.in_place and not granted
+            announced.append(Part(model_id, version, digest, slab.nbytes, crc, descriptor, in_place, slab.origin, base))
         self.eager = eager
-        self.instruction = Update(epoch, serial, eager, tuple(announced), metadata)
+        self.is_plain = all(part.descriptor is None for part in announced)
+        self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed)
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
         only = announced[0]
         # What is granted was fetched, this once: the next one is offered like any other.
         self.repeatable = len(announced) == 1 and eager and not (values[0] or granted or only.in_place)
-        self.repeatable = self.repeatable and only.crc is None and only.origin is None
+        self.repeatable = self.repeatable and only.crc is None and only.origin is None and not packed
         self._at_hand = only.descriptor is not None
 
     def can_repeat(self, slab: Slab) -> bool:
@@ -87,18 +107,20 @@ class Announcement:
         announced.nbytes = 0 if slab.descriptor is not None else slab.nbytes
         return announced
 
-    def matches(self, parts: Parts, *, granted: bool) -> bool:
-        """True for the very same versions and slabs."""
+    def matches(self, parts: Parts, *, granted: bool, streams: bool, codec: str) -> bool:
+        """True for the very same versions and slabs, in the same form."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return self.key == key and self.granted is granted
+        return self.key == key and (self.granted, self.streams, self.codec) == (granted, streams, codec)
 
 
 class Transfer:
     """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
 
-    ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit. ``retained`` are the
-    parts that are kept for it. Where some are to be read ``in_place``, and the worker has not fetched them yet
-    (``unfetched``), they are not kept for it, and may hold another version by then.
+    ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit; ``pushed``: the same of
+    what is pushed to all subscribers. ``retained`` are the parts that are kept for it, and ``leased`` those of them
+    that it opens. Where some are to be read ``in_place``, and the worker has not fetched them yet (``unfetched``), they
+    are not kept for it, and may hold another version by then. ``encodings``: how the bytes of each part travel, if they
+    do so as fewer; None where they travel as they are.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
@@ -111,8 +133,10 @@ class Transfer:
         self._slabs = [slab.retain() for _, slab in self.retained.values()]
         self.in_place = self.unfetched = len(self._slabs) < len(parts)
         self.after_ping = after_ping
+        self.encodings: list[Encoding | None] = []
         self.restart = 0
-        self.granted = 0
+        self.granted = self.pushed = 0
+        self._apart = announcement.apart
         self._sizes = announcement.sizes
         self._ends = announcement.ends
         self.total = self._ends[-1]
@@ -128,10 +152,45 @@ class Transfer:
         self._slabs += [slab.retain() for m, (_, slab) in self.parts.items() if m not in self.retained]
         self.retained = self.parts
 
+    def rewound(self, fetch: Fetch) -> bool:
+        """Whether the worker fetches some of it once more; then it is sent from there again."""
+        if fetch.restart <= self.restart:
+            return False
+        self.restart, self.sent, self.granted = fetch.restart, min(fetch.start, self.total), 0
+        return True
+
     def release(self) -> None:
+        if self.encodings:
+            self._leave(self.encodings)
         for slab in self._slabs:
             slab.release()
-        self.parts, self.retained, self._slabs = {}, {}, []
+        self.parts, self.retained, self._slabs, self.encodings = {}, {}, [], []
+
+    @property
+    def leased(self) -> Parts:
+        """The retained parts that the worker opens where they are."""
+        if not self._apart:
+            return self.retained
+        return {m: part for m, part in self.retained.items() if m not in self._apart}
+
+    def encode(self, codec: str, bases: Sequence[int], size: int) -> None:
+        """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has
+        changed since those ``bases`` that are there."""
+        found: list[Encoding | None] = []
+        versions = bases or [0] * len(self.parts)
+        for (_, slab), total, version in zip(self.parts.values(), self._sizes, versions, strict=True):
+            base = slab.base[1] if slab.base is not None and slab.base[0] == version else None
+            encoding = encoding_of(slab, base, codec, size) if total and (codec or base is not None) else None
+            found.append(encoding)
+            if encoding is not None:
+                encoding.join()
+        before, self.encodings = self.encodings, found if any(found) else []
+        self._leave(before)
+
+    def _leave(self, encodings: Sequence[Encoding | None]) -> None:
+        for encoding in encodings:
+            if encoding is not None:
+                encoding.leave()
 
     def chunks(self, epoch: Epoch, *, chunk_bytes: int, checksum: bool) -> Iterator[tuple[Chunk, memoryview]]:
         """The next pieces, as far as the worker's credit reaches and the slabs are packed."""
@@ -148,3 +207,38 @@ class Transfer:
                 piece = slab.export(start, stop)
                 self.sent = begin + stop
                 yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
+
+    def encoded(
+        self, epoch: Epoch, *, checksum: bool, chunk_bytes: int, wanted: Callable[[Encoding, int], object]
+    ) -> Iterator[tuple[Chunk | Packed, Buffer]]:
+        """:meth:`chunks` where some are encoded. It ends at the first piece that has still to be encoded; that and the
+        following ones, as far as the credit reaches and the slab is packed, are ``wanted``."""
+        slabs = [slab for _, slab in self.parts.values()]
+        for i, (slab, size, end, encoding) in enumerate(
+            zip(slabs, self._sizes, self._ends, self.encodings, strict=True)
+        ):
+            begin = end - size
+            while self.sent < min(end, self.granted):
+                start, limit = self.sent - begin, min(self.granted - begin, slab.packed)
+                length = chunk_bytes if encoding is None else encoding.size
+                # To the end of the piece: whoever has part of one gets its rest as it is.
+                stop = min(size, (start // length + 1) * length)
+                if stop > limit:
+                    return
+                encoded = None
+                if encoding is not None and start % length == 0:
+                    encoded = encoding.pieces.get(start // length)
+                    if encoded is None:
+                        for index in range(start // length, -(-size // length)):
+                            if min((index + 1) * length, size) > limit:
+                                return
+                            if encoding.want(index):
+                                wanted(encoding, index)
+                        return
+                self.sent = begin + stop
+                if encoded is not None and encoded.payload is not None:
+                    packed = Packed(epoch, self.serial, i, start, stop - start, encoded.crc, encoded.base)
+                    yield packed, encoded.payload
+                else:
+                    piece = slab.export(start, stop)
+                    yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece

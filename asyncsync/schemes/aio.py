@@ -96,7 +96,12 @@ class Bus(_AsyncContext, BusCore):
         return await sending.publish(self, weights, worker_ids, metadata)
 
     async def wait_version(
-        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        version: int,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
         worker has, of every model for which it has been told of one.
@@ -105,14 +110,37 @@ class Bus(_AsyncContext, BusCore):
             version: as returned by ``publish``.
             worker_ids: sender only; None: every worker whose target is at least this version.
             timeout: seconds.
+            quorum: sender only: how many of these workers are enough; None: all. The others still converge.
 
         Raises:
-            PartialSendError: sender; names each worker that has not, and why.
+            PartialSendError: sender; names each worker that has not, and why; with a ``quorum``, if it was not reached.
             AckTimeout: receiver.
             ValueError, TypeError: an unknown worker, or a version that was not published.
             NotConnected, ClosedError, Fenced: it will not come.
         """
-        await sending.wait_version(self, version, worker_ids, timeout, None)
+        await sending.wait_version(self, version, worker_ids, timeout, None, quorum)
+
+    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
+        """Receiver: wait until this worker is not too far behind, with any model of this bus.
+
+        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
+        what it has applied of each model is at most ``max_lag`` versions behind what the sender has answered.
+
+        Args:
+            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
+            timeout: seconds.
+
+        Returns:
+            The version that it has, of several models the oldest.
+
+        Raises:
+            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
+            ValueError: no whole number from 0.
+            SchemaMismatch, RemoteError: the update could not be applied here.
+            RuntimeError: this is a sender.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has come to its end.
+        """
+        return await sending.wait_lag(self, list(self._schemes), max_lag, timeout)
 
     async def send_async(
         self,
@@ -121,15 +149,18 @@ class Bus(_AsyncContext, BusCore):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Mapping[str, Any] | None = None,
+        quorum: int | None = None,
     ) -> int:
         """:meth:`publish`, then :meth:`wait_version`; returns the version.
 
         Raises:
-            NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
-            PartialSendError: who has not applied it, and why. Not final: they still converge.
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
+                published.
+            PartialSendError: who has not applied it, and why; with a ``quorum``, fewer have. Not final: they still
+                converge.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
-        return await sending.send(self, weights, worker_ids, timeout, metadata)
+        return await sending.send(self, weights, worker_ids, timeout, metadata, quorum)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent.
@@ -240,9 +271,15 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         return await sending.publish(self._bus, {self._topic: weights}, worker_ids, metadata)
 
     async def wait_version(
-        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        version: int,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
     ) -> None:
-        """Sender: until every targeted worker has applied this version or a newer one. Receiver: until this worker has.
+        """Sender: until every targeted worker has applied this version or a newer one (with a ``quorum``, so many of
+        them). Receiver: until this worker has.
 
         Raises:
             PartialSendError: sender: who has not, and why. Not final: they still converge.
@@ -252,7 +289,30 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             ClosedError, Fenced: it will not come.
         """
         self._check_open()
-        await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic])
+        await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic], quorum)
+
+    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
+        """Receiver: wait until this worker is not too far behind.
+
+        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
+        what it has applied is at most ``max_lag`` versions behind what the sender has answered.
+
+        Args:
+            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
+            timeout: seconds.
+
+        Returns:
+            The version that it has.
+
+        Raises:
+            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
+            ValueError: no whole number from 0.
+            SchemaMismatch, RemoteError: the update could not be applied here.
+            RuntimeError: this is a sender.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has come to its end.
+        """
+        self._check_open()
+        return await sending.wait_lag(self._bus, [self._topic], max_lag, timeout)
 
     async def send_async(
         self,
@@ -261,16 +321,20 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Mapping[str, Any] | None = None,
+        quorum: int | None = None,
     ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it.
+        """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it;
+        with a ``quorum``, when so many have: the others are named in nothing, and still converge.
 
         Raises:
-            NotConnected: no worker has this model (elastic: fewer than ``min_workers``); nothing was published.
-            PartialSendError: who has not applied it, and why. Not final: they still converge.
+            NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
+                published.
+            PartialSendError: who has not applied it, and why; with a ``quorum``, fewer have. Not final: they still
+                converge.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
-        return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout, metadata)
+        return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout, metadata, quorum)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Not here: this is the asyncio API.

@@ -18,7 +18,6 @@ from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Source
-from asyncsync.protocol.metadata import encode_metadata
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
@@ -27,6 +26,7 @@ from asyncsync.schemes.registry import convert
 from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.schemes.torchrl_names import TorchRLNames
 from asyncsync.transports.blocking import in_sync_as
+from asyncsync.wire.metadata import encode_metadata
 
 __all__ = ["Bus", "Make", "SyncScheme", "WeightSyncScheme", "now", "ordinary"]
 
@@ -108,6 +108,7 @@ class Bus(BusCore):
         return await loop_thread.awaitable(lambda: sending.publish_sources(self, sources, workers, encoded))
 
     wait_version = ordinary(AsyncBus.wait_version)
+    wait_lag = ordinary(AsyncBus.wait_lag)
 
     def _wait_origin(self, version: int, timeout: float) -> None:
         """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
@@ -120,12 +121,13 @@ class Bus(BusCore):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Metadata = None,
+        quorum: int | None = None,
     ) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         check_timeout(timeout)
         encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        self._run(lambda: sending.send_sources(self, sources, workers, timeout, encoded))
+        self._run(lambda: sending.send_sources(self, sources, workers, timeout, encoded, quorum))
 
     async def send_async(
         self,
@@ -134,12 +136,15 @@ class Bus(BusCore):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Metadata = None,
+        quorum: int | None = None,
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version."""
         check_timeout(timeout)
         encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.send_sources(self, sources, workers, timeout, encoded))
+        return await loop_thread.awaitable(
+            lambda: sending.send_sources(self, sources, workers, timeout, encoded, quorum)
+        )
 
     shutdown = ordinary(AsyncBus.shutdown, "_end")
 
@@ -266,6 +271,7 @@ class WeightSyncScheme(TorchRLNames):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Metadata = None,
+        quorum: int | None = None,
     ) -> None:
         """Send weights, and return when the targeted workers have applied them.
 
@@ -276,6 +282,7 @@ class WeightSyncScheme(TorchRLNames):
             timeout: seconds.
             metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
                 :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
+            quorum: how many of the targeted workers are enough; None: all.
 
         Raises:
             ValueError, TypeError: weights, workers or metadata that cannot be; nothing was published.
@@ -286,7 +293,7 @@ class WeightSyncScheme(TorchRLNames):
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
         self._check_open()
-        self._bus.send({self._topic: weights}, worker_ids, timeout, metadata=metadata)
+        self._bus.send({self._topic: weights}, worker_ids, timeout, metadata=metadata, quorum=quorum)
 
     async def send_async(
         self,
@@ -295,11 +302,12 @@ class WeightSyncScheme(TorchRLNames):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Metadata = None,
+        quorum: int | None = None,
     ) -> int:
         """:meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it
         returns."""
         self._check_open()
-        return await self._bus.send_async({self._topic: weights}, worker_ids, timeout, metadata=metadata)
+        return await self._bus.send_async({self._topic: weights}, worker_ids, timeout, metadata=metadata, quorum=quorum)
 
     def publish(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
@@ -324,6 +332,7 @@ class WeightSyncScheme(TorchRLNames):
         return await self._bus.publish_async({self._topic: weights}, worker_ids, metadata=metadata)
 
     wait_version = ordinary(AsyncScheme.wait_version)
+    wait_lag = ordinary(AsyncScheme.wait_lag)
     receive = ordinary(AsyncScheme.receive, "_deliver", first=SchemeCore._check_not_held)
     fetch = ordinary(AsyncScheme.fetch, "_deliver")
     shutdown = ordinary(AsyncScheme.shutdown, "_end")
@@ -378,9 +387,10 @@ class SyncScheme(WeightSyncScheme):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Metadata = None,
+        quorum: int | None = None,
     ) -> None:
         if self._sync:
-            super().send(weights, worker_ids, timeout, metadata=metadata)
+            super().send(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
         else:
             self.publish(weights, worker_ids, metadata=metadata)
 

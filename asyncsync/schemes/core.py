@@ -20,7 +20,7 @@ from torch import nn
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.member import Source
+from asyncsync.bus.member import Source, agree_on_least
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import wait_for_workers
@@ -157,7 +157,7 @@ class SchemeCore(SchemeState, ABC):
         self._check_fresh("sender")
         transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
-            self._bus._set_least(min_workers, private=self._own_bus)
+            agree_on_least(self._bus, min_workers, private=self._own_bus)
         self._bus._join(self, "sender", model_id or "", num_workers)
         self._reset()
         self._role, self._pid = "sender", os.getpid()
@@ -297,9 +297,9 @@ class SchemeCore(SchemeState, ABC):
             return None
         return await self._extract(weights, None)
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
         link = self._bus._open_sender()
-        start = link.loop.time()
+        start = link.loop.time() if begun is None else begun
         transport = self._transport()
         transport._start(None)
         await transport._ready(timeout)

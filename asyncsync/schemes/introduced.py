@@ -1,6 +1,6 @@
 """Schemes whose workers find their sender by other means than an address: by a store, a remote call, an actor.
 
-The sender binds a free port, with keys, when it connects; :class:`asyncsync.bus.introduction.Introduction` says what a
+The sender binds a free port, with keys, when it connects; :class:`asyncsync.net.introduction.Introduction` says what a
 worker needs. A subclass brings it there::
 
     class MyScheme(IntroducedCore, WeightSyncScheme):
@@ -20,11 +20,11 @@ import asyncio
 from abc import abstractmethod
 from typing import Any
 
-from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected
 from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.schemes.core import SchemeCore
 
 __all__ = ["IntroducedCore"]
@@ -57,12 +57,11 @@ class IntroducedCore(SchemeCore):
 
     # -- what the bus and the two APIs call ---------------------------------------------------------------------------
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
+    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
+        begun = asyncio.get_running_loop().time() if begun is None else begun
         if self._bus.endpoint == INTRODUCED:
             await self._open(timeout)
-        await super()._connect_sender(initial, max(0.0, deadline - loop.time()))
+        await super()._connect_sender(initial, timeout, begun)
 
     async def _open(self, timeout: float) -> None:
         """Sender: listen, and introduce the workers."""

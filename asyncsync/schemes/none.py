@@ -10,12 +10,12 @@ from tensordict import TensorDict
 
 from asyncsync.arguments import as_version, check_forward
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.bus.status import WorkerStatus
-from asyncsync.protocol.metadata import Shown, decode_metadata, encode_metadata
+from asyncsync.bus.status import BusStatus
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
+from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
 
 __all__ = ["BlockingNoSync", "NoSyncCore", "NoWeightSyncScheme"]
 
@@ -44,6 +44,7 @@ class NoSyncCore(SchemeCore):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Mapping[str, Any] | None = None,
+        quorum: int | None = None,
     ) -> int:
         """Count; returns the version."""
         return self._count_up(metadata)
@@ -77,9 +78,9 @@ class NoSyncCore(SchemeCore):
         check_forward(version, self.version)
         self._count, self._encoded = version, b""
 
-    def status(self) -> dict[int, WorkerStatus]:
+    def status(self) -> BusStatus:
         """Empty: nobody is connected."""
-        return {}
+        return BusStatus({}, {})
 
 
 class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
@@ -111,10 +112,20 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
         return self._count_up(metadata)
 
     async def wait_version(
-        self, version: int, worker_ids: int | Iterable[int] | None = None, timeout: float = DEFAULT_TIMEOUT
+        self,
+        version: int,
+        worker_ids: int | Iterable[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
     ) -> None:
         """Nobody is waited for."""
         self._check_open()
+
+    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
+        """Nobody is waited for."""
+        self._check_open()
+        return self.version
 
     async def receive(self, timeout: float | None = None) -> TensorDict | None:
         """None: nothing comes."""
@@ -151,6 +162,7 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
 
     publish = blocking.ordinary(NoWeightSyncScheme.publish)
     wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version)
+    wait_lag = blocking.ordinary(NoWeightSyncScheme.wait_lag)
     receive = blocking.ordinary(NoWeightSyncScheme.receive)
     fetch = blocking.ordinary(NoWeightSyncScheme.fetch)
 
@@ -173,6 +185,7 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         timeout: float = DEFAULT_TIMEOUT,
         *,
         metadata: Mapping[str, Any] | None = None,
+        quorum: int | None = None,
     ) -> None:
         """Count."""
         self._count_up(metadata)

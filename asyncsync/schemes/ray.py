@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 from asyncsync.arguments import check_bytes
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
+from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.ray_rendezvous import find_introduction, hold_introductions
@@ -28,7 +28,7 @@ from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTranspo
 from asyncsync.transports.ray_private import the_ray
 from asyncsync.transports.slots import COPY_BYTES
 
-__all__ = ["BlockingRay", "BlockingRayModuleTransform", "RayModuleTransformScheme", "RayWeightSyncScheme"]
+__all__ = ["BlockingRay", "BlockingRayModuleTransform", "RayCore", "RayModuleTransformScheme", "RayWeightSyncScheme"]
 
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
@@ -234,15 +234,15 @@ class TransformCore(RayCore):
 
     init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
         """The sender alone connects: it has the transform's actor do its part."""
         if self._registered:
-            await super()._connect_sender(initial, timeout)
+            await super()._connect_sender(initial, timeout, begun)
             return
         scheme: Any = self
         initialise = self._remotes[0]._init_weight_sync_scheme
         there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
-        here = super()._connect_sender(initial, timeout)
+        here = super()._connect_sender(initial, timeout, begun)
         try:
             async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
                 both.create_task(there)

@@ -137,10 +137,11 @@ class Receiving:
         mark = await link.receiving.current(self.topic, timeout)
         return await self._return(link, mark, self.returned)
 
-    async def reach(self, link: ReceiverLink, version: int, timeout: float) -> TensorDict | None:
-        """This version, or a newer one, applied; None if it was returned already."""
+    async def reach(self, link: ReceiverLink, version: int, timeout: float, others: Iterable[str]) -> TensorDict | None:
+        """This version, or a newer one, applied, with what these other models have got together with it; None if it was
+        returned already."""
         before = self.returned
-        mark = await link.receiving.reach(self.topic, version, timeout)
+        mark = await link.receiving.reach(self.topic, version, timeout, others)
         return None if mark == before else await self._return(link, mark, before)
 
     async def _return(self, link: ReceiverLink, mark: Mark, before: Mark | None) -> TensorDict:

@@ -15,17 +15,18 @@ from __future__ import annotations
 import asyncio
 import traceback
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 from tensordict import TensorDict
 
 from asyncsync.bus.core import BusCore
-from asyncsync.bus.introduction import Introduction
-from asyncsync.errors import AckTimeout, RemoteError, WeightSyncError
+from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.errors import AckTimeout, PeerLost, RemoteError, WeightSyncError
+from asyncsync.net.introduction import Introduction
 from asyncsync.protocol.targets import Targets
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
@@ -35,6 +36,9 @@ __all__ = ["METHOD", "Call", "Called", "CalledBlocking", "RemoteCallCore", "fail
 
 METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
+LOOK_SECONDS = 0.25
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,8 @@ class RemoteCallCore(IntroducedCore):
 
         Args:
             remotes: the workers' objects, in the order of their indices; ``{worker_idx: object}`` where they come and
-                go. Each has a method ``_receive_weights_scheme()``, which runs its scheme's ``receive()``.
+                go, or are put into :attr:`remotes` later. Each has a method ``_receive_weights_scheme()``, which runs
+                its scheme's ``receive()``.
             context: an object that has them, as TorchRL's collectors do; see :meth:`SchemeCore.init_on_sender`.
             num_workers: fixed number of workers; None: as many as there are ``remotes`` in a sequence, unless
                 ``min_workers`` says that they come and go.
@@ -223,7 +228,8 @@ class RemoteCallCore(IntroducedCore):
         fixed = num_workers or self._bus.num_workers
         if fixed is None and not isinstance(given, Mapping) and min_workers is None and self._bus.min_workers == 1:
             fixed = len(found)
-        if fixed is not None and sorted(found) != list(range(fixed)):
+        wanted = set(range(fixed or 0))
+        if fixed is not None and (found.keys() - wanted or (found.keys() < wanted and not isinstance(given, Mapping))):
             raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
         if fixed is not None:
             options["num_workers"] = fixed
@@ -261,16 +267,35 @@ class RemoteCallCore(IntroducedCore):
         if not self._registered:
             if call.introduction is not None:
                 self._bus._introduction = Introduction.decode(call.introduction)
-            await self._connect_called(call.worker, CALL_SECONDS)
+            await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
             assert self._receiving is not None
             self._receiving.returned = None  # it is the first that anybody is told of
         link, receiving = self._receiver()
         try:
-            return await receiving.reach(link, version, max(0.0, deadline - loop.time()))
+            reach = receiving.reach(link, version, max(0.0, deadline - loop.time()), call.versions)
+            return await self._unless_lost(call, reach)
         except AckTimeout:
             if timeout is None:
                 raise
             return None
+
+    async def _unless_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
+        """Do what a call asks for, unless the caller dies meanwhile: its successor calls again, and until then the
+        object is to be had. Raises PeerLost."""
+        task = asyncio.ensure_future(doing)
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                link = self._bus._link
+                if isinstance(link, ReceiverLink) and link.is_lost:
+                    raise PeerLost(
+                        f"worker {call.worker} was called for the versions {call.versions}, and the sender is lost: "
+                        "they will not come"
+                    )
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
     async def _end_transport(self, timeout: float) -> None:
         calls = self._bus._calls

@@ -17,19 +17,20 @@ from typing import Any, ClassVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import check_bytes
-from asyncsync.bus.introduction import Introduction, Introductions
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.runtime.threads import elsewhere, settle
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
+from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
-__all__ = ["BlockingRPC", "RPCWeightSyncScheme"]
+__all__ = ["BlockingRPC", "RPCCore", "RPCWeightSyncScheme"]
 
 # Longer than anything that the worker does there: its own limit has a better message.
 RPC_SECONDS = 180.0
@@ -44,15 +45,26 @@ class RPCCore(RemoteCallCore):
     _transport_class: ClassVar[type[PairTransport]]
 
     def __init__(
-        self, strategy: str | WeightStrategy = "tensordict", *, map_above: int = COPY_BYTES, **options: Any
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        *,
+        backend: str = "gloo",
+        map_above: int = COPY_BYTES,
+        **options: Any,
     ) -> None:
+        check_backend(backend)
         check_bytes("map_above", map_above)
         super().__init__(strategy, **options)
+        self.backend = backend
         self._map_above = map_above
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._is_called = False
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(own_address(), self._map_above)
+        return self._transport_class(own_address(), self._map_above, backend=self.backend)
 
     def _remotes_of(self, context: Any) -> Sequence[Any] | None:
         found: Sequence[Any] | None = getattr(context, "collector_rrefs", None)
@@ -63,7 +75,7 @@ class RPCCore(RemoteCallCore):
     async def _initial(self, weights: Any) -> Source | None:
         return None if weights is None else await super()._initial(weights)
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
         loop = asyncio.get_running_loop()
         if self._bus.endpoint == INTRODUCED:
             await self._open(timeout)
@@ -82,12 +94,20 @@ class RPCCore(RemoteCallCore):
     async def _introduce(self, introductions: Introductions, timeout: float) -> None:
         """Nothing: each call brings its worker's introduction."""
 
+    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
+        """Nothing: nor does a bus wait that connects."""
+
+    def _register(self, worker_idx: int | None = None) -> None:
+        if self._is_called:
+            super()._register(worker_idx)
+
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:
             self._check_worker(worker_idx)
             self._worker_idx = worker_idx
 
     async def _connect_called(self, worker: int, timeout: float) -> None:
+        self._is_called = True
         await super()._connect_receiver(worker, timeout)
 
     async def _find_sender(self, worker: int, timeout: float) -> Introduction:
@@ -167,6 +187,7 @@ class RPCWeightSyncScheme(RPCCore, Called):
     import it in several threads, which Python does not get through.
 
     Args:
+        backend: of torch.distributed, as for :class:`asyncsync.DistributedWeightSyncScheme`.
         map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
             are copied into the memory that the Parameters have.
         options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from asyncsync.arguments import check_bytes, check_sync
+from asyncsync.arguments import check_bytes, check_slots, check_sync
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import aio, blocking
@@ -47,14 +47,15 @@ class SlotCore(SchemeCore):
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         strict: bool = False,
+        metrics_port: int | str | None = None,
+        tracing: bool | None = None,
         slots: int = SLOTS,
         map_above: int = COPY_BYTES,
         sync: bool = True,
         per_worker_weights: bool = False,
     ) -> None:
         check_sync(sync, is_blocking=self._is_blocking)
-        if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
-            raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
+        check_slots(slots)
         check_bytes("map_above", map_above)
         super().__init__(
             strategy,
@@ -67,6 +68,8 @@ class SlotCore(SchemeCore):
             include=include,
             exclude=exclude,
             strict=strict,
+            metrics_port=metrics_port,
+            tracing=tracing,
         )
         self._slots = slots
         self._map_above = map_above

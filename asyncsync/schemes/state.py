@@ -14,19 +14,19 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 
-from asyncsync.arguments import check_timeout
+from asyncsync.arguments import KnownKeywords, check_timeout
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore
+from asyncsync.bus.member import agree_on_workers
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.starting import check_processes
-from asyncsync.bus.status import WorkerStatus
+from asyncsync.bus.status import BusStatus
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
-from asyncsync.protocol.messages import MAX_NAME
-from asyncsync.protocol.metadata import Shown
+from asyncsync.net.key_files import KeyFile
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.schemes.torchrl_contexts import TorchRLContext
@@ -34,11 +34,13 @@ from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.weights.copying import copy_flat
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import MAX_NAME
+from asyncsync.wire.metadata import Shown
 
 __all__ = ["LOCAL", "SchemeState"]
 
 
-class SchemeState:
+class SchemeState(KnownKeywords):
     """The state of a scheme."""
 
     _bus_class: ClassVar[type[BusCore]]
@@ -53,9 +55,16 @@ class SchemeState:
         num_workers: int | None = None,
         min_workers: int = 1,
         allow_plaintext: bool = False,
+        compress: str | None = None,
+        delta: bool = False,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         strict: bool = False,
+        server_key: KeyFile | Sequence[KeyFile] | None = None,
+        clients: KeyFile | None = None,
+        client_key: KeyFile | None = None,
+        metrics_port: int | str | None = None,
+        tracing: bool | None = None,
     ) -> None:
         """Configuration only: nothing is bound or connected before ``connect``.
 
@@ -67,14 +76,25 @@ class SchemeState:
             num_workers: fixed number of workers; None: elastic.
             min_workers: how many an elastic sender needs; 0: it can start alone.
             allow_plaintext: allow addresses beyond this host, unencrypted.
+            compress: ``"zstd"`` or ``"lz4"``: bytes that travel over the bus are compressed, for workers that can
+                decode it.
+            delta: a worker that has the version before the newest gets over the bus what has changed since. The sender
+                keeps that version, too.
             include: patterns, ``"actor.*"``, of the dotted names of the weights that are sent and received; everything
                 else of the receivers' models stays as it is. None: all weights.
             exclude: patterns of those that are not, of these.
             strict: names that match no pattern, in the source, in what has come or in a receiver's model, are an error.
+            server_key: with keys, the path of the server's certificate: at the sender the secret file, at a receiver
+                the public one, or several while the server's key is being replaced.
+            clients: at the sender: the directory with the public certificates of those that are let in.
+            client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
+            metrics_port: serve figures for Prometheus there, from ``connect`` on; see :class:`Bus`.
+            tracing: tell each version's life as OpenTelemetry's spans; see :class:`Bus`.
 
         Raises:
-            ValueError: an unknown strategy, no pattern, an address that is not safe or cannot work, or counts that
-                disagree.
+            ValueError: an unknown strategy or codec, no pattern, an address that is not safe or cannot work, or counts
+                that disagree.
+            ImportError: the codec's library is not installed.
             TypeError: a bus of the other API.
         """
         self.strategy = resolve_strategy(strategy)
@@ -87,11 +107,21 @@ class SchemeState:
                 num_workers=num_workers,
                 min_workers=min_workers,
                 allow_plaintext=allow_plaintext,
+                server_key=server_key,
+                clients=clients,
+                client_key=client_key,
+                metrics_port=metrics_port,
+                tracing=tracing,
+                compress=compress,
+                delta=delta,
             )
-        elif endpoint or connect or min_workers != 1 or allow_plaintext:
+        elif (
+            endpoint or connect or min_workers != 1 or allow_plaintext or server_key or clients or client_key
+            or metrics_port is not None or tracing is not None or compress or delta
+        ):  # fmt: skip
             raise ValueError(
-                "endpoint, connect, min_workers and allow_plaintext belong to the Bus; "
-                "pass them to Bus(...), not together with bus="
+                "endpoint, connect, min_workers, allow_plaintext, keys, metrics_port, tracing, compress and delta "
+                "belong to the Bus; pass them to Bus(...), not together with bus="
             )
         elif not isinstance(bus, self._bus_class):
             raise TypeError(
@@ -100,7 +130,7 @@ class SchemeState:
                 "or both asynchronous"
             )
         elif num_workers is not None:
-            bus._set_workers(num_workers, private=False)
+            agree_on_workers(bus, num_workers, private=False)
         self._bus = bus
         self._topic = ""  # the model's name on the bus
         self._devices: list[torch.device] | None = None
@@ -244,9 +274,9 @@ class SchemeState:
         """True once this side was shut down, or the sender has said goodbye."""
         return self._closed or self._bus.closed
 
-    def status(self) -> dict[int, WorkerStatus]:
+    def status(self) -> BusStatus:
         """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its
-        sender."""
+        sender. What was refused for the sake of keys is in its ``refused``."""
         return self._bus._status([self._topic])
 
     def hold(self) -> Hold[Shown]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -13,16 +13,17 @@ from torch import distributed
 
 from asyncsync.arguments import check_bytes, check_sync, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.introduction import Introduction, Introductions
+from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import NotConnected
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import address_towards, own_address
 from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.runtime.threads import WorkThread, elsewhere
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.introduced import IntroducedCore
-from asyncsync.schemes.meeting import Host, ask
 from asyncsync.schemes.registry import register
+from asyncsync.schemes.store_rendezvous import Host, ask
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.store import Address, OwnStore, client_of, connect, innermost
 from asyncsync.transports.torch_distributed import (
@@ -64,6 +65,8 @@ class DistributedCore(IntroducedCore):
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         strict: bool = False,
+        metrics_port: int | str | None = None,
+        tracing: bool | None = None,
         map_above: int = COPY_BYTES,
         pair_above: int = PAIR_BYTES,
     ) -> None:
@@ -84,6 +87,8 @@ class DistributedCore(IntroducedCore):
             include=include,
             exclude=exclude,
             strict=strict,
+            metrics_port=metrics_port,
+            tracing=tracing,
         )
         self.backend = backend
         self._sync = sync
@@ -98,7 +103,7 @@ class DistributedCore(IntroducedCore):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(self._listens_at(), self._map_above, self._pair_above)
+        return self._transport_class(self._listens_at(), self._map_above, self._pair_above, backend=self.backend)
 
     def _listens_at(self) -> str:
         """The address of this host at which a sender serves its workers."""
@@ -117,8 +122,9 @@ class DistributedCore(IntroducedCore):
         """Whether they meet in the store of the process group that there is already."""
         return self._bus.endpoint == INTRODUCED and self._store_info is None and default_store() is not None
 
-    def _client(self) -> Any:
-        return client_of(default_store()) if self._store_info is None else connect(self._store_info, self._timeout)
+    @property
+    def _client(self) -> Callable[[], Any]:
+        return partial(_client_of, self._store_info, self._timeout)
 
     def _name(self) -> str:
         """What tells this scheme from others in the same store; one of its own has no others."""
@@ -177,14 +183,14 @@ class DistributedCore(IntroducedCore):
         await elsewhere("asyncsync-meeting", open_)
 
     async def _find_sender(self, worker: int, timeout: float) -> Introduction:
-        over, thread = threading.Event(), WorkThread("asyncsync-meeting")
-        try:
-            found = await thread.submit(partial(ask, self._client, self._name(), worker, over.is_set))
-        finally:
-            over.set()
-            thread.abandon()
-        assert found is not None
-        return found
+        return await _find(self._client, self._name(), worker)
+
+    def _register(self, worker_idx: int | None = None) -> None:
+        super()._register(worker_idx)
+        link = self._bus._link
+        if isinstance(link, ReceiverLink) and self._worker_idx is not None:
+            # Without a reference to the scheme: one that is forgotten ends its link.
+            link.whereabouts.follow(partial(_find, self._client, self._name(), self._worker_idx))
 
     async def _end_transport(self, timeout: float) -> None:
         host: Host | None = self._rendezvous
@@ -193,6 +199,22 @@ class DistributedCore(IntroducedCore):
         elif host is not None:
             host.close()
         await super()._end_transport(timeout)
+
+
+def _client_of(store_info: Address | None, timeout: float) -> Any:
+    return client_of(default_store()) if store_info is None else connect(store_info, timeout)
+
+
+async def _find(client: Callable[[], Any], name: str, worker: int) -> Introduction:
+    """A worker's introduction, when there is a sender."""
+    over, thread = threading.Event(), WorkThread("asyncsync-meeting")
+    try:
+        found = await thread.submit(partial(ask, client, name, worker, over.is_set))
+    finally:
+        over.set()
+        thread.abandon()
+    assert found is not None
+    return found
 
 
 def check_backend(backend: str) -> None:

@@ -68,12 +68,20 @@ class TorchRLContext:
         """How many workers the collector has; None: it has none of its own."""
         return getattr(self.target, "num_workers", None)
 
+    @property
+    def first_number(self) -> int:
+        """What the collector calls its first worker: TorchRL's DistributedCollector tells workers their ranks."""
+        ranked = _loaded("torchrl.collectors.distributed", "DistributedCollector")
+        return int(ranked is not None and isinstance(self.target, ranked))
+
     def get_model(self, model_id: str) -> Any:
         """Raises LookupError: TorchRL knows none of this name."""
         target = self.target
         if target is None:
             raise LookupError(f"the collector that had the model {model_id!r} is gone")
         try:
+            if not hasattr(target, "get_model"):  # those of nodes
+                return getattr(target, model_id)
             return target.get_model(model_id)
         except (AttributeError, ValueError) as error:
             raise LookupError(f"{error} Pass weights, or give {type(target).__name__} the model") from error

@@ -35,7 +35,10 @@ class TorchRLNames(SchemeCore):
     """The names of a blocking scheme. ``model``, ``context`` and ``worker_idx`` may be set before it is initialised:
     then they stand for what ``init_on_sender`` or ``init_on_receiver`` are not given."""
 
-    _patience: float = 0.0  # seconds that connect() waits at least; the workers of a sender get them with the scheme
+    # The workers of a sender get both with the scheme: seconds that connect() waits at least, and the number by which
+    # TorchRL's collector calls the first of them.
+    _patience: float = 0.0
+    _first_number: int = 0
     _preset: Mapping[str, Any]
 
     @abstractmethod
@@ -54,12 +57,15 @@ class TorchRLNames(SchemeCore):
         super().init_on_sender(**self._completed(options, "model", "context"))
         if isinstance(self._context, TorchRLContext) and self._context.num_workers is not None:
             self._patience = START_SECONDS
+            self._first_number = self._context.first_number
 
     update_wrapper(init_on_sender, SchemeCore.init_on_sender)
 
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
-        options["context"] = context
-        super().init_on_receiver(model_id, **self._completed(options, "model", "context", "worker_idx"))
+        options = self._completed({**options, "context": context}, "model", "context", "worker_idx")
+        if self._first_number and options.get("worker_idx") is not None:
+            options["worker_idx"] -= self._first_number
+        super().init_on_receiver(model_id, **options)
 
     update_wrapper(init_on_receiver, SchemeCore.init_on_receiver)
 

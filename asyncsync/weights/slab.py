@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,10 @@ class Slab:
         on_release: called when the last reference is released.
         origin: in a tree, the version at its root that this one stands for; None: it is the root's own.
         packed: how many of its bytes are there already; all, except while it is packed behind a transfer.
+        base: version and slab of what was published to everybody before it, for workers that have that; see
+            :meth:`follow`.
+        encodings: what its bytes are as fewer, while it is used; see :mod:`asyncsync.weights.encoding`.
+        streamable: workers that cannot open what the descriptor names get its bytes as chunks.
     """
 
     leased = False
@@ -75,7 +80,9 @@ class Slab:
     holds_parameters = False
     holds_all_parameters = False
     exposed = False
+    streamable = False
     origin: int | None = None
+    base: tuple[int, Slab] | None = None
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
         self.layout = layout
@@ -92,6 +99,12 @@ class Slab:
         self._views: list[torch.Tensor] | None = None
         self._pieces: list[memoryview] | None = None
         self._contents: bytes | None = None
+        self.encodings: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, layout: Layout) -> Slab:
+        """One of no pool; its content is undefined."""
+        return Slab(layout, _allocate(layout.nbytes, pinned=False))
 
     @property
     def is_used(self) -> bool:
@@ -153,7 +166,7 @@ class Slab:
 
     def copy(self) -> Slab:
         """An independent slab with the same content, of no pool."""
-        twin = Slab(self.layout, _allocate(self.nbytes, pinned=False))
+        twin = Slab.of(self.layout)
         self.copy_to(twin)
         return twin
 
@@ -165,11 +178,26 @@ class Slab:
         self.references -= 1
         if self.references:
             return
+        if self.base is not None:
+            self.stand_alone()
+        if self.encodings:
+            self.encodings = {}
         callback, self.on_release, self.descriptor = self.on_release, None, None
         if callback is not None:
             callback()
         if self.pool is not None:
             self.pool.released(self)
+
+    def follow(self, version: int, slab: Slab) -> None:
+        """Keep that slab, of this version, as the base of what is sent of this one."""
+        if slab.layout.digest == self.layout.digest:
+            self.base = version, slab.retain()
+
+    def stand_alone(self) -> None:
+        """Release the base."""
+        base, self.base = self.base, None
+        if base is not None:
+            base[1].release()
 
     def export(self, start: int, stop: int) -> memoryview:
         """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the

@@ -3,7 +3,7 @@
 from asyncsync.collectors.distributed.distributed_collector import DistributedCollector
 from asyncsync.collectors.distributed.launchers import serve_node
 from asyncsync.collectors.distributed.ray_collector import RayCollector
-from asyncsync.collectors.distributed.ray_nodes import ActorBuffer
+from asyncsync.collectors.distributed.ray_family import ActorBuffer
 from asyncsync.collectors.distributed.rpc_collector import RPCCollector
 from asyncsync.collectors.weights.legacy_updaters import DistributedWeightUpdater, RPCWeightUpdater
 

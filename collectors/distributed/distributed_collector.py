@@ -12,14 +12,15 @@ Names and defaults follow TorchRL's ``DistributedCollector``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors.arguments import Devices, whole
+from asyncsync.collectors.arguments import Devices, given_arguments
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.distributed.launched_collector import LaunchedCollector, port_of
-from asyncsync.collectors.distributed.rank_nodes import RankNodes
+from asyncsync.collectors.distributed.gloo_family import GlooFamily
+from asyncsync.collectors.distributed.launched_collector import LaunchedCollector
 from asyncsync.collectors.single import Collector
 from asyncsync.sync import DistributedWeightSyncScheme
 
@@ -90,45 +91,8 @@ class DistributedCollector(LaunchedCollector):
         restarts: int = 0,
         connect_timeout: float = 120.0,
     ) -> None:
-        nodes = RankNodes(launcher, slurm_kwargs, port_of(tcp_port))
-        nodes.restarts = whole("restarts", restarts, 0)
-        if restarts and launcher == "torchrun":
-            raise ValueError("restarts= is for launchers that start programs: torchrun restarts all ranks, if any")
-        super().__init__(
-            nodes,
-            create_env_fn,
-            policy,
-            policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            device=device,
-            storing_device=storing_device,
-            env_device=env_device,
-            policy_device=policy_device,
-            max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            split_trajs=split_trajs,
-            exploration_type=exploration_type,
-            collector_class=collector_class,
-            collector_kwargs=collector_kwargs,
-            num_workers_per_collector=num_workers_per_collector,
-            sync=sync,
-            update_after_each_batch=update_after_each_batch,
-            max_weight_update_interval=max_weight_update_interval,
-            backend=backend,
-            weight_updater=weight_updater,
-            weight_sync_schemes=weight_sync_schemes,
-            weight_recv_schemes=weight_recv_schemes,
-            create_env_kwargs=create_env_kwargs,
-            pre_collect_hook=pre_collect_hook,
-            post_collect_hook=post_collect_hook,
-            worker_idx=worker_idx,
-            replay_buffer=replay_buffer,
-            extend_buffer=extend_buffer,
-            connect_timeout=connect_timeout,
-        )
+        given = given_arguments(locals())
+        super().__init__(partial(GlooFamily, restarts=given.pop("restarts")), **given)
 
     def _default_scheme(self) -> Any:
         return DistributedWeightSyncScheme(backend=self.backend)

@@ -5,48 +5,38 @@ Names and defaults follow TorchRL's "RPCCollector" page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed
-
 from asyncsync.collectors.arguments import whole
-from asyncsync.collectors.distributed.collector import NodeCollector
-from asyncsync.collectors.distributed.launched_nodes import LaunchedNodes
+from asyncsync.collectors.distributed.launched_family import LaunchedFamily
+from asyncsync.collectors.distributed.node_collector import NodeCollector
+from asyncsync.schemes.torch_distributed import check_backend
 
-__all__ = ["LaunchedCollector", "check_backend", "port_of"]
-
-BACKENDS = {
-    "gloo": "is_gloo_available", "mpi": "is_mpi_available", "nccl": "is_nccl_available", "ucc": "is_ucc_available",
-}  # fmt: skip
+__all__ = ["LaunchedCollector"]
 
 
 class LaunchedCollector(NodeCollector):
-    """A collector whose nodes a launcher starts."""
+    """A collector whose nodes a launcher starts; ``family`` makes them of launcher, its options, and port."""
 
     backend: str
 
     def __init__(
-        self, nodes: LaunchedNodes, create_env_fn: Any, policy: Any, *, backend: str, **arguments: Any
+        self,
+        family: Callable[[str, Any, int | None], LaunchedFamily],
+        *,
+        launcher: str,
+        slurm_kwargs: Any,
+        tcp_port: int | str | None,
+        backend: str,
+        **arguments: Any,
     ) -> None:
         check_backend(backend)
         self.backend = backend
-        super().__init__(nodes, create_env_fn, policy, **arguments)
+        super().__init__(family(launcher, slurm_kwargs, _port_of(tcp_port)), **arguments)
 
 
-def check_backend(name: Any) -> None:
-    """Raises ValueError: torch.distributed has no such backend, or not here."""
-    if name not in BACKENDS:
-        raise ValueError(
-            f"unknown backend {name!r} of torch.distributed: choose one of {', '.join(map(repr, BACKENDS))}"
-        )
-    here = [own for own, check in BACKENDS.items() if getattr(torch.distributed, check, lambda: False)()]
-    if name not in here:
-        raise ValueError(
-            f"backend={name!r}, but this torch was built with {', '.join(map(repr, here))}: choose of these"
-        )
-
-
-def port_of(tcp_port: Any) -> int | None:
+def _port_of(tcp_port: Any) -> int | None:
     """The port, which may be a string. Raises TypeError, ValueError."""
     if isinstance(tcp_port, str):
         if not tcp_port.isdecimal():

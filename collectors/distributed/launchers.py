@@ -53,12 +53,13 @@ class Launcher(ABC):
 
 
 class ProcessLauncher(Launcher):
-    """Processes of this host, by multiprocessing's "spawn"."""
+    """Processes of this host, by multiprocessing's "spawn", or "forkserver" where the program has set that."""
 
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        is_set = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+        self._context: Any = multiprocessing.get_context("forkserver" if is_set else "spawn")
         self._processes: dict[int, Any] = {}
 
     def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:

@@ -2,7 +2,7 @@
 
     node = Node(rank=0)
     node.carry_out(("build", 2, specification, None, schemes)).result()
-    node.carry_out(("rollout", 1, False)).result()      # an Answer, with the batch as its payload
+    node.carry_out(("rollout", 1, False, Wishes(0))).result()      # an Answer, with the batch as its payload
     node.signal(("stop", Wishes(1, stopped=True), 3.5))
 
 Commands are carried out one after another, in a thread of the node's own, which makes the environment, steps it and
@@ -10,12 +10,12 @@ closes it. They come from any thread, as does a signal, which takes effect betwe
 
 - ``("build", count, specification, replay_buffer, schemes)``: make the collector; answered with what it is.
 - ``("connect",)``: wait for the first weights.
-- ``("rollout", serial, random)``; ``("call", name, arguments)``, with pickled arguments, between two rollouts.
+- ``("rollout", serial, random, wishes)``: the wishes of that time, as those on their way may come later.
+- ``("call", name, arguments)``, with pickled arguments, between two rollouts.
 
 Signals are ``("wishes", wishes)``; ``("stand_still", wishes)``, answered when the node has paused; ``("stop",
-wishes, seconds)``, answered when the environment is closed; ``("watch",)``, answered then, too; and ``("meet",
-bus, introduction)``, how the node finds the trainer's weights. What the user's code raises is the answer's failure, and
-ends the node, unless a call has raised it.
+wishes, seconds)``, answered when the environment is closed; and ``("watch",)``, answered then, too. What the user's
+code raises is the answer's failure, and ends the node, unless a call has raised it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from asyncsync.collectors.distributed.node_scheme import meet
 from asyncsync.collectors.trajectories import StridedPool, _TrajectoryPool
 from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import Parcel, loads
@@ -123,9 +122,6 @@ class Node:
 
     def signal(self, signal: Command) -> Answer:
         """Take note of the trainer's wishes, and wait for what the signal is answered with."""
-        if signal[0] == "meet":
-            meet(*signal[1:])
-            return Answer(None)
         if signal[0] == "watch":
             return Answer(None, self.ended.wait())
         kind, wishes, *seconds = signal
@@ -146,6 +142,13 @@ class Node:
         if self._worker is None:
             raise RuntimeError("this node has no collector yet")
         return self._worker.collector
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the collector, or of what a path leads to from there."""
+        return self.collector.cascade_execute(attr_path, *args, **kwargs)
+
+    def _receive_weights_scheme(self) -> None:
+        self.collector._receive_weights_scheme()
 
     def _heed(self, wishes: Wishes) -> None:
         with self._changed:
@@ -224,8 +227,9 @@ class Node:
         self._worker.connect()
         return Answer(None)
 
-    def _rollout(self, serial: int, random: bool) -> Answer:
+    def _rollout(self, serial: int, random: bool, wishes: Wishes) -> Answer:
         assert self._worker is not None
+        self._heed(wishes)
         done = self._worker.rollout(RolloutRequest(serial, random, None))
         value = (serial, done.steps, done.frames)
         return Answer(None, value, None if done.payload is None else Parcel.of(done.payload))

@@ -1,6 +1,6 @@
 """NodeGroup: a collector's workers on other hosts, or on this one, over futures.
 
-    group = NodeGroup(RayNodes(…), "RayCollector")
+    group = NodeGroup(RayFamily(…), "RayCollector")
     group.start(specifications, schemes, None)         # launch, build and connect all nodes, one command after another
     group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
     result = await group.until(lambda: group.results and group.results.popleft())
@@ -27,9 +27,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from asyncsync.collectors.distributed.family import NodeFamily
+from asyncsync.collectors.distributed.fetched_batches import FetchedBatches
 from asyncsync.collectors.distributed.node import Answer, Command, PoolOfNode, Wishes
-from asyncsync.collectors.distributed.node_places import NodePlaces
-from asyncsync.collectors.distributed.nodes import Nodes
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
@@ -39,6 +39,7 @@ from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes.remote_calls import RemoteCallCore
 
 __all__ = ["NodeGroup"]
 
@@ -51,7 +52,7 @@ BY_ITSELF = 0.7
 class NodeGroup(LoopGroup):
     """The nodes of a family. ``owner`` names their collector in errors."""
 
-    def __init__(self, nodes: Nodes, owner: str) -> None:
+    def __init__(self, nodes: NodeFamily, owner: str) -> None:
         super().__init__(owner)
         self.nodes = nodes
         self.frames = 0
@@ -60,7 +61,7 @@ class NodeGroup(LoopGroup):
         self._incarnations: list[int] = []  # how often each node was launched again
         self._lost: set[int] = set()
         self._follows = True  # this process's versions
-        self._introductions: dict[str, Mapping[int, bytes]] = {}
+        self._calling: list[RemoteCallCore] = []  # schemes that call an object in each node
         self._asked: dict[int, int] = {}  # of each call without a reply, the node
         self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
         self._free: set[int] = set()  # nodes that run free
@@ -78,6 +79,7 @@ class NodeGroup(LoopGroup):
 
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
         count = len(specifications)
+        self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._builds = [("build", count, pickled, replay_buffer, schemes) for pickled in specifications]
         self._incarnations, self._newest = [0] * count, [0] * count
         loop_thread.run(self._watch)
@@ -97,7 +99,8 @@ class NodeGroup(LoopGroup):
         self._submit(rank, ("watch",), lambda _: None)
         self._told.pop(rank, None)
         self._tell(rank)
-        self._let_meet(rank)
+        for scheme in self._calling:
+            scheme.remotes[rank] = self.nodes.remote(rank)
         if not self._follows:
             self._let_follow(rank)
         self._submit(rank, ("connect",), partial(self._has_connected, rank))
@@ -110,17 +113,6 @@ class NodeGroup(LoopGroup):
         if (request := self._requested.get(rank)) is not None:  # of the one that was lost
             self._roll_out(rank, request)
         self._notify()
-
-    def introduce(self, bus: str, introductions: Mapping[int, bytes]) -> None:
-        """Tell each node how it finds its end of this bus. From any thread."""
-        self._introductions[bus] = introductions
-        for rank in introductions:
-            self.call_soon(self._let_meet, rank)
-
-    def _let_meet(self, rank: int) -> None:
-        if rank in self.infos:  # else it will be told when it is built
-            for bus, introductions in self._introductions.items():
-                self._submit(rank, ("meet", bus, introductions[rank]), lambda _: None)
 
     @property
     def connected(self) -> bool:
@@ -197,7 +189,9 @@ class NodeGroup(LoopGroup):
             self._roll_out(worker, request)
 
     def _roll_out(self, rank: int, request: RolloutRequest) -> None:
-        self._submit(rank, ("rollout", request.serial, request.random), partial(self._rolled_out, rank))
+        self._submit(
+            rank, ("rollout", request.serial, request.random, self._wishes(rank)), partial(self._rolled_out, rank)
+        )
 
     def _rolled_out(self, rank: int, answer: Answer) -> None:
         self._requested.pop(rank, None)
@@ -211,7 +205,7 @@ class NodeGroup(LoopGroup):
         self._notify()
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
-        return NodePlaces(dim, self.nodes)
+        return FetchedBatches(dim, self.nodes)
 
     def cut(self, serial: int) -> None:
         self._cut = max(self._cut, serial)

@@ -16,11 +16,13 @@ from typing import Any
 
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors.arguments import Devices, each, is_list, whole
+from asyncsync.collectors.arguments import Devices, each, given_arguments, is_list, whole
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.distributed.collector import NodeCollector
-from asyncsync.collectors.distributed.ray_nodes import ActorBuffer, RayNodes
+from asyncsync.collectors.distributed.node_collector import NodeCollector
+from asyncsync.collectors.distributed.ray_family import ActorBuffer, RayFamily
 from asyncsync.collectors.single import Collector
+from asyncsync.schemes.ray import RayCore
+from asyncsync.sync import RayWeightSyncScheme
 
 __all__ = ["RayCollector"]
 
@@ -29,16 +31,18 @@ class RayCollector(NodeCollector):
     """Ray's actors step environments. Needs the library ``ray`` (``asyncsync[ray]``).
 
     A node that is killed, or whose host is lost, ends collection with
-    :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, it is made anew instead.
+    :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, it is made anew instead. Weights go by
+    :class:`asyncsync.sync.RayWeightSyncScheme` unless a scheme is given.
 
     Args:
         create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per actor; or one, with
             ``num_collectors``. They travel by cloudpickle.
-        policy, policy_factory, frames_per_batch, device, storing_device, env_device, policy_device, create_env_kwargs,
+        policy, policy_factory, device, storing_device, env_device, policy_device, create_env_kwargs,
             max_frames_per_traj, init_random_frames, reset_at_each_iter, postproc, split_trajs, exploration_type,
             trust_policy, no_cuda_sync, pre_collect_hook, post_collect_hook, max_weight_update_interval,
             weight_updater, weight_sync_schemes, weight_recv_schemes, trajs_per_batch: as of ``MultiCollector``, whose
             workers are the nodes here.
+        frames_per_batch: frames of a batch; with ``sync``, split over the nodes.
         total_frames: frames until collection ends, a multiple of ``frames_per_batch``; -1: it does not.
         collector_class: what each node runs: "single" (``Collector``), "sync" or "async" (with workers of its own:
             ``MultiSyncCollector`` and ``MultiAsyncCollector``), or such a class.
@@ -66,6 +70,8 @@ class RayCollector(NodeCollector):
         PeerLost: a node was lost before it was ready.
         AckTimeout, NotConnected: the nodes were not ready in time.
     """
+
+    called_schemes = (RayCore,)
 
     def __init__(
         self,
@@ -109,10 +115,11 @@ class RayCollector(NodeCollector):
         worker_idx: int | None = None,
         connect_timeout: float = 120.0,
     ) -> None:
+        given = given_arguments(locals())
+        del given["num_collectors"], given["remote_configs"]
         if not is_list(create_env_fn):
-            create_env_fn = [create_env_fn] * whole(
-                "num_collectors", 1 if num_collectors is None else num_collectors, 1
-            )
+            count = whole("num_collectors", 1 if num_collectors is None else num_collectors, 1)
+            given["create_env_fn"] = create_env_fn = [create_env_fn] * count
         elif num_collectors not in (None, len(create_env_fn)):
             raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
         configs = each(
@@ -123,51 +130,17 @@ class RayCollector(NodeCollector):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
             if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
                 raise ValueError(f"{own} in remote_configs: leave these to the collector, or pass restarts=")
-        nodes = RayNodes(configs, ray_init_config, whole("restarts", restarts, 0))
-        super().__init__(
-            nodes,
-            create_env_fn,
-            policy,
-            policy_factory=policy_factory,
-            trust_policy=trust_policy,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            device=device,
-            storing_device=storing_device,
-            env_device=env_device,
-            policy_device=policy_device,
-            create_env_kwargs=create_env_kwargs,
-            max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            split_trajs=split_trajs,
-            exploration_type=exploration_type,
-            collector_class=collector_class,
-            collector_kwargs=collector_kwargs,
-            num_workers_per_collector=num_workers_per_collector,
-            sync=sync,
-            update_after_each_batch=update_after_each_batch,
-            max_weight_update_interval=max_weight_update_interval,
-            replay_buffer=_as_buffer(replay_buffer),
-            extend_buffer=extend_buffer,
-            weight_updater=weight_updater,
-            weight_sync_schemes=weight_sync_schemes,
-            weight_recv_schemes=weight_recv_schemes,
-            no_cuda_sync=no_cuda_sync,
-            trajs_per_batch=trajs_per_batch,
-            pre_collect_hook=pre_collect_hook,
-            post_collect_hook=post_collect_hook,
-            worker_idx=worker_idx,
-            connect_timeout=connect_timeout,
-        )
+        given["replay_buffer"] = _as_buffer(replay_buffer)
+        super().__init__(RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts")), **given)
+
+    def _default_scheme(self) -> Any:
+        return RayWeightSyncScheme()
 
     @property
     def remote_collectors(self) -> list[Any]:
         """The actors, by their ranks: ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method there."""
-        nodes = self._nodes
-        assert isinstance(nodes, RayNodes)
-        return list(nodes.actors)
+        assert isinstance(self._nodes, RayFamily)
+        return list(self._nodes.actors)
 
 
 def _as_buffer(given: Any) -> Any:

@@ -44,6 +44,7 @@ __all__ = [
     "set_seed",
     "state_end_keys",
     "truncated_keys",
+    "writes_results",
 ]
 
 Factory = Callable[..., Any]
@@ -168,6 +169,14 @@ def action_keys(environment: Any) -> list[Key]:
     if keys is not None:
         return list(keys)
     return [getattr(environment, "action_key", "action")]
+
+
+def writes_results(environment: Any) -> bool:
+    """Whether :meth:`GymEnv.step_into` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
+    replaced."""
+    from asyncsync.collectors.envs.gym import GymEnv
+
+    return type(environment) is GymEnv and environment.is_flat and "step_and_maybe_reset" not in vars(environment)
 
 
 def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -11,8 +11,8 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from asyncsync.collectors.envs.gym_specs import (
     BoxSpec,
-    Buffers,
     CompositeSpec,
+    Results,
     Spec,
     leaves_of,
 )
@@ -122,9 +122,13 @@ class GymEnv:
         self._describe()
         observations: dict[Any, Spec] = self.observation_spec
         self._groups = {key[0] for key in observations if not isinstance(key, str)}
-        self._forms = [
+        forms = [
             (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
         ]
+        self._action_shapes = {key: spec.shape for key, spec in self.full_action_spec.items()}
+        self._results = Results(self.batch_size, forms)
+        self.is_flat = not self._groups and all(isinstance(key, str) for key in self.action_keys)
+        self.after_keys = {*observations, "reward", *FLAGS}
 
     def _describe(self) -> None:
         """Set the specs, which are on the environment's device."""
@@ -188,19 +192,9 @@ class GymEnv:
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        observation, reward, terminated, truncated, info = self.env.step(self._action(tensordict, given))
-        buffers = Buffers(self.batch_size, self._forms)
-        self._write_numbers(buffers.reward, reward, "reward")
-        self._write_numbers(buffers.terminated, terminated, "terminated")
-        self._write_numbers(buffers.truncated, truncated, "truncated")
-        finished = np.logical_or(buffers.terminated, buffers.truncated, out=buffers.finished)
-        self._write(buffers.next_views, observation)  # before a reset, which may write over it
-        if np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            self._write(buffers.first_views, self._begin(buffers, observation, finished, info))
-        else:
-            for view, written in zip(buffers.first_views, buffers.next_views, strict=True):
-                np.copyto(view, written)
-        after, root = buffers.next, given | buffers.first
+        arrays, after = self._results.after()
+        first, finished = self._play(self._action(given), arrays)
+        root = given | first
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
@@ -210,14 +204,47 @@ class GymEnv:
         tensordict.set("next", self._container(after))
         return tensordict, self._container(root)
 
-    def _begin(self, buffers: Buffers, observation: Any, finished: Array, info: dict[str, Any]) -> Any:
+    def step_into(self, given: dict[str, Any], after: Mapping[str, Array]) -> tuple[TensorDictBase, Array]:
+        """:meth:`step_and_maybe_reset` for what collects steps in memory of its own: no TensorDict is made of the
+        results. Only where :attr:`is_flat`.
+
+        Args:
+            given: the TensorDict's entries, but "next".
+            after: where the entries of "next" are written: an array of each one's shape and dtype, by key.
+
+        Returns:
+            The TensorDict for the next step, and which environments have finished: bool ``[*batch_size]``, a view of
+            ``after``.
+        """
+        first, finished = self._play(self._action(given), after)
+        return self._container(given | first), finished
+
+    def _play(self, action: Any, after: Mapping[Any, Array]) -> tuple[dict[Any, Any], Array]:
+        """One step, after which the environments that have finished begin anew. Writes what is under "next" into
+        ``after``; returns the root's entries, and which have finished, a view of ``after``."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._write_numbers(after["reward"][..., 0], reward, "reward")
+        ends = after["terminated"][..., 0], after["truncated"][..., 0]
+        self._write_numbers(ends[0], terminated, "terminated")
+        self._write_numbers(ends[1], truncated, "truncated")
+        finished: Array = np.logical_or(*ends, out=after["done"][..., 0])
+        self._write(after, observation)  # before a reset, which may write over it
+        arrays, root = self._results.root()
+        if np.count_nonzero(finished):  # a tenth of finished.any()'s time
+            self._write(arrays, self._begin(after, observation, finished, info))
+        else:
+            for key, array in arrays.items():
+                array[...] = after[key]
+        return root, finished
+
+    def _begin(self, after: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
         """Reset what has finished; returns the observations for the next step."""
         if self._resets is None:
             observation, _ = self.env.reset()
             return observation
         for index, last in self._resets.last(finished, info):
             # "...": a row of a number each is a view, too, not a copy of the number
-            self._write([view[index, ...] for view in buffers.next_views], last)
+            self._write({leaf.key: after[leaf.key][index, ...] for leaf in self._observations}, last)
         return self._resets.first(observation, finished)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -266,17 +293,17 @@ class GymEnv:
 
     def _first(self, observation: Any) -> TensorDict:
         """The root of a reset's observations."""
-        buffers = Buffers(self.batch_size, self._forms)
-        self._write(buffers.first_views, observation)
-        return self._container(buffers.first)
+        arrays, root = self._results.root()
+        self._write(arrays, observation)
+        return self._container(root)
 
-    def _write(self, views: Sequence[Array], observation: Any) -> None:
-        for leaf, view in zip(self._observations, views, strict=True):
+    def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
+        for leaf in self._observations:
             value = observation
             try:
                 for name in leaf.path:
                     value = value[name]
-                leaf.spec.write(view, value)
+                leaf.spec.write(arrays[leaf.key], value)
             except (LookupError, TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(
@@ -308,22 +335,25 @@ class GymEnv:
         made: TensorDict = TensorDict._new_unsafe(source=items, batch_size=self.batch_size)
         return made if self.device is None else made.to(self.device)
 
-    def _action(self, tensordict: TensorDictBase, items: dict[str, Any]) -> Any:
+    def _action(self, items: dict[str, Any]) -> Any:
         values = []
         for leaf in self._actions:
             # From the dictionary where it can be: TensorDict.get takes its time.
-            action = items.get(leaf.key) if isinstance(leaf.key, str) else tensordict.get(leaf.key, None)
+            name, *inner = (leaf.key,) if isinstance(leaf.key, str) else leaf.key
+            action = items.get(name)
+            if inner and action is not None:
+                action = action.get(tuple(inner), None)
             if action is None:
                 raise KeyError(
                     f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
                 )
-            if action.shape != (shape := self.full_action_spec[leaf.key].shape):
+            if action.shape != (shape := self._action_shapes[leaf.key]):
                 raise ValueError(
                     f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
                     " (choices are one-hot unless categorical_action_encoding=True)"
                 )
             try:
-                value: Any = leaf.spec.read(action.detach().cpu().numpy())
+                value: Any = leaf.spec.read(action.numpy(force=True))
             except ValueError as error:
                 raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
             values.append(int(value) if leaf.whole and not self.batch_size else value)

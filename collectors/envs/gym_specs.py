@@ -22,12 +22,12 @@ from asyncsync.collectors.trajectories import FLAGS
 
 __all__ = [
     "BoxSpec",
-    "Buffers",
     "CategoricalSpec",
     "CompositeSpec",
     "Leaf",
     "MultiOneHotSpec",
     "OneHotSpec",
+    "Results",
     "Spec",
     "leaves_of",
 ]
@@ -270,30 +270,43 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
     )
 
 
-class Buffers:
-    """The tensors of one step's results, and NumPy views of them, written by that step only: policies keep
-    observations, in stacks of frames, say."""
+class Results:
+    """Makes memory for the results of one step: NumPy arrays, and tensors of the same memory by key. No other step
+    writes there: policies keep observations, in stacks of frames, say.
+
+    Args:
+        forms: key, shape with the batch's, and NumPy's dtype of each observation.
+    """
 
     def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
+        self._batch_size = batch_size
+        self._forms = forms
+        self._column = (*batch_size, 1)
+
+    def root(self) -> tuple[dict[NestedKey, Array], dict[Any, Any]]:
+        """Arrays for observations; tensors of these, and of done flags, which are false."""
         # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
-        column, shape = (*batch_size, 1), tuple(batch_size)
-        self.next_views, self.first_views = ([np.empty(size, dtype) for _, size, dtype in forms] for _ in range(2))
-        self.next: dict[Any, Any] = {}
-        self.first: dict[Any, Any] = {}
-        for tensors, views in ((self.next, self.next_views), (self.first, self.first_views)):
-            for (key, _, _), view in zip(forms, views, strict=True):
-                if isinstance(key, str):
-                    tensors[key] = torch.from_numpy(view)
-                else:
-                    group = tensors.setdefault(key[0], TensorDict({}, batch_size=batch_size))
-                    group.set(key[1:], torch.from_numpy(view))
-        reward, *flags = np.empty(column, np.float32), *(np.empty(column, np.bool_) for _ in FLAGS)
-        self.next["reward"] = torch.from_numpy(reward)
-        for key, flag in zip(FLAGS, flags, strict=True):
-            self.next[key] = torch.from_numpy(flag)
-            self.first[key] = torch.from_numpy(np.zeros(column, np.bool_))
-        self.reward: Array = reward.reshape(shape)
-        self.finished, self.terminated, self.truncated = (flag.reshape(shape) for flag in flags)
+        arrays: dict[NestedKey, Array] = {key: np.empty(size, dtype) for key, size, dtype in self._forms}
+        flags = {key: np.zeros(self._column, np.bool_) for key in FLAGS}
+        return arrays, self._tensors(arrays) | self._tensors(flags)
+
+    def after(self) -> tuple[dict[NestedKey, Array], dict[Any, Any]]:
+        """Arrays and tensors for what is under ``"next"``: observations, reward, done flags."""
+        arrays: dict[NestedKey, Array] = {key: np.empty(size, dtype) for key, size, dtype in self._forms}
+        arrays["reward"] = np.empty(self._column, np.float32)
+        for key in FLAGS:
+            arrays[key] = np.empty(self._column, np.bool_)
+        return arrays, self._tensors(arrays)
+
+    def _tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
+        tensors: dict[Any, Any] = {}
+        for key, array in arrays.items():
+            if isinstance(key, str):
+                tensors[key] = torch.from_numpy(array)
+            else:
+                group = tensors.setdefault(key[0], TensorDict({}, batch_size=self._batch_size))
+                group.set(key[1:], torch.from_numpy(array))
+        return tensors
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:

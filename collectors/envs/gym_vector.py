@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.envs.gym_private import reset_these
 from asyncsync.collectors.trajectories import beside
 
 __all__ = ["Resets", "check_environment", "make_vector", "resets_of", "zeroed"]
@@ -55,6 +56,16 @@ class Resets:
         return observation
 
 
+class InTurn(Resets):
+    """Those of a SyncVectorEnv are here, and are reset one by one. Its own reset with a mask puts the observations of
+    all together once more, which takes longer than to reset a few."""
+
+    def first(self, observation: Any, finished: Array) -> Any:
+        for index, first in reset_these(self.env, finished):
+            _put(observation, index, first)
+        return observation
+
+
 class SameStep(Resets):
     """The environment has reset them when the step returns."""
 
@@ -88,10 +99,10 @@ class CartPole(Resets):
         self.is_gymnasiums = True
 
     def reset(self, mask: Array) -> Any:
-        env = self.env
-        env.state[:, mask] = env.np_random.uniform(env.low, env.high, (4, np.count_nonzero(mask)))
-        env.steps[mask] = 0
-        env.prev_done[mask] = False
+        env, ended = self.env, np.flatnonzero(mask)
+        env.state[:, ended] = env.np_random.uniform(env.low, env.high, (4, len(ended)))
+        env.steps[ended] = 0
+        env.prev_done[ended] = False
         return env.state.T.astype(np.float32)
 
 
@@ -139,11 +150,11 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
 def _resets_of_kind(kind: Any, metadata: Mapping[str, Any]) -> type[Resets] | None:
     """How vector environments of this class begin anew; None: with the step after, in a way that is not known here."""
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-    from gymnasium.vector import AutoresetMode
+    from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
     mode = metadata.get("autoreset_mode")
     if mode is AutoresetMode.DISABLED:
-        return Resets
+        return InTurn if kind is SyncVectorEnv else Resets
     if mode is AutoresetMode.SAME_STEP:
         return SameStep
     return CartPole if kind is CartPoleVectorEnv else None
@@ -153,6 +164,17 @@ def _merged(mask: Array, first: Any, observation: Any) -> Any:
     if isinstance(first, Mapping):
         return {name: _merged(mask, value, observation[name]) for name, value in first.items()}
     return np.where(mask.reshape(-1, *[1] * (np.ndim(first) - 1)), first, observation)
+
+
+def _put(observations: Any, index: int, value: Any) -> None:
+    """Write one environment's observation into those of all. Raises ValueError: it has another shape."""
+    if isinstance(observations, Mapping):
+        for name, inner in observations.items():
+            _put(inner, index, value[name])
+        return
+    if np.shape(value) != observations.shape[1:]:
+        raise ValueError(f"reset() returned an observation of shape {np.shape(value)}, not {observations.shape[1:]}")
+    observations[index] = value
 
 
 def _row(final: Any, index: int) -> Any:

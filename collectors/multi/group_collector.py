@@ -301,7 +301,7 @@ class GroupCollector(GroupInspection, BaseCollector):
 
     @property
     def policy_version(self) -> int:
-        is_root = self._sender_schemes and not self._weights.come_from_above
+        is_root = self._senders.buses and not self._weights.come_from_above
         return self._group.counted + (self._senders.version if is_root else self._weights.received())
 
     def increment_version(self) -> None:
@@ -321,6 +321,8 @@ class GroupCollector(GroupInspection, BaseCollector):
         self._group.counted = max(self._group.counted, own)
 
     def _published(self, version: int, workers: list[int] | None = None) -> None:
+        if not self._senders.buses:  # nothing is sent that would tell the workers of it
+            self._group.count_version()
         self._driver.updated(workers)
 
     def _pass_versions_on(self) -> None:

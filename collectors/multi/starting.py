@@ -17,6 +17,7 @@ from asyncsync.collectors.base import SHUTDOWN_SECONDS
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
 from asyncsync.collectors.weights.senders import shut_down_all
 from asyncsync.collectors.workers.channel import dumps
+from asyncsync.collectors.workers.failures import note
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
@@ -95,9 +96,10 @@ def described(
         try:
             found.append(dumps(Specification(create_env_fn=factory, arguments=given, **common)))
         except Exception as error:
-            error.add_note(
+            note(
+                error,
                 "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot "
-                "be pickled must be made there: in create_env_fn, in policy_factory, or in init_fn."
+                "be pickled must be made there: in create_env_fn, in policy_factory, or in init_fn.",
             )
             raise
     return found

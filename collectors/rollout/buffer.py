@@ -24,9 +24,10 @@ What an ``allocate``, such as the one by which workers put batches into shared m
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -37,6 +38,10 @@ __all__ = ["RolloutBuffer", "SameBatch"]
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
 STAGED_STEPS = 64
+NEXT = ("next",)
+
+Array = np.ndarray[Any, Any]
+_form = attrgetter("shape", "dtype")
 
 
 class RolloutBuffer:
@@ -91,6 +96,21 @@ class RolloutBuffer:
             self._append_clone(step, non_blocking)
         else:
             writer.write(self.count, values, non_blocking)
+        self.count += 1
+
+    def place(self, step: TensorDictBase) -> dict[str, Array] | None:
+        """Copy what one step has before the environment's; returns where the environment's entries, those under
+        ``"next"``, may be written: views by name, each of shape ``[*batch_size, …]``. With :meth:`placed`, the step is
+        part of the rollout. None: nothing was copied, :meth:`append` the step when it is complete.
+
+        There are such views where all leaves are on the CPU, and no entry under ``"next"`` has others inside.
+        """
+        if self._batch is None or self._writer is None:
+            return None
+        return self._writer.place(self.count, step)
+
+    def placed(self) -> None:
+        """The environment's entries of that step have been written."""
         self.count += 1
 
     def finish(self) -> TensorDictBase:
@@ -163,39 +183,29 @@ class SameBatch:
         return self._batch
 
 
-class _Writer:
-    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the batch.
+class _Reader:
+    """What takes the leaves of steps of one layout: all of them, or those that a step has before the environment's.
 
-    Making such views takes longer than copying a small step. Small steps therefore go through a few steps' worth of
-    memory, whose views are made once, and from there to the batch many at a time.
+    ``order`` are their places among the layout's leaves.
     """
 
-    def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
-        self.layout = layout
+    def __init__(self, layout: BatchLayout, step: TensorDictBase, *, after: bool = True) -> None:
+        paths: list[Path] = [(), *(node.path for node in layout.nodes)]
+        leaves = list(enumerate(layout.leaves))
+        if not after:
+            paths = [path for path in paths if path[:1] != NEXT]
+            leaves = [(place, leaf) for place, leaf in leaves if leaf.path[:1] != NEXT]
+        self.order = [place for place, _ in leaves]
         self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
         """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
         takes its leaves."""
-        paths: list[Path] = [(), *(node.path for node in layout.nodes)]
         for path in paths:
-            own = [leaf.path[-1] for leaf in layout.leaves if leaf.path[:-1] == path]
+            own = [leaf.path[-1] for _, leaf in leaves if leaf.path[:-1] == path]
             count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
             self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
-        values = [step.get(leaf.path) for leaf in layout.leaves]
-        self._shapes = [value.shape for value in values]
+        values = [step.get(leaf.path) for _, leaf in leaves]
         self._types = [type(value) for value in values]
-        self._dtypes = [value.dtype for value in values]
-        self._devices = [value.device for value in values]
-        self._flushed = 0
-        self._targets: list[torch.Tensor] = []
-        self._views: list[tuple[torch.Tensor, ...]] = []
-        self._memory: list[torch.Tensor] = []
-        self._length = 0
-        if layout.nbytes <= SMALL_STEP * layout.steps:
-            self._length = min(layout.steps, STAGED_STEPS)
-            self._memory = [
-                torch.empty([self._length, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
-            ]
-            self._views = list(zip(*(memory.unbind(0) for memory in self._memory), strict=True))
+        self._forms = [_form(value) for value in values]
 
     def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
         """The step's leaves in the layout's order; None: the step has another layout."""
@@ -213,11 +223,57 @@ class _Writer:
                 tables.append(entries)
                 found += leaves(entries)
             # of a nested tensor, the shape raises
-            if [value.shape for value in found] != self._shapes or [type(value) for value in found] != self._types:
+            if list(map(type, found)) != self._types or list(map(_form, found)) != self._forms:
                 return None
         except (KeyError, RuntimeError):
             return None
-        return found if [value.dtype for value in found] == self._dtypes else None
+        return found
+
+
+class _Writer:
+    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the batch.
+
+    Making such views takes longer than copying a small step. Small steps therefore go through a few steps' worth of
+    memory, whose views are made once, and from there to the batch many at a time.
+    """
+
+    def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
+        self.layout = layout
+        self._all = _Reader(layout, step)
+        self._before = _Reader(layout, step, after=False)
+        self._devices = [step.get(leaf.path).device for leaf in layout.leaves]
+        # Of the environment's leaves, the places by name; None: some are nested, or a leaf is not on the CPU.
+        named = {leaf.path[1:]: place for place, leaf in enumerate(layout.leaves) if leaf.path[:1] == NEXT}
+        is_plain = all(len(names) == 1 for names in named) and all(leaf.device.type == "cpu" for leaf in layout.leaves)
+        self._after = {name: place for (name,), place in named.items()} if is_plain else None
+        self._flushed = 0
+        self._targets: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
+        self._length = 0
+        self._forget_views()
+        if layout.nbytes <= SMALL_STEP * layout.steps:
+            self._length = min(layout.steps, STAGED_STEPS)
+            self._memory = [
+                torch.empty([self._length, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
+            ]
+
+    def _forget_views(self) -> None:
+        self._views: list[tuple[torch.Tensor, ...]] = []
+        self._views_before: list[tuple[torch.Tensor, ...]] = []
+        self._rows: list[dict[str, Array]] = []
+
+    def _by_step(self) -> list[torch.Tensor]:
+        """Where leaves are written: ``[steps, *batch_size, …]`` each."""
+        return self._memory if self._length else self._targets
+
+    def _all_views(self) -> list[tuple[torch.Tensor, ...]]:
+        if not self._views:
+            self._views = list(zip(*(leaf.unbind(0) for leaf in self._by_step()), strict=True))
+        return self._views
+
+    def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
+        """The step's leaves in the layout's order; None: the step has another layout."""
+        return self._all.values(step)
 
     def is_for(self, step: TensorDictBase) -> bool:
         """Whether the step has this layout, and its leaves are on the layout's devices or copied there anyway."""
@@ -230,16 +286,31 @@ class _Writer:
         """Write to this batch from now on."""
         self._flushed = 0
         dim = len(self.layout.batch_size)
-        leaves = [batch.get(leaf.path) for leaf in self.layout.leaves]
-        if self._length:
-            self._targets = [leaf.movedim(dim, 0) for leaf in leaves]
-        else:
-            self._views = list(zip(*(leaf.unbind(dim) for leaf in leaves), strict=True))
+        self._targets = [batch.get(leaf.path).movedim(dim, 0) for leaf in self.layout.leaves]
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
+        torch._foreach_copy_(self._all_views()[self._place(index)], values, non_blocking)
+
+    def place(self, index: int, step: TensorDictBase) -> dict[str, Array] | None:
+        """Write what a step has before the environment's; returns where the environment's leaves go, as NumPy arrays by
+        name. None: the step has another layout, or the layout does not allow for it."""
+        values = None if self._after is None else self._before.values(step)
+        if values is None or self._after is None:
+            return None
+        if not self._rows:
+            self._views_before = [tuple(row[place] for place in self._before.order) for row in self._all_views()]
+            memory = self._by_step()
+            rows = zip(*(list(memory[place].numpy()) for place in self._after.values()), strict=True)
+            self._rows = [dict(zip(self._after, row, strict=True)) for row in rows]
+        place = self._place(index)
+        torch._foreach_copy_(self._views_before[place], values)
+        return self._rows[place]
+
+    def _place(self, index: int) -> int:
+        """Where among the views the step's are."""
         if self._length and index - self._flushed == self._length:
             self.flush(index)
-        torch._foreach_copy_(self._views[index - self._flushed], values, non_blocking)
+        return index - self._flushed
 
     def flush(self, count: int) -> None:
         """Copy what is left of the first ``count`` steps to the batch."""
@@ -253,7 +324,7 @@ class _Writer:
         """Forget the batch."""
         self._targets = []
         if not self._length:
-            self._views = []
+            self._forget_views()
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

@@ -87,6 +87,11 @@ class RolloutDevices:
         self.carrier_has_no_device = self.env is None or self.policy not in (None, self.env)
         return environment
 
+    @property
+    def are_cpu(self) -> bool:
+        """Whether nothing is on another device than the CPU."""
+        return all(device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env))
+
     def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """A copy may return before it is done only if something waits for it, or the device's own order does."""
         return device.type == "cuda" or (synchronize is not _nothing and not self.no_cuda_sync)

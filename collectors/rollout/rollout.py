@@ -13,10 +13,11 @@ carrier.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
@@ -26,6 +27,7 @@ from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
+from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -35,6 +37,8 @@ from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _Trajector
 from asyncsync.collectors.weights.acting import ActingWeights
 
 __all__ = ["LAG_SECONDS", "Rollouts"]
+
+Array = np.ndarray[Any, Any]
 
 LAG_SECONDS = 60.0
 """How long a step waits for a version that max_lag demands."""
@@ -138,10 +142,11 @@ class Rollouts:
 
     def _profile(self) -> None:
         """Have torch's profiler show parts of a rollout as ranges."""
-        self._act = _recorded("Collector.policy", self._act)  # type: ignore[method-assign]
-        self._step_env = _recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
-        self._advance = _recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
-        self.roll = _recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
+        self._act = recorded("Collector.policy", self._act)  # type: ignore[method-assign]
+        self._step_env = recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
+        self._step_into = recorded("Collector.env_step", self._step_into)  # type: ignore[method-assign]
+        self._advance = recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
+        self.roll = recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def _reset(self, **kwargs: Any) -> TensorDictBase:
@@ -165,7 +170,7 @@ class Rollouts:
         if self.arguments.track_traj_ids:
             ids = self.metadata.get("traj_ids")
             broken_off = ids[mask.to(ids.device)].flatten().tolist()
-            self._renew_ids(mask)
+            self._renew_ids(mask.cpu().numpy())
         self._carry(root)
         return broken_off
 
@@ -181,7 +186,10 @@ class Rollouts:
         """Make this TensorDict the carrier."""
         if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
-        root.set("collector", self.metadata)
+        metadata = self.metadata
+        # TensorDict's checks of an entry are dear: they run where there is something to check.
+        is_alike = root.batch_size == metadata.batch_size and root.device == metadata.device
+        root._set_str("collector", metadata, inplace=False, validated=is_alike)
         if self.arguments.track_policy_version:
             root.set("policy_version", self.metadata.get("policy_version"))
         self.carrier = root
@@ -195,14 +203,14 @@ class Rollouts:
                 break
         else:
             return
-        self._renew_ids(_aggregate_end_of_traj(after, self._done_keys))
+        self._renew_ids(_aggregate_end_of_traj(after, self._done_keys).cpu().numpy())
 
-    def _renew_ids(self, ended: torch.Tensor) -> None:
-        """Fresh ids for the environments of a mask."""
-        ids = self.metadata.get("traj_ids")
-        fresh = self.traj_pool.get_traj_and_increment(int(ended.count_nonzero()), device=ids.device)
-        # a new tensor: the old one may be in a snapshot
-        self.metadata.set("traj_ids", ids.masked_scatter(ended.to(ids.device), fresh).view(ids.shape))
+    def _renew_ids(self, ended: Array) -> None:
+        """Fresh ids for the environments of a mask, bool of the batch's shape."""
+        ids = self.metadata._get_str("traj_ids", None)
+        renewed = ids.numpy(force=True).copy()  # new memory: the old ids may be in a snapshot
+        renewed[ended] = self.traj_pool.get_traj_and_increment(int(np.count_nonzero(ended))).numpy()
+        self.metadata._set_str("traj_ids", torch.from_numpy(renewed).to(ids.device), inplace=False, validated=True)
 
     def _is_new_version(self) -> bool:
         """Whether weights act of which the metadata did not know; now it does."""
@@ -262,23 +270,38 @@ class Rollouts:
             keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
         return root
 
-    def _advance(self, root: TensorDictBase) -> None:
-        """From one step's carrier to the next's."""
+    def _step_into(self, carrier: TensorDictBase, after: dict[str, Array]) -> tuple[TensorDictBase, Array]:
+        """Step an environment that writes its results into the buffer; returns as :meth:`_step` does then."""
+        given = {key: value for key, value in carrier.items() if key != "collector"}
+        found: tuple[TensorDictBase, Array] = self.env.step_into(given, after)
+        self.buffer.placed()
+        return found
+
+    def _advance(self, root: TensorDictBase, ended: Array | None = None) -> None:
+        """From one step's carrier to the next's. ``ended``: whose trajectories have; None: the carrier tells."""
         if self.arguments.track_traj_ids:
-            self._update_traj_ids(self.carrier)
+            if ended is None:
+                self._update_traj_ids(self.carrier)
+            elif np.count_nonzero(ended):
+                self._renew_ids(ended)
         self._carry(root)
 
-    def _step(self, random: bool) -> TensorDictBase:
-        """One call of policy and environment; the carrier is then what is stored. Returns the root of the next step. If
-        this raises, the carrier is as before."""
+    def _step(self, random: bool) -> tuple[TensorDictBase, Array | None]:
+        """One call of policy and environment. Returns the root of the next step, and None: the carrier is what is
+        stored; or which environments have ended a trajectory: the step is in the buffer. If this raises, the carrier is
+        as before."""
         carrier = self.carrier
         if self._is_new_version():
             carrier.set("collector", self.metadata)
-        if "next" in carrier.keys():  # noqa: SIM118 - of a step that Ctrl-C has ended: nothing that a policy wrote
-            carrier.del_("next")
         known = dict(carrier.items())
+        if "next" in known:  # of a step that Ctrl-C has ended: nothing that a policy wrote
+            carrier.del_("next")
+            del known["next"]
         try:
             self._act(carrier, random)
+            after = self.buffer.place(carrier) if self._is_direct else None
+            if after is not None and after.keys() == self.env.after_keys:
+                return self._step_into(carrier, after)
             metadata = carrier.get("collector")
             carrier.del_("collector")
             try:
@@ -294,7 +317,7 @@ class Rollouts:
             carrier.get("next").set("policy_version", metadata.get("policy_version"))
         if self._repeated_keys:
             compact(carrier, self._repeated_keys)
-        return root
+        return root, None
 
     # -- one rollout --------------------------------------------------------------------------------------------------
 
@@ -312,6 +335,8 @@ class Rollouts:
         device = self.devices.storing
         non_blocking = device is not None and self.devices.is_non_blocking(device, self.devices.sync_storage)
         buffer.begin()
+        is_changed = adds or self._repeated_keys or arguments.track_policy_version  # what the environment returns
+        self._is_direct = not is_changed and self.devices.are_cpu and environments.writes_results(self.env)
         with set_interaction_type(arguments.exploration_type):
             while left and not is_cut:
                 if lock.wanted:
@@ -344,8 +369,10 @@ class Rollouts:
     def _frame(self, random: bool, adds: bool, non_blocking: bool) -> TensorDictBase | None:
         """One step and its copy, inside a hold: what a model returns may be a view of its weights. Returns a clone for
         the replay buffer, if frames are added one by one."""
-        root = self._step(random)
+        root, ended = self._step(random)
         try:
+            if ended is not None:
+                return None
             if adds:
                 clone: TensorDictBase = self.carrier.clone()
                 return clone
@@ -355,7 +382,7 @@ class Rollouts:
                 devices.sync_storage()
             return None
         finally:  # the environment has made its step, whatever became of the frame
-            self._advance(root)
+            self._advance(root, ended)
 
     def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
@@ -371,13 +398,3 @@ class Rollouts:
                 flag = step.get(("next", *environments.path_of(key)[:-1], name), None)
                 if flag is not None:
                     flag.fill_(True)
-
-
-def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in a named range of torch's profiler."""
-
-    def recorded(*args: Any) -> Any:
-        with torch.profiler.record_function(name):
-            return function(*args)
-
-    return recorded

@@ -8,13 +8,14 @@ import concurrent.futures
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
 from tensordict import TensorDictBase
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.status import check_fenced, newest_target
 from asyncsync.collectors.weights.senders import as_blocking, buses_of, check_name, connect_all, shut_down_all
 from asyncsync.errors import AckTimeout
 from asyncsync.model.binding import Binding
@@ -25,6 +26,7 @@ from asyncsync.runtime.threads import settle, until_done
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import NoSyncCore
+from asyncsync.schemes.remote_calls import CalledBlocking
 
 __all__ = ["ActingWeights", "Holds", "fitted"]
 
@@ -127,14 +129,20 @@ class ActingWeights:
     def check(self) -> None:
         """Raises Fenced: another process has this worker's place, and nothing newer will ever come here."""
         for bus in self._buses:
-            bus._check_fenced()
+            check_fenced(bus._link)
 
-    def take_in(self) -> None:
-        """Apply updates that wait for a receive (``apply="on_receive"``); never waits for more. Raises ClosedError,
-        Fenced: there are none, and none will come."""
+    def receive(self) -> None:
+        """Apply updates that wait for a receive (``apply="on_receive"``): by schemes in a call of whose sender the
+        caller's thread is, the version of that call, else what has come. Raises what the schemes raise; ClosedError,
+        Fenced: nothing has come, and nothing will."""
+        others = []
         for scheme in self.schemes.values():
-            if not isinstance(scheme, NoSyncCore):
-                scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
+            if isinstance(scheme, CalledBlocking) and scheme._current_call() is not None:
+                scheme.receive()
+            elif not isinstance(scheme, NoSyncCore):
+                others.append(scheme)
+        if others:
+            self.apply(lambda: _take_in(others))
 
     # -- updates without schemes --------------------------------------------------------------------------------------
 
@@ -228,13 +236,18 @@ class ActingWeights:
         bus by its own count. Raises AckTimeout: one of the waits took longer than ``timeout`` seconds; ClosedError,
         Fenced."""
         for bus in self._buses:
-            while (target := bus._target()) - bus.version > max_lag:
+            while (target := newest_target(bus._link, bus._schemes)) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
         newest_above, main = self.newest_above, self._main
         if newest_above is None or not isinstance(main, Bus):  # nothing here follows that count
             return
         while (newest := newest_above()) - self.received() > max_lag:
             main._wait_origin(newest - max_lag, timeout)
+
+
+def _take_in(schemes: Iterable[WeightSyncScheme]) -> None:
+    for scheme in schemes:
+        scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
 
 
 class Holds(ExitStack):

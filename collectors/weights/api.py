@@ -342,14 +342,14 @@ class WeightsAPI:
             self.update_policy_weights_(source)
 
     def _receive_weights_scheme(self) -> None:
-        """For a remote parent (RPC, Ray): every receiver scheme takes in what has come. Raises RuntimeError: there is
-        none."""
+        """For a remote parent (RPC, Ray), which calls this: every receiver scheme applies what it is called for, or has
+        come. Raises RuntimeError: there is none."""
         if not self._weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
                 "register_scheme_receiver()"
             )
-        self._weights.apply(self._weights.take_in)
+        self._weights.receive()
 
     @property
     def cascades(self) -> bool:

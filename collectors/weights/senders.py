@@ -57,7 +57,9 @@ class Senders:
         for model_id, scheme in self.schemes.items():
             if model_id in fresh:
                 source = context if _has_weights(context, model_id) else None
-                scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers)
+                called = isinstance(scheme, getattr(context, "called_schemes", ()))
+                remotes: dict[str, Any] = {"remotes": {}} if called else {}  # which the collector fills in
+                scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
             else:
                 scheme._check_fresh("sender") if not scheme._registered else scheme._bus._check_role("sender")
                 _check_initialised(model_id, scheme, num_workers)

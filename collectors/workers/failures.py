@@ -16,7 +16,7 @@ from typing import NamedTuple
 from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.errors import PeerLost, RemoteError
 
-__all__ = ["Failure", "died"]
+__all__ = ["Failure", "died", "note"]
 
 
 class Failure(NamedTuple):
@@ -39,15 +39,21 @@ class Failure(NamedTuple):
 
     def error(self, where: str) -> Exception:
         """The exception to be raised here; ``where`` names the worker that it is from."""
-        note = f"It was raised in {where}."
+        where = f"It was raised in {where}."
         if self.pickled is not None:
             with contextlib.suppress(Exception):
                 error: Exception = loads(self.pickled)
                 error.__cause__ = self.described  # which a frozen dataclass refuses
-                error.add_note(note)
+                error.add_note(where)
                 return error
-        self.described.add_note(note)
+        self.described.add_note(where)
         return self.described
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an exception, unless it refuses that, as a frozen dataclass does."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
 
 
 def died(where: str, code: int | None, *, starting: bool) -> PeerLost:

@@ -17,7 +17,7 @@ from typing import Any
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import encode
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
-from asyncsync.collectors.workers.failures import Failure, died
+from asyncsync.collectors.workers.failures import Failure, died, note
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
 from asyncsync.collectors.workers.loop_group import LoopGroup
 from asyncsync.collectors.workers.main import run_worker
@@ -162,7 +162,7 @@ class ProcessGroup(LoopGroup):
         try:
             is_done = worker.flush()
         except OSError as error:
-            error.add_note(f"What {worker.name} is to do cannot be sent.")
+            note(error, f"What {worker.name} is to do cannot be sent.")
             self._fail(error)
             is_done = True
         if is_done:
@@ -189,7 +189,7 @@ class ProcessGroup(LoopGroup):
                 worker.is_open = False  # it is ending, and its exit code will show how
                 return
             except Exception as error:
-                error.add_note(f"What {worker.name} has sent cannot be read here.")
+                note(error, f"What {worker.name} has sent cannot be read here.")
                 self._fail(error)
                 return
             if message is None:

@@ -104,3 +104,15 @@ def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.Monkey
         )
         collector.update_policy_weights_()
         assert told == [(newest + 1, [0, 1])], "once, and for these workers"
+
+
+@pytest.mark.thorough
+def test_frames_have_the_versions_of_updates_that_nothing_sends() -> None:
+    scheme = sync.NoWeightSyncScheme()
+    given = options(frames_per_batch=4, weight_sync_schemes={"policy": scheme})
+    with MultiSyncCollector([make()], policy(), **given) as collector:
+        collector.next()
+        for version in (1, 2):
+            collector.update_policy_weights_()
+            assert collector.policy_version == version
+        assert set(collector.next()["collector", "policy_version"].flatten().tolist()) == {2}

@@ -18,6 +18,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import sync
+from asyncsync.bus.status import newest_target
 from asyncsync.collectors import Collector, VanillaWeightUpdater
 from asyncsync.errors import SchemaMismatch
 from helpers.collecting_weights import NET, Level, LevelEnv, update
@@ -192,7 +193,7 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
         with leaf._weights.holds():
             thread.start()
-            while leaf._weights._main._target() < 5:
+            while newest_target(leaf._weights._main._link, []) < 5:
                 time.sleep(0.001)
             rolling.start()
         rolling.join(4)

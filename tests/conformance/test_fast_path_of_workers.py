@@ -13,7 +13,7 @@ from torch import nn
 
 import asyncsync.model.update
 from asyncsync import PartialSendError
-from asyncsync.protocol import codec, messages
+from asyncsync.wire import codec, messages
 from helpers.apis import Api, bare, is_instant
 from helpers.pairs import Clock, Crew, Model, fill, held, read, until
 

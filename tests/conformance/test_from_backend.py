@@ -16,6 +16,7 @@ from helpers.pairs import Model, fill, read, receiver_of
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
+        ("auto", "AutoWeightSyncScheme"),
         ("none", "NoWeightSyncScheme"),
         ("direct", "NoWeightSyncScheme"),
         ("shared", "SharedMemWeightSyncScheme"),
@@ -50,7 +51,7 @@ def test_from_backend_hands_its_arguments_on(api: Api) -> None:
 def test_r231_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: Any) -> None:
     """As TorchRL says it, with the names that are there."""
     message = (
-        rf"^Unsupported weight-sync backend {backend!r}\. Expected one of \['direct', 'distributed', "
+        rf"^Unsupported weight-sync backend {backend!r}\. Expected one of \['auto', 'direct', 'distributed', "
         r"'multiprocessing', 'none', 'process', 'ray', 'ray_module_transform', 'rpc', 'shared', 'thread', 'zmq'\]\.$"
     )
     with pytest.raises(ValueError, match=message):

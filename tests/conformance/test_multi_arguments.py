@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.managers
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -443,3 +444,21 @@ def test_r128_the_first_device_is_a_device() -> None:
         return
     with MultiSyncCollector([make()], policy(), **given) as collector:
         assert collector.storing_device == [torch.device("cuda:0")]
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no note."""
+
+
+class TakesNoNote:
+    def __call__(self) -> Any:
+        raise AssertionError("it never travels")
+
+    def __reduce__(self) -> Any:
+        raise Frozen
+
+
+def test_what_cannot_travel_is_raised_with_its_own_type_even_if_that_takes_no_note() -> None:
+    with pytest.raises(Frozen):
+        MultiSyncCollector([TakesNoNote()], policy(), frames_per_batch=4)

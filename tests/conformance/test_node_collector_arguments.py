@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import asyncsync
 import asyncsync.collectors.distributed
 from asyncsync import sync
 from asyncsync.collectors import Collector
@@ -68,10 +69,22 @@ def test_r127_r139_r140_r141_arguments_that_do_not_fit_are_refused(
         kind([make()] * 2, **{"policy": lambda td: td, "frames_per_batch": 4, **given})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scheme", [sync.RPCWeightSyncScheme, sync.RayWeightSyncScheme])
-def test_schemes_that_call_objects_are_refused_as_there_are_none_yet(kind: Any, scheme: Any) -> None:
-    with pytest.raises(ValueError, match=r"is a \w+, which calls objects .*: leave it out"):
+def test_r034_r127_the_pages_numbers_are_refused_by_rpc_collector() -> None:
+    with pytest.raises(ValueError, match="total_frames=10000 is not divisible by frames_per_batch=192"):
+        RPCCollector([make()] * 3, policy(), frames_per_batch=192, total_frames=10_000, launcher="mp")
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        (RPCCollector, sync.RayWeightSyncScheme),
+        (RayCollector, asyncsync.RPCWeightSyncScheme),
+        (DistributedCollector, sync.RPCWeightSyncScheme),
+        (DistributedCollector, sync.RayWeightSyncScheme),
+    ],
+)
+def test_schemes_that_call_objects_of_another_kind_are_refused(kind: Any, scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"is a \w+, which cannot call the nodes of a \w+: leave it out"):
         kind([make()], policy(), frames_per_batch=4, weight_sync_schemes={"policy": scheme()})
 
 
@@ -86,8 +99,8 @@ def test_schemes_that_call_objects_are_refused_as_there_are_none_yet(kind: Any, 
             "slurm_kwargs are for launcher='submitit'",
         ),
         ({"slurm_kwargs": [1]}, TypeError, "slurm_kwargs must be a dict"),
-        ({"backend": "udp"}, ValueError, "unknown backend 'udp'"),
-        ({"backend": "nccl"}, ValueError, "backend='nccl', but this torch was built with 'gloo'"),
+        ({"backend": "udp"}, ValueError, "backend must be one of gloo, mpi, nccl, ucc, not 'udp'"),
+        ({"backend": "nccl"}, ValueError, "this torch has no nccl, it was built with"),
         ({"tcp_port": "http"}, ValueError, "tcp_port must be a port's number, not 'http'"),
         ({"tcp_port": 1.5}, TypeError, "tcp_port must be an int"),
         ({"tcp_port": 70000}, ValueError, "tcp_port must be at most 65535"),

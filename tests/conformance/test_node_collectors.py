@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncsync.net.endpoint import INTRODUCED
 from helpers import collecting_nodes
 from helpers.programs import in_program
 
@@ -21,7 +22,7 @@ FAMILIES = ["by_rpc", "by_gloo", pytest.param("by_ray", marks=needs_ray)]
 
 @cache
 def seen(program: str, *args: Any) -> Any:
-    return in_program(getattr(collecting_nodes, program), *args, seconds=350)
+    return in_program(getattr(collecting_nodes, program), *args, seconds=350, start_method="forkserver")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,6 +38,14 @@ def test_r142_r145_each_batch_is_one_nodes_and_its_node_is_sent_the_newest_weigh
         # The first rollout has the first weights, and each later one what was there when the batch before was taken.
         before = [index + 1.0 for index, [of] in enumerate(found["nodes"]) if of == node]
         assert own == [1.0, *before][: len(own)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_r149_r153_r211_weights_go_by_the_scheme_of_the_name_which_brings_keys_by_its_own_means(family: str) -> None:
+    found = seen(family)["asynchronous"]
+    names = {"by_rpc": "RPC", "by_gloo": "Distributed", "by_ray": "Ray"}
+    assert found["scheme"] == f"{names[family]}WeightSyncScheme"
+    assert found["address"] == (INTRODUCED, "gloo")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,9 +88,22 @@ def test_r208_a_node_that_is_killed_is_named_at_once_and_nothing_is_left(family:
     assert all(case["gone"] for case in (found, *(seen(family)[c] for c in ("asynchronous", "failing", "nested"))))
 
 
-@pytest.mark.parametrize("kind", ["RPCCollector", "DistributedCollector"])
-def test_r208_nodes_end_when_their_trainer_was_killed(kind: str) -> None:
-    assert seen("killed_trainer", kind)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_r208_a_node_that_is_killed_in_the_midst_of_an_update_is_named_by_it(family: str) -> None:
+    found = seen(family)["updating"]
+    kind, message, seconds = found["lost"]
+    assert kind == "PeerLost"
+    assert "node 1" in message
+    assert f"pid {found['pid']}" in message
+    assert seconds < 5
+    assert found["gone"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["RPCCollector", "DistributedCollector", pytest.param("RayCollector", marks=needs_ray)]
+)
+def test_r208_nodes_end_when_their_trainer_was_killed_and_the_next_program_can_be_where_it_was(kind: str) -> None:
+    assert seen("killed_trainer", kind) == {"acts": [2.0], "gone": True, "all gone": True, "again": 0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,6 +138,14 @@ def test_r051_r152_an_updater_pushes_to_nodes() -> None:
 @pytest.mark.parametrize("family", ["by_gloo", pytest.param("with_actors", marks=needs_ray)])
 def test_a_node_that_is_lost_is_launched_again_where_that_is_asked_for(family: str) -> None:
     assert seen(family)["again"] == [[2.0], [2.0], [6.0]]
+
+
+def test_a_node_that_is_lost_in_an_update_comes_again_with_its_weights() -> None:
+    found = seen("by_gloo")["updating again"]
+    assert found["lost"][0] == "PartialSendError"
+    assert "node 1" in found["lost"][1] or "worker 1" in found["lost"][1]
+    assert found["lost"][2] < 5
+    assert found["again"] == [6.0]
 
 
 @needs_ray

@@ -12,8 +12,9 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
+from helpers.called_faults import OF_TORN_READS
 from helpers.called_workers import PROGRAM, Outcomes
-from helpers.ray_program import WITH_GLOO, run_with_ray
+from helpers.ray_program import ONCE, ONCE_WITH_GLOO, WITH_GLOO, run_with_ray
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
@@ -41,6 +42,11 @@ def processes_of(program: int) -> list[str]:
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(PROGRAM) == str(program):
                 found.append(f"{process.pid} {process.name()}")
     return found
+
+
+def check_once(ray: Outcomes, name: str) -> None:
+    """What was run with one API."""
+    ray.check(name, (ONCE[name][1],))
 
 
 def test_r014_init_on_sender_registers_the_actors(ray: Outcomes) -> None:
@@ -72,11 +78,11 @@ def test_r195_weights_that_do_not_fit_are_refused_by_name(ray: Outcomes) -> None
 
 
 def test_r195_a_killed_actor_is_named_and_the_others_go_on(ray: Outcomes) -> None:
-    ray.check("a_killed_worker_is_named_and_the_others_go_on")
+    check_once(ray, "a_killed_worker_is_named_and_the_others_go_on")
 
 
 def test_r196_a_restarted_actor_finds_its_target(ray: Outcomes) -> None:
-    ray.check("a_restarted_actor_finds_its_target")
+    check_once(ray, "a_restarted_actor_finds_its_target")
 
 
 def test_r196_r212_elastic_actors_come_and_go(ray: Outcomes) -> None:
@@ -116,16 +122,37 @@ def test_r033_only_the_sender_of_a_transform_connects(ray: Outcomes) -> None:
 
 
 def test_r033_torchrls_transform_is_updated(ray: Outcomes) -> None:
-    ray.check("torchrls_transform_is_updated")
+    check_once(ray, "torchrls_transform_is_updated")
 
 
-@pytest.mark.parametrize("name", WITH_GLOO)
+@pytest.mark.parametrize("name", [*WITH_GLOO, *ONCE_WITH_GLOO])
 def test_r032_r033_the_same_through_gloo(ray: Outcomes, name: str) -> None:
-    ray.check(f"gloo {name}")
+    """Torn reads and kills in the middle of a transfer, too."""
+    if name in ONCE_WITH_GLOO:
+        ray.check(f"gloo {name}", (ONCE_WITH_GLOO[name][1],))
+    else:
+        ray.check(f"gloo {name}")
+
+
+@pytest.mark.parametrize("name", OF_TORN_READS)
+def test_r194_no_read_is_torn_in_an_actor(ray: Outcomes, name: str) -> None:
+    ray.check(name)
+
+
+def test_r071_weights_for_each_actor_are_its_own(ray: Outcomes) -> None:
+    ray.check("weights_for_each_worker_are_its_own")
+
+
+def test_r199_several_models_are_applied_in_one_call(ray: Outcomes) -> None:
+    ray.check("several_models_are_applied_in_one_call")
+
+
+def test_r195_an_actor_that_is_late_is_named_and_not_lost(ray: Outcomes) -> None:
+    ray.check("a_worker_that_is_late_is_named_and_not_lost")
 
 
 def test_nothing_stays_in_the_object_store(ray: Outcomes) -> None:
-    ray.check("nothing_stays_in_the_store")
+    check_once(ray, "nothing_stays_in_the_store")
 
 
 def test_a_described_object_is_found_and_not_pinned(ray: Outcomes) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
-from helpers.called_workers import Outcomes
+from helpers.called_faults import OF_TORN_READS
+from helpers.called_workers import APIS, Outcomes
 from helpers.rpc_program import run_with_rpc
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
@@ -51,7 +52,32 @@ def test_r195_weights_that_do_not_fit_are_refused_by_name(rpc: Outcomes) -> None
 
 
 def test_r195_a_killed_worker_is_named_and_the_others_go_on(rpc: Outcomes) -> None:
-    rpc.check("a_killed_worker_is_named_and_the_others_go_on")
+    rpc.check("a_killed_worker_is_named_and_the_others_go_on", APIS[:1])
+
+
+def test_r194_r195_a_worker_killed_amid_a_transfer_is_named_at_once(rpc: Outcomes) -> None:
+    rpc.check("a_worker_killed_amid_a_transfer_is_named_at_once", APIS[1:])
+
+
+def test_r195_a_trainer_killed_amid_a_transfer_is_noticed(rpc: Outcomes) -> None:
+    rpc.check("a_trainer_killed_amid_a_transfer_is_noticed", APIS[1:])
+
+
+@pytest.mark.parametrize("name", OF_TORN_READS)
+def test_r194_no_read_is_torn_in_a_worker(rpc: Outcomes, name: str) -> None:
+    rpc.check(name)
+
+
+def test_r071_weights_for_each_worker_are_its_own(rpc: Outcomes) -> None:
+    rpc.check("weights_for_each_worker_are_its_own")
+
+
+def test_r199_several_models_are_applied_in_one_call(rpc: Outcomes) -> None:
+    rpc.check("several_models_are_applied_in_one_call")
+
+
+def test_r195_a_worker_that_is_late_is_named_and_not_lost(rpc: Outcomes) -> None:
+    rpc.check("a_worker_that_is_late_is_named_and_not_lost")
 
 
 def test_r198_of_many_publications_the_newest_is_applied(rpc: Outcomes) -> None:

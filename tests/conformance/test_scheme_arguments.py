@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import asyncsync
+import asyncsync.sync
 from asyncsync.bus import sender as sending
 from asyncsync.sync import NoWeightSyncScheme
 from helpers.apis import ASYNCIO, SETS, Api, bare
@@ -32,6 +34,47 @@ class Choosy:
     def create_transport(self, *, worker_idx: int, mode: str = "") -> Any:
         self.mode = mode
         return super().create_transport(worker_idx=worker_idx)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("module", [asyncsync, asyncsync.sync], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ZMQWeightSyncScheme", "map_above"),
+        ("SharedMemWeightSyncScheme", "slots"),
+        ("MultiProcessWeightSyncScheme", "slots"),
+        ("DistributedWeightSyncScheme", "store_info"),
+        ("RPCWeightSyncScheme", "num_workers"),
+        ("RayWeightSyncScheme", "backend"),
+        ("RayModuleTransformScheme", "backend"),
+        ("NoWeightSyncScheme", "strategy"),
+        ("Bus", "num_workers"),
+    ],
+)
+def test_a_misspelt_keyword_is_refused_in_the_name_of_the_class_that_was_called(
+    module: Any, name: str, meant: str
+) -> None:
+    kind, typo = getattr(module, name), meant[:-1]
+    derived = type("Mine", (kind,), {})
+    for called in (kind, derived):
+        message = rf"^{called.__name__}\(\): got an unexpected keyword argument '{typo}'; did you mean '{meant}'\?"
+        with pytest.raises(TypeError, match=message):
+            called(**{typo: 3})
+    with pytest.raises(TypeError, match=rf"^{name}\(\): .* 'colour'; there are .*num_workers"):
+        kind(colour="red")
+
+
+class OfItsOwn(asyncsync.ZMQWeightSyncScheme):
+    """Has a keyword more."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.colour = options.pop("colour")
+        super().__init__(*args, **options)
+
+
+def test_an_init_of_a_users_may_take_any_keyword() -> None:
+    scheme = OfItsOwn(num_workers=2, colour="red")
+    assert (scheme.colour, scheme.bus.num_workers, passed_on(scheme).bus.num_workers) == ("red", 2, 2)
 
 
 @pytest.mark.schemes("every")

@@ -88,12 +88,14 @@ async def test_r017_r018_either_process_may_connect_first(api: Api, first: str, 
     async with sender:
         if first == "sender":
             connecting = asyncio.create_task(sender.connect(timeout=30))
-            await until(lambda: os.path.exists(sender.bus.endpoint.removeprefix("ipc://")))
+            if api.kind != "Distributed":  # whose workers may knock early
+                await until(lambda: os.path.exists(sender.bus.endpoint.removeprefix("ipc://")))
             await worker.connect(sender, 0, 64)
             await connecting
         else:
             connecting = worker.connect(sender, 0, 64)
-            assert await worker.version() == 0, "it has begun to connect"
+            if api.kind != "Distributed":
+                assert await worker.version() == 0, "it has begun to connect"
             await sender.connect(timeout=30)
             await connecting
         assert await worker.value() == 5

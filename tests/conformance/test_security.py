@@ -23,7 +23,7 @@ import zmq.asyncio
 import asyncsync
 from asyncsync import NotConnected
 from asyncsync.collectors import MultiSyncCollector
-from asyncsync.protocol import codec, messages
+from asyncsync.wire import codec, fields, messages
 from helpers.apis import Api
 from helpers.collecting_multi import make, options, policy
 from helpers.pairs import Model, fill, read, receiver_of, until
@@ -172,7 +172,7 @@ async def test_r202_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(a
 async def test_r202_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
-            await socket.send(bytes(messages.MAX_FRAME + 1), copy=False)
+            await socket.send(bytes(fields.MAX_FRAME + 1), copy=False)
             await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
             assert everybody.read == [{2}]
 

@@ -18,10 +18,10 @@ from torch import nn
 
 import asyncsync
 from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
-from asyncsync.protocol import messages
 from asyncsync.transports import attachments
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.slab import is_foreign
+from asyncsync.wire import messages
 from helpers.apis import Api, bare, in_thread, is_instant
 from helpers.memory import mappings
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncsync.protocol.leases import Leases
-from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.sync import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
+)
 from helpers import shared_workers
 from helpers.blocking_crew import idle, new_sender, start
 from helpers.blocking_workers import forwards
@@ -33,6 +38,7 @@ class Case(NamedTuple):
     repointed: bool
 
 
+STORE = {"store_info": ("127.0.0.1", 0)}
 SLOTS = {
     "shared, re-pointed": Case(SharedMemWeightSyncScheme, {"map_above": 0}, None, True),
     "shared, copied from the slot": Case(SharedMemWeightSyncScheme, {"map_above": 0}, True, False),
@@ -40,6 +46,7 @@ SLOTS = {
     "process, copied from the slot": Case(MultiProcessWeightSyncScheme, {"map_above": 0}, None, False),
     "process, copied out": Case(MultiProcessWeightSyncScheme, {}, None, False),
     "zmq, re-pointed": Case(ZMQWeightSyncScheme, {"map_above": 0}, None, True),
+    "gloo, re-pointed": Case(DistributedWeightSyncScheme, {"map_above": 0, "pair_above": 0, **STORE}, None, True),
 }
 SAME = "process, copied out"
 every_case = pytest.mark.parametrize("case", SLOTS.values(), ids=SLOTS)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncsync.net.side_channel import INTRODUCTION, MAX_PACKET
-from asyncsync.protocol import codec, messages
+from asyncsync.wire import codec, messages
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)

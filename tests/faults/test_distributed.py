@@ -11,8 +11,8 @@ import pytest
 
 from asyncsync import AckTimeout, DistributedWeightSyncScheme, NotConnected, PartialSendError, PeerLost
 from helpers.apis import Api
-from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of
-from helpers.processes import LARGE, Remote
+from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until
+from helpers.processes import LARGE, Remote, Trainer, Worker
 from helpers.ranks import Rank, free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -117,6 +117,41 @@ async def test_r030_without_a_process_group_the_scheme_has_a_store_of_its_own(ap
     async with again, apart:
         await asyncio.gather(apart.connect(timeout=10), again.connect(timeout=10))
         assert read(model) == {5}, "the same port, and constructed apart"
+
+
+@pytest.mark.schemes("distributed")
+async def test_r197_a_worker_follows_the_next_trainer_in_the_same_store(api: Api) -> None:
+    """The next one has another address, and other keys."""
+    async with api.crew(2, receiver={"reconnect": True}) as (first, workers, models):
+        info = first.get_store_info()
+        await first.shutdown()
+        await until(lambda: {worker.status()[i].state for i, worker in enumerate(workers)} == {"lost"})
+        waiting = asyncio.create_task(workers[0].receive(30))
+        second = api.scheme(num_workers=2, store_info=info)
+        second.init_on_sender(model_id="policy", model=(source := Model(5)))
+        await second.connect(timeout=20)
+        assert [read(model) for model in models] == [{5}, {5}]
+        await second.send_async(fill(source, 6))
+        assert [read(model) for model in models] == [{6}, {6}]
+        assert read(await waiting) <= {5, 6}
+        await second.shutdown()
+
+
+async def test_r197_a_worker_follows_the_next_trainer_after_a_kill(start: Callable[..., Remote]) -> None:
+    port = free_port()
+    scheme = DistributedWeightSyncScheme(num_workers=1, store_info=("127.0.0.1", port))
+    trainer, worker = start(Trainer), start(Worker)
+    connecting = worker.connect(passed_on(scheme), 0, LARGE)
+    await trainer.connect(passed_on(scheme), LARGE, 1.0)
+    await connecting
+    await trainer.kill()
+    with pytest.raises(AckTimeout, match="worker 0 could not fetch 'policy'"):
+        await worker.fetch(0.2)
+    next_one = start(Trainer)
+    await next_one.connect(passed_on(scheme), LARGE, 5.0)
+    assert await worker.value() == 5.0
+    await next_one.send(6.0)
+    assert await worker.value() == 6.0
 
 
 @pytest.mark.schemes("distributed")

@@ -21,9 +21,9 @@ import zmq
 
 from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme
 from asyncsync.net.zmq_socket import LoopSocket, router
-from asyncsync.protocol import codec, messages
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire import codec, fields, messages
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,7 +135,7 @@ def malformed() -> list[list[bytes]]:
     return found
 
 
-def out_of_place(epoch: messages.Epoch, version: int) -> list[messages.Instruction]:
+def out_of_place(epoch: fields.Epoch, version: int) -> list[messages.Instruction]:
     """Well-formed, but of another time, or untrue."""
     digest = secrets.token_bytes(16)
     later = (epoch[0] + 1, epoch[1])
@@ -312,8 +312,8 @@ async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: 
         greeting() + ready()[:7],
         greeting() + b"\x04\xff" + bytes(255),
         greeting() + ready() + b"\x02" + struct.pack(">Q", (1 << 63) - 1),  # a frame of 8 EiB
-        greeting() + ready() + b"\x02" + struct.pack(">Q", messages.MAX_FRAME + 1) + bytes(1000),
-        greeting() + ready() + b"\x03" + struct.pack(">Q", messages.MAX_FRAME) + bytes(1000),  # … and never the rest
+        greeting() + ready() + b"\x02" + struct.pack(">Q", fields.MAX_FRAME + 1) + bytes(1000),
+        greeting() + ready() + b"\x03" + struct.pack(">Q", fields.MAX_FRAME) + bytes(1000),  # … and never the rest
         greeting() + ready() + b"\x01\x00" * 100_000,  # frames without end
         greeting().replace(b"NULL", b"EVIL"),
         *(rng.randbytes(rng.randrange(1, 1000)) for _ in range(20)),
@@ -402,7 +402,7 @@ async def test_r202_a_frame_beyond_the_limit_costs_its_sender_the_connection(sch
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.linger = 0
             for _ in range(3):
-                dealer.send(bytes(messages.MAX_FRAME + 1))
+                dealer.send(bytes(fields.MAX_FRAME + 1))
             version = sender.version
             await eventually(lambda: sender.version > version + 10)
 
@@ -568,7 +568,7 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
         (messages.Chunk(EPOCH, 1, 0, (1 << 64) - 1), bytes(100)),
         (messages.Chunk(EPOCH, 1, 0, 0, crc=1), bytes(100)),  # checksum
         (messages.Chunk((2, 1), 1, 0, 0), bytes(100)),  # of an epoch that it has not been told
-        (messages.Chunk(EPOCH, 1, 0, 0), bytes(messages.MAX_CHUNK + 1)),
+        (messages.Chunk(EPOCH, 1, 0, 0), bytes(fields.MAX_CHUNK + 1)),
     )
     fake.say(messages.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a third, with the wrong content
     assert not connecting.done()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import AckTimeout, PartialSendError, PeerLost, ZMQWeightSyncScheme
+from asyncsync import AckTimeout, DistributedWeightSyncScheme, PartialSendError, PeerLost, ZMQWeightSyncScheme
 from asyncsync.protocol.settings import Identity
 from helpers.processes import Filled, Remote, Schemes, Worker, eventually, impatient
 
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.timeout(90)
 
 MIB = 1 << 18  # float32 elements in a MiB
 PROMISED = 1.0  # seconds until a death on this host is reported
+every_kind = pytest.mark.parametrize(
+    "kind",
+    [ZMQWeightSyncScheme, pytest.param(DistributedWeightSyncScheme, marks=pytest.mark.thorough)],
+    ids=["zmq", "distributed"],
+)
 
 
 async def connect(
@@ -99,11 +104,12 @@ async def test_r195_a_worker_killed_on_another_host_is_lost_when_its_connection_
     assert caught.value.acked == {0: 2}
 
 
+@every_kind
 async def test_r196_workers_killed_and_restarted_while_updates_stream(
-    schemes: Schemes, start: Callable[..., Remote]
+    kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 2 * MIB
-    sender = schemes.sender(numel, min_workers=1)
+    sender = schemes.sender(numel, kind=kind, min_workers=1)
     steady = start(Worker)
     await connect(sender, [steady], numel)
     stop = asyncio.Event()
@@ -185,8 +191,11 @@ async def test_r198_small_updates_do_not_pile_up_for_a_stopped_worker(
     assert len(await workers[1].applied_versions()) <= 4
 
 
-async def test_r196_a_late_worker_gets_what_is_meant_for_it(schemes: Schemes, start: Callable[..., Remote]) -> None:
-    sender = schemes.sender(1000)
+@every_kind
+async def test_r196_a_late_worker_gets_what_is_meant_for_it(
+    kind: Any, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    sender = schemes.sender(1000, kind=kind)
     first = start(Worker)
     await connect(sender, [first], 1000)
     await sender.send_async(sender.model.fill(2))
@@ -201,10 +210,11 @@ async def test_r196_a_late_worker_gets_what_is_meant_for_it(schemes: Schemes, st
     assert await again.value() == 3
 
 
+@every_kind
 async def test_r196_a_second_incarnation_takes_over_from_a_stopped_one(
-    schemes: Schemes, start: Callable[..., Remote]
+    kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    sender = schemes.sender(1000, num_workers=1)
+    sender = schemes.sender(1000, kind=kind, num_workers=1)
     old, new = start(Worker), start(Worker)
     await connect(sender, [old], 1000)
     old.signal(signal.SIGSTOP)

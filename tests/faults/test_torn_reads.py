@@ -11,9 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import (
+    AutoWeightSyncScheme,
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
+)
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.protocol.leases import Leases
+from helpers.elsewhere import FarWorker
 from helpers.processes import Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker, release_too_early
 
@@ -33,6 +40,7 @@ class Case(NamedTuple):
     repointed: bool
 
 
+STORE = {"store_info": ("127.0.0.1", 0)}
 SLOTS = {
     "shared, re-pointed": Case(SharedMemWeightSyncScheme, {"map_above": 0}, None, True),
     "shared, copied from the slot": Case(SharedMemWeightSyncScheme, {"map_above": 0}, True, False),
@@ -40,6 +48,9 @@ SLOTS = {
     "process, copied from the slot": Case(MultiProcessWeightSyncScheme, {"map_above": 0}, None, False),
     "process, copied out": Case(MultiProcessWeightSyncScheme, {}, None, False),
     "zmq, re-pointed": Case(ZMQWeightSyncScheme, {"map_above": 0}, None, True),
+    "zmq, what has changed": Case(ZMQWeightSyncScheme, {"map_above": 0, "compress": "zstd", "delta": True}, None, True),
+    "gloo, re-pointed": Case(DistributedWeightSyncScheme, {"map_above": 0, "pair_above": 0, **STORE}, None, True),
+    "gloo, copied": Case(DistributedWeightSyncScheme, {"pair_above": 0, **STORE}, None, False),
 }
 SAME = "shared, copied from the slot"
 every_case = pytest.mark.parametrize("case", SLOTS.values(), ids=SLOTS)
@@ -147,6 +158,17 @@ async def test_r194_no_forward_is_torn_while_slots_are_written_at_full_speed(
     case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     await read_slots(case, MIB // 4, FORWARDS, schemes, start, record_property)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"map_above": 0}, {"map_above": 0, "compress": "lz4", "delta": True}], ids=str)
+async def test_r194_no_forward_is_torn_where_one_worker_is_of_this_host_and_one_is_not(
+    options: dict[str, Any], schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    workers = [start(Worker), start(FarWorker)]
+    results = await read_under_fire(schemes, workers, MIB // 4, FORWARDS, kind=AutoWeightSyncScheme, **options)
+    assert [torn for torn, _ in results] == [0, 0]
+    assert min(seen for _, seen in results) >= VERSIONS
 
 
 @pytest.mark.soak

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import socket
 import sys
 import threading
 import weakref
@@ -30,7 +31,19 @@ import asyncsync
 import asyncsync.sync
 from helpers.pairs import Clock, Crew, crew
 
-__all__ = ["ASYNCIO", "BLOCKING", "QUICK", "SETS", "Api", "Face", "bare", "face", "in_thread", "is_instant"]
+__all__ = [
+    "ASYNCIO",
+    "BLOCKING",
+    "QUICK",
+    "SETS",
+    "Api",
+    "Face",
+    "bare",
+    "face",
+    "free_port",
+    "in_thread",
+    "is_instant",
+]
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +74,13 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     finally:
         if not outcome.cancelled():
             thread.join()  # at once: it has said all; but its frames hold what a test may wait to see freed
+
+
+def free_port() -> int:
+    """One on loopback, at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
@@ -98,6 +118,10 @@ class Face:
 
     async def wait_version(self, *args: Any, **kwargs: Any) -> None:
         return await in_thread(self.bare.wait_version, *args, **kwargs)
+
+    async def wait_lag(self, *args: Any, **kwargs: Any) -> int:
+        version: int = await in_thread(self.bare.wait_lag, *args, **kwargs)
+        return version
 
     async def send_async(self, *args: Any, **kwargs: Any) -> int:
         """``send``, which returns nothing; the version is right where nobody else sends meanwhile."""
@@ -146,15 +170,24 @@ class Api:
     Args:
         name: of the test's parameter.
         module: asyncsync or asyncsync.sync.
-        kind: what its scheme and transport are called: "ZMQ", "SharedMem", "MultiProcess", "Distributed".
+        kind: what its scheme and transport are called: "ZMQ", "SharedMem", "MultiProcess", "Distributed", "Auto".
         is_fast: False: the fixture turns the fast paths off.
+        is_far: True: the fixture has workers of odd indices claim to be on another host.
         options: of the scheme's constructor.
     """
 
     def __init__(
-        self, name: str, module: ModuleType, kind: str = "ZMQ", *, is_fast: bool = True, **options: Any
+        self,
+        name: str,
+        module: ModuleType,
+        kind: str = "ZMQ",
+        *,
+        is_fast: bool = True,
+        is_far: bool = False,
+        **options: Any,
     ) -> None:
         self.name = name
+        self.is_far = is_far
         self.is_fast = is_fast
         self.module = module
         self.kind = kind
@@ -183,7 +216,7 @@ class Api:
     def other(self) -> Api:
         """The other API with the same scheme."""
         module = asyncsync if self.is_blocking else asyncsync.sync
-        return Api(f"not {self.name}", module, self.kind, is_fast=self.is_fast, **self.options)
+        return Api(f"not {self.name}", module, self.kind, is_fast=self.is_fast, is_far=self.is_far, **self.options)
 
     def either(self, asyncio_class: type, blocking_class: type) -> type:
         """The one of a pair of classes that belongs to this API."""
@@ -195,7 +228,18 @@ class Api:
         module = sys.modules[mixin.__module__]
         if not hasattr(module, name):
             setattr(module, name, type(name, (mixin, self.scheme_class), {"__module__": mixin.__module__}))
-        return self.make(getattr(module, name), *args, **{**self.options, **options})
+        return self.make(getattr(module, name), *args, **{**self.options, **self.place, **options})
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Options by which a scheme's workers find it before it has been initialised; an address is drawn, a store is
+        not."""
+        return {"store_info": ("127.0.0.1", free_port())} if self.kind == "Distributed" else {}
+
+    def beside(self, sender: Any, *args: Any) -> Any:
+        """A scheme that was constructed apart, for a worker of this sender."""
+        store = getattr(sender, "get_store_info", lambda: None)()
+        return self.scheme(*args, **({"endpoint": sender.bus.endpoint} if store is None else {"store_info": store}))
 
     def make(self, kind: type, *args: Any, bus: Any = None, **options: Any) -> Any:
         """An object of a class of this API, behind the common face."""
@@ -208,7 +252,7 @@ class Api:
         """A scheme of this kind. Those without slots have this option left out."""
         if not self.has_slots:
             options.pop("slots", None)
-        return self.make(self.scheme_class, *args, **{**self.options, **options})
+        return self.make(self.scheme_class, *args, **{**self.options, **self.place, **options})
 
     def bus(self, *args: Any, **options: Any) -> Any:
         """A Bus."""
@@ -242,15 +286,19 @@ _ALL = [
     Api("blocking-process", asyncsync.sync, "MultiProcess", map_above=0),
     Api("asyncio-received", asyncsync, map_above=0),
     Api("blocking-received", asyncsync.sync, map_above=0),
+    Api("asyncio-auto", asyncsync, "Auto", is_far=True),
+    Api("blocking-auto", asyncsync.sync, "Auto", is_far=True, map_above=0),
     Api("asyncio-general", asyncsync, "SharedMem", is_fast=False),
     Api("blocking-shared-general", asyncsync.sync, "SharedMem", is_fast=False),
 ]
-_LOOPBACK = ("127.0.0.1", 0)
 _DISTRIBUTED = [
-    Api("asyncio-distributed", asyncsync, "Distributed", map_above=0, pair_above=0, store_info=_LOOPBACK),
-    Api("blocking-distributed", asyncsync.sync, "Distributed", pair_above=0, store_info=_LOOPBACK),
+    Api("asyncio-distributed", asyncsync, "Distributed", map_above=0, pair_above=0),
+    Api("blocking-distributed", asyncsync.sync, "Distributed", pair_above=0),
 ]
-_EVERY = [api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped", "blocking-received")]
+_EVERY = [
+    *(api for api in _ALL if api.name not in ("asyncio-shared", "blocking-mapped", "blocking-received")),
+    *_DISTRIBUTED,
+]
 _RECEIVED = [api for api in _ALL if api.name.endswith("-received")]
 _IN_PLACE = [api for api in _ALL if api.name.endswith(("-mapped", "-process"))]
 
@@ -258,7 +306,8 @@ SETS: dict[str, list[Api]] = {
     "zmq": [ASYNCIO, BLOCKING],
     "every": _EVERY,
     "waiting": [api for api in _EVERY if not api.is_instant],
-    "all": _ALL,
+    "all": [*_ALL, *_DISTRIBUTED],
+    "addressed": [api for api in _EVERY if api.kind != "Distributed"],
     "some": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.name in ("asyncio-mapped", "blocking-process"))],
     "slots": [api for api in _ALL if api.has_slots],
     "copied": [api for api in _ALL if api.has_slots and not api.options and api.is_fast],
@@ -272,14 +321,13 @@ SETS: dict[str, list[Api]] = {
     "re-pointed": [api for api in _ALL if api.name.endswith(("-mapped", "-received"))],
     "process": [api for api in _ALL if api.kind == "MultiProcess"],
     "distributed": _DISTRIBUTED,
-    "waiting, distributed": [*(api for api in _EVERY if not api.is_instant), *_DISTRIBUTED],
-    "every, distributed": [*_EVERY, *_DISTRIBUTED],
 }
 """What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
 them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
 which they are copied; "received": Parameters lie in what came over ZeroMQ; "re-pointed": they do, over
-ZeroMQ or in slots; … "general" is without the fast paths, "in place" and "map_above" are for tests that set
-``map_above`` themselves, the latter with ZeroMQ's scheme, too."""
+ZeroMQ or in slots; … "addressed" is without those that find each other in a store, "general" without the
+fast paths, "in place" and "map_above" are for tests that set ``map_above`` themselves, the latter with ZeroMQ's scheme,
+too."""
 
 QUICK = {"asyncio", "blocking-shared", "asyncio-mapped", "blocking-process", "asyncio-received"}
 """What the quick suite runs of each set: both APIs, every scheme, and all ways into a model."""

@@ -16,6 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ import torch
 from torch import nn
 
 import asyncsync
+import asyncsync.sync
 from helpers.apis import Api
 from helpers.processes import LARGE, Filled, eventually, value_of
 
-__all__ = ["CASES", "PROGRAM", "Lab", "Outcomes", "Worker", "case", "run_cases"]
+__all__ = ["APIS", "CASES", "PROGRAM", "PROGRAM_SECONDS", "Lab", "Outcomes", "Worker", "case", "run_cases"]
 
 SMALL = 8
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
@@ -71,6 +73,10 @@ class Worker:
             "pid": os.getpid(),
         }
 
+    def version(self) -> int:
+        version: int = self.scheme.version
+        return version
+
     def wait(self, timeout: float | None) -> float | None:
         """What a ``receive_weights`` of the transport's returns."""
         weights = self.scheme.receiver_transport.receive_weights(timeout)
@@ -93,7 +99,8 @@ class Lab:
     connects: bool
     options: dict[str, Any]
 
-    def start(self, scheme: Any, index: int, numel: int, **options: Any) -> Any:
+    def start(self, kind: type, place: int, *args: Any, **options: Any) -> Any:
+        """An object of this kind, in a process of its own: that of the place."""
         raise NotImplementedError
 
     async def call(self, worker: Any, method: str, *args: Any) -> Any:
@@ -102,18 +109,20 @@ class Lab:
     def end(self, worker: Any) -> None:
         raise NotImplementedError
 
-    def crew(self, api: Api, numel: int = SMALL, count: int = 2, **options: Any) -> Crew:
-        return Crew(self, api, numel, count, options)
+    def crew(
+        self, api: Api, numel: int = SMALL, count: int = 2, *, kind: type[Worker] = Worker, **options: Any
+    ) -> Crew:
+        return Crew(self, api, numel, count, kind, options)
 
 
 class Crew:
     """A connected sender, and its workers: ``async with lab.crew(api) as crew``."""
 
-    def __init__(self, lab: Lab, api: Api, numel: int, count: int, options: dict[str, Any]) -> None:
+    def __init__(self, lab: Lab, api: Api, numel: int, count: int, kind: type[Worker], options: dict[str, Any]) -> None:
         self.lab, self.model = lab, Filled(numel, 1.0)
         self.sender = api.scheme(**lab.options)
         blocking = getattr(self.sender, "bare", self.sender).blocking
-        self.workers = [lab.start(blocking, i, numel, **options) for i in range(count)]
+        self.workers = [lab.start(kind, i, blocking, i, numel, **options) for i in range(count)]
         self.sender.init_on_sender(model_id="policy", model=self.model, remotes=self.workers)
 
     async def __aenter__(self) -> Crew:
@@ -331,9 +340,18 @@ async def a_killed_worker_is_named_and_the_others_go_on(lab: Lab, api: Api) -> N
 # -- programs --------------------------------------------------------------------------------------------------------
 
 
-def run_cases(lab: Lab, cases: dict[str, Any], tell: Callable[[str, str | None], None], prefix: str = "") -> None:
-    """Each case with both APIs; ``tell`` gets its name, and the traceback if it has failed."""
-    for module in (asyncsync, asyncsync.sync):
+APIS: tuple[ModuleType, ...] = (asyncsync, asyncsync.sync)
+
+
+def run_cases(
+    lab: Lab,
+    cases: dict[str, Any],
+    tell: Callable[[str, str | None], None],
+    prefix: str = "",
+    modules: tuple[ModuleType, ...] = APIS,
+) -> None:
+    """Each case with these APIs; ``tell`` gets its name, and the traceback if it has failed."""
+    for module in modules:
         api = Api(module.__name__, module, lab.kind)
         for name, function in cases.items():
             failure = None
@@ -379,9 +397,9 @@ class Outcomes:
             process.close()
             here.close()
 
-    def check(self, name: str) -> None:
-        """Raise if a case has failed, with either API, or has not been run."""
-        both = [f"{name} asyncsync", f"{name} asyncsync.sync"]
+    def check(self, name: str, modules: tuple[ModuleType, ...] = APIS) -> None:
+        """Raise if a case has failed, with any of these APIs, or has not been run."""
+        both = [f"{name} {module.__name__}" for module in modules]
         missing = [one for one in both if one not in self._found]
         assert not missing, f"not run: {missing}; run: {self._found}"
         failures = [f"{one}:\n{self._found[one]}" for one in both if self._found[one]]

@@ -52,7 +52,7 @@ __all__ = [
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.workers.main",
-     "asyncsync.collectors.single", "asyncsync.collectors.multi.multi_sync"]
+     "asyncsync.collectors.single", "asyncsync.collectors.multi.multi_sync", "asyncsync.collectors.distributed"]
 )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -25,10 +27,14 @@ __all__ = ["Kept", "by_gloo", "by_jobs", "by_ranks", "by_ray", "by_rpc", "killed
 
 Makes = Callable[..., Any]
 
+MANY = 1 << 21
+"""Weights that take more than one message."""
+
 
 def _prepare() -> None:
-    """Nodes' programs find what is here."""
+    """Nodes' programs find what is here. They are forked off one process that has imported what takes seconds."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    multiprocessing.set_start_method("forkserver", force=True)
 
 
 def _pids(collector: Any) -> list[int]:
@@ -46,11 +52,26 @@ def _gone(pids: list[int], seconds: float = 15.0) -> bool:
     return False
 
 
+def _killed_during(pid: int, work: Callable[[], Any]) -> tuple[str, str, float]:
+    """What is raised when this process is killed in the midst of some work, and how many seconds later."""
+    os.kill(pid, signal.SIGSTOP)  # so it does not come to the end of that before
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        time.sleep(0.3)
+        assert not working.done()
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        error = working.exception(60)
+        return type(error).__name__, str(error), time.monotonic() - begun
+
+
 def asynchronous(makes: Makes) -> dict[str, Any]:
     """Batches of one node each, by both kinds of loops, with updates after each of them."""
     source = policy(1.0)
     collector = makes([make()] * 2, source, frames_per_batch=6, total_frames=48, update_after_each_batch=True)
     pids = _pids(collector)
+    scheme = collector._sender_schemes["policy"]
+    address = scheme._bus.endpoint, scheme.shared_transport.backend
     sizes, values, nodes = [], [], []
 
     def note(batch: Any) -> None:
@@ -70,7 +91,8 @@ def asynchronous(makes: Makes) -> dict[str, Any]:
 
     asyncio.run(others())
     collector.shutdown()
-    return {"sizes": sizes, "values": values, "nodes": nodes, "gone": _gone(pids)}
+    own = {"scheme": type(scheme).__name__, "address": address}
+    return {"sizes": sizes, "values": values, "nodes": nodes, "gone": _gone(pids), **own}
 
 
 def synchronous(makes: Makes) -> dict[str, Any]:
@@ -107,15 +129,23 @@ def synchronous(makes: Makes) -> dict[str, Any]:
         collector.start()
     except NotImplementedError as error:
         found["start"] = str(error)
-    os.kill(pids[1], signal.SIGKILL)
-    begun = time.monotonic()
-    try:
-        while True:
-            collector.next()
-    except Exception as error:
-        found["lost"] = (type(error).__name__, str(error), time.monotonic() - begun)
+    found["lost"] = _killed_during(pids[1], collector.next)
     found["closed"], found["pid"], found["gone"] = collector.closed, pids[1], _gone(pids)
     return found
+
+
+def updating(makes: Makes) -> dict[str, Any]:
+    """A node that is killed in the midst of an update, of weights that are many. With restarts, it comes again."""
+    source = policy(2.0, MANY)
+    with makes([make()] * 2, source, frames_per_batch=6, sync=True) as collector:
+        pids = _pids(collector)
+        collector.next()
+        source.module.fill(6.0)
+        lost = _killed_during(pids[1], collector.update_policy_weights_)
+        found = {"lost": lost, "pid": pids[1], "again": None}
+        if collector._nodes.restarts:
+            found["again"] = acted(collector.next())
+    return found | {"gone": _gone([*pids, *_pids(collector)])}
 
 
 def failing(makes: Makes) -> dict[str, Any]:
@@ -158,29 +188,55 @@ def nested(makes: Makes) -> dict[str, Any]:
     return found | {"gone": _gone(pids + below)}
 
 
-CASES = (asynchronous, synchronous, failing, nested)
+CASES = (asynchronous, synchronous, updating, failing, nested)
 
 
-def _trainer(kind: str, pipe: Any) -> None:
+def _trainer(kind: str, options: dict[str, Any], pipe: Any) -> None:
     from asyncsync.collectors import distributed
 
-    collector = getattr(distributed, kind)([make(delay=0.01)] * 2, policy(), frames_per_batch=4, launcher="mp")
-    collector.next()
-    pipe.send(_pids(collector))
-    time.sleep(60)
+    with getattr(distributed, kind)([make(delay=0.01)] * 2, policy(2.0, MANY), frames_per_batch=40, **options) as own:
+        acts = acted(own.next())
+        pids = _pids(own)
+        if pipe is None:
+            return
+        os.kill(pids[1], signal.SIGSTOP)  # so it does not come to the end of the update
+        threading.Thread(target=own.update_policy_weights_, daemon=True).start()
+        time.sleep(0.3)
+        pipe.send((acts, pids))
+        time.sleep(60)
 
 
-def killed_trainer(kind: str) -> bool:
-    """Whether the nodes of a trainer that is killed end by themselves."""
+def killed_trainer(kind: str) -> dict[str, Any]:
+    """Of a trainer that is killed while one node rolls out and the other is sent weights: whether the nodes end by
+    themselves. Then the same program again, on the same port."""
     _prepare()
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    trainer = context.Process(target=_trainer, args=(kind, there))
+    if kind != "RayCollector":
+        return _killed_trainer(kind, {"launcher": "mp", "tcp_port": 29873})
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        ray.init(**RAY, _temp_dir=folder)
+        address = ray.get_runtime_context().gcs_address
+        found = _killed_trainer(kind, {"ray_init_config": {"address": address, "log_to_driver": False}})
+        found["all gone"] = found["all gone"] and not ray.util.list_named_actors()
+        ray.shutdown()
+    return found
+
+
+def _killed_trainer(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    here, there = multiprocessing.Pipe()
+    trainer = multiprocessing.Process(target=_trainer, args=(kind, options, there))
     trainer.start()
-    pids = here.recv() if here.poll(100) else []
+    acts, pids = here.recv() if here.poll(100) else (None, [])
+    below = [child.pid for child in psutil.Process(trainer.pid).children(recursive=True)]
     trainer.kill()
     trainer.join()
-    return len(pids) == 2 and _gone(pids)
+    os.kill(pids[1], signal.SIGCONT)
+    found = {"acts": acts, "gone": len(pids) == 2 and _gone(pids), "all gone": _gone(below)}
+    again = multiprocessing.Process(target=_trainer, args=(kind, options, None))
+    again.start()
+    again.join(100)
+    return found | {"again": again.exitcode}
 
 
 def _all_of(makes: Makes) -> dict[str, Any]:
@@ -220,7 +276,8 @@ def by_gloo() -> dict[str, Any]:
     from asyncsync.collectors.distributed import DistributedCollector
 
     _prepare()
-    found = _all_of(lambda *args, **given: DistributedCollector(*args, launcher="mp", **given))
+    found = _all_of(partial(DistributedCollector, launcher="mp"))
+    found["updating again"] = updating(partial(DistributedCollector, launcher="mp", restarts=1))
     options = {"launcher": "mp", "restarts": 1}
     with Collector(
         [make()] * 2, policy(2.0), frames_per_batch=4, backend="distributed", sync=True, backend_options=options
@@ -299,7 +356,7 @@ def by_ray() -> dict[str, Any]:
     _prepare()
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         ray.init(**RAY, _temp_dir=folder)
-        found = _all_of(lambda *args, **given: RayCollector(*args, remote_configs={"num_cpus": 0.5}, **given))
+        found = _all_of(partial(RayCollector, remote_configs={"num_cpus": 0.5}))
         ray.shutdown()
     return found
 

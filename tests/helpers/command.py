@@ -18,16 +18,35 @@ import asyncsync
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == {!r} else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+"""A sitecustomize.py in whose processes a package is not installed."""
+
+
 @contextlib.contextmanager
-def start(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """Python with these arguments, in a process group of its own as a shell would have it; killed with the block."""
-    package = Path(asyncsync.__file__).resolve().parent.parent  # the checkout, if it is not installed
+def start(*arguments: str | Path, cwd: Path, without: str | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Python with these arguments, in a process group of its own as a shell would have it; killed with the block.
+    ``without``: a package that is not installed there."""
+    paths = [Path(asyncsync.__file__).resolve().parent.parent]  # the checkout, if it is not installed
+    if without is not None:
+        paths.insert(0, cwd / "sitecustomize")
+        paths[0].mkdir()
+        (paths[0] / "sitecustomize.py").write_text(HIDING.format(without))
     # Unbuffered, a line and its end are written apart, and those of several processes get mixed.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=environment | {"PYTHONPATH": str(package)},
+        env=environment | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,9 +69,9 @@ def finish(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, s
     return process.returncode, out, err
 
 
-def run(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
+def run(*arguments: str | Path, cwd: Path, without: str | None = None) -> tuple[int, str, str]:
     """Start and finish."""
-    with start(*arguments, cwd=cwd) as process:
+    with start(*arguments, cwd=cwd, without=without) as process:
         return finish(process)
 
 

@@ -10,8 +10,6 @@ from asyncsync.bus.link import TICK
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.protocol import codec, messages
-from asyncsync.protocol.messages import Instruction
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
@@ -19,13 +17,15 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire import codec, fields, messages
+from asyncsync.wire.messages import Instruction
 
 __all__ = ["EPOCH", "SMALL", "TICK", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
 
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
 SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
-Sent = tuple[Instruction, Sequence[messages.Buffer]]
+Sent = tuple[Instruction, Sequence[fields.Buffer]]
 
 
 def nonce(incarnation: int) -> bytes:
@@ -42,11 +42,12 @@ def layout(dtype: torch.dtype = torch.float32) -> Layout:
 
 def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) -> Slab:
     slab = pool.acquire(layout(dtype))
+    slab.memory[:] = bytes(slab.nbytes)  # also what lies between the tensors
     pack(slab, flat(value, dtype))
     return slab
 
 
-def through_the_wire(instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> Sent:
+def through_the_wire(instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> Sent:
     return codec.decode([codec.encode(instruction), *map(bytes, payload)])
 
 
@@ -83,9 +84,10 @@ class Desk:
         *,
         route: bytes | None = None,
         attempt: int | None = None,
-        epoch: messages.Epoch | None = None,
+        epoch: fields.Epoch | None = None,
         have: dict[str, int] | None = None,
         local: bool | None = True,
+        role: str = "worker",
     ) -> None:
         route = b"%d" % worker if route is None else route
         name = nonce(worker if incarnation is None else incarnation)
@@ -93,7 +95,10 @@ class Desk:
         models = dict.fromkeys(self.publisher.targets.models, 0) if have is None else have
         boot = "" if local is None else "here" if local else "elsewhere"
         self.receive(
-            route, messages.Hello(worker, name, self.attempts[name], 100 + worker, boot, 1, epoch or None, models)
+            route,
+            messages.Hello(
+                worker, name, self.attempts[name], 100 + worker % 1000, boot, 1, epoch or None, models, role
+            ),
         )
 
     def cut(self, route: bytes) -> None:
@@ -137,10 +142,10 @@ class Desk:
             for slab in slabs.values():
                 slab.release()
 
-    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: messages.InUse = ()) -> None:
+    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: fields.InUse = ()) -> None:
         self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))  # type: ignore[attr-defined]
 
-    def applied(self, worker: int, last: int = 0, in_use: messages.InUse = (), **versions: int) -> None:
+    def applied(self, worker: int, last: int = 0, in_use: fields.InUse = (), **versions: int) -> None:
         self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
@@ -225,13 +230,13 @@ class Station:
                 sent.append(instruction)
         return sent
 
-    def receive(self, instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> None:
+    def receive(self, instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> None:
         self.subscriber.receive(*through_the_wire(instruction, payload), self.now)
 
     def welcome(
         self,
         *dtypes: torch.dtype,
-        epoch: messages.Epoch = EPOCH,
+        epoch: fields.Epoch = EPOCH,
         attempt: int | None = None,
         incarnation: int = 7,
         models: dict[str, Layout | None] | None = None,
@@ -239,7 +244,7 @@ class Station:
         if models is None:
             models = {m: layout(d) for m, d in zip(self.models, dtypes or (torch.float32,) * 9, strict=False)}
         known = {m: b"" if one is None else one.digest for m, one in models.items()}
-        attempt = self.subscriber.session._attempt if attempt is None else attempt
+        attempt = self.subscriber.session.attempt if attempt is None else attempt
         blobs = [one.encoded for one in models.values() if one is not None]
         self.receive(messages.Welcome(epoch, nonce(incarnation), attempt, 1, "here", 1, known), blobs)
 
@@ -252,7 +257,7 @@ class Station:
         serial: int,
         values: dict[str, tuple[int, float]],
         *,
-        epoch: messages.Epoch = EPOCH,
+        epoch: fields.Epoch = EPOCH,
         eager: bool = True,
         descriptor: bytes | None = None,
     ) -> None:
@@ -270,7 +275,7 @@ class Station:
         values: dict[str, tuple[int, float]],
         *,
         mapped: bool = True,
-        epoch: messages.Epoch = EPOCH,
+        epoch: fields.Epoch = EPOCH,
     ) -> None:
         """An update whose slabs the worker reads where they are, or copies out at once."""
         parts = []

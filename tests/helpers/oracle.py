@@ -38,19 +38,33 @@ class Oracle:
             if peer.transfer is not None:
                 holders.update(peer.transfer._slabs)
                 assert not peer.lost
+        pushed = publisher.fanout._pushed
+        holders.update([] if pushed is None else pushed._slabs)
         lent = 0
         for leases in publisher.leases.of.values():
             holders.update(slab for _, slab in leases.slabs.values())
             lent += len(leases.slabs)
+        bases = 0
+        for peer in publisher.peers.values():
+            for encoding in () if peer.transfer is None else peer.transfer.encodings:
+                if encoding is not None:
+                    both = [slab for slab in (encoding.slab, encoding.base) if slab is not None]
+                    holders.update(both)
+                    bases += len(both) - 1
         packing = [slab for slab, _ in trainer.packing]
         holders.update(packing)
+        for base in [slab.base[1] for slab in list(holders) if slab.base is not None]:
+            assert base.base is None, "a base keeps its own"
+            holders[base] += 1
+            bases += 1
         for slab, count in holders.items():
             assert slab.references == count, f"{slab.references} references to a slab that {count} hold"
         slabs, spares = trainer.pool.slabs + trainer.slots.slabs, 2 if self.world.lent else 1
         assert len(holders) <= slabs <= len(holders) + spares, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
         fetching = sum(len(p.transfer._slabs) for p in publisher.peers.values() if p.transfer is not None)
-        assert slabs <= targets + fetching + lent + len(packing) + spares
+        fetching += 0 if pushed is None else len(pushed._slabs)
+        assert slabs <= targets + fetching + bases + lent + len(packing) + spares
         for publication in publisher.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"
 
@@ -63,6 +77,7 @@ class Oracle:
             holders.update(part.slab for part in staging.parts.values())
         if subscriber.incoming.update is not None:
             holders.update(slab for slab in subscriber.incoming.update.slabs if slab is not None)
+            holders.update(slab for slab in subscriber.incoming.update.bases if slab is not None)
             ahead = subscriber.incoming.update.granted - subscriber.incoming.update.received
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
         holders.update(slab for *_, slab in (*subscriber.incoming.fetches, *worker.fetches))

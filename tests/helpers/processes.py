@@ -405,6 +405,7 @@ class Worker(_Party):
             impatient(scheme, **settings)
 
         async def register() -> None:
+            await scheme._meet(worker_idx, timeout)
             scheme._register()
             subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
             original = subscriber.applied

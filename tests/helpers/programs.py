@@ -13,9 +13,9 @@ import torch
 __all__ = ["in_program"]
 
 
-def in_program(function: Callable[..., Any], *args: Any, seconds: float = 55) -> Any:
-    """What a function returns in a program of its own, which may have processes."""
-    context = multiprocessing.get_context("spawn")
+def in_program(function: Callable[..., Any], *args: Any, seconds: float = 55, start_method: str = "spawn") -> Any:
+    """What a function returns in a program of its own, which may have processes. ``start_method``: of that program."""
+    context: Any = multiprocessing.get_context(start_method)
     here, there = context.Pipe()
     process = context.Process(target=_report, args=(there, function, args))
     process.start()

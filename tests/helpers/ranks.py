@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -21,16 +20,10 @@ import torch
 from torch import distributed
 
 from asyncsync import DistributedWeightSyncScheme, sync
-from helpers.apis import face, in_thread
+from helpers.apis import face, free_port, in_thread
 from helpers.processes import Filled
 
 __all__ = ["Rank", "free_port"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _scheme(is_blocking: bool) -> Any:

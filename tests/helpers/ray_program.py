@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,24 +19,26 @@ import torch
 import asyncsync
 import asyncsync.sync
 from helpers.apis import Api, in_thread
-from helpers.called_workers import CASES, LARGE, Lab, Worker, run_cases
+from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
+from helpers.called_workers import CASES, LARGE, PROGRAM_SECONDS, Lab, Worker, run_cases
 from helpers.processes import Filled, eventually, value_of
 
-__all__ = ["WITH_GLOO", "run_with_ray"]
+__all__ = ["ONCE", "ONCE_WITH_GLOO", "WITH_GLOO", "run_with_ray"]
 
 STORE_BYTES = 700 << 20
+HOSTS = 4
 
 
 class Coroutines:
-    """The object of a worker with coroutines."""
+    """The object of a worker with coroutines, in one case after another."""
 
-    def __init__(self, scheme: Any, index: int, numel: int) -> None:
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    async def connect(self, scheme: Any, index: int, numel: int) -> None:
         self.scheme, self.model, self.calls, self.received = scheme, Filled(numel, -1.0), 0, None
-        self.index = index
-
-    async def connect(self) -> None:
-        self.scheme.init_on_receiver("policy", model=self.model, worker_idx=self.index)
-        await self.scheme.connect()
+        scheme.init_on_receiver("policy", model=self.model, worker_idx=index)
+        await scheme.connect()
 
     async def _receive_weights_scheme(self) -> None:
         self.calls += 1
@@ -43,6 +46,9 @@ class Coroutines:
 
     async def state(self) -> tuple[int, float, float]:
         return self.calls, self.model.value, value_of(self.received)
+
+    async def shutdown(self) -> None:
+        await self.scheme.shutdown()
 
 
 class Collector:
@@ -60,6 +66,9 @@ class Collector:
 
     def value(self) -> float:
         return self.model.value
+
+    def shutdown(self) -> None:
+        self._receiver_schemes["policy"].shutdown()
 
 
 class ModuleTransform:
@@ -79,6 +88,9 @@ class ModuleTransform:
     def value(self) -> float:
         return self.module.value
 
+    def shutdown(self) -> None:
+        self._weight_sync_scheme.shutdown()
+
 
 class Transform:
     """What a RayModuleTransform has: the actor."""
@@ -94,6 +106,9 @@ class Host:
     def __init__(self) -> None:
         torch.set_num_threads(1)
 
+    def is_there(self) -> bool:
+        return True
+
     def make(self, kind: type, *args: Any, **options: Any) -> None:
         self.worker = kind(*args, **options)
 
@@ -103,26 +118,37 @@ class Host:
     def _receive_weights_scheme(self) -> None:
         self.worker._receive_weights_scheme()
 
+    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        return self.worker.cascade_execute(path, *args, **kwargs)
+
+    def _init_weight_sync_scheme(self, scheme: Any, model_id: str) -> None:
+        self.worker._init_weight_sync_scheme(scheme=scheme, model_id=model_id)
+
 
 class RayLab(Lab):
-    """With actors."""
+    """With actors. Each takes seconds to import what it needs: they are started at once, and used again and again; for
+    one that was killed, another is started meanwhile."""
 
     kind = "Ray"
     connects = True
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, backend: str) -> None:
         import ray
 
-        self.ray, self.options = ray, options
-        self._idle: list[Any] = []
+        self.ray, self.options = ray, {"backend": backend}
+        self._idle = [self.actor(Host) for _ in range(HOSTS)]
+        ray.get([host.is_there.remote() for host in self._idle], timeout=PROGRAM_SECONDS / 2)
+        self.coroutines = self.actor(Coroutines)
+        self.restart_sender = asyncsync.RayWeightSyncScheme(backend=backend)
+        self.restarting = self.actor(Restarting, self.restart_sender.blocking, max_restarts=1)
 
     def actor(self, kind: type, *args: Any, **options: Any) -> Any:
-        """One for a single case."""
+        """One with a process of its own."""
         return self.ray.remote(kind).options(num_cpus=0, **options).remote(*args)
 
-    def start(self, scheme: Any, index: int, numel: int, **options: Any) -> Any:
-        host = self._idle.pop() if self._idle else self.actor(Host)
-        host.make.remote(Worker, scheme, index, numel, **options)
+    def start(self, kind: type, place: int, *args: Any, **options: Any) -> Any:
+        host = self._idle.pop(0)
+        host.make.remote(kind, *args, **options)
         return host
 
     async def call(self, worker: Any, method: str, *args: Any) -> Any:
@@ -131,29 +157,30 @@ class RayLab(Lab):
     async def result(self, reference: Any) -> Any:
         return await asyncio.wrap_future(reference.future())
 
-    def end(self, worker: Any) -> None:
+    def end(self, worker: Any, last: str = "shutdown") -> None:
         try:
-            self.ray.get(worker.do.remote("shutdown"), timeout=10)
+            self.ray.get(worker.do.remote(last), timeout=10)
             self._idle.append(worker)
         except self.ray.exceptions.RayError:  # it was killed
             self.ray.kill(worker)
+            self._idle.append(self.actor(Host))
 
 
 async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
     there = getattr(sender, "bare", sender).aio
-    actor = lab.actor(Coroutines, there, 0, 8)
+    actor = lab.coroutines
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
-    await asyncio.gather(sender.connect(), lab.result(actor.connect.remote()))
+    await asyncio.gather(sender.connect(), lab.result(actor.connect.remote(there, 0, 8)))
     await sender.send_async(model.fill(2.0))
     assert await lab.result(actor.state.remote()) == (1, 2.0, 2.0)
     await sender.shutdown()
-    lab.ray.kill(actor)
+    await lab.result(actor.shutdown.remote())
 
 
 async def the_page_of_rpc_collector_connects_a_receiver(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
-    collector = lab.actor(Collector, getattr(sender, "bare", sender).blocking)
+    collector = lab.start(Collector, 0, getattr(sender, "bare", sender).blocking)
     sender.init_on_sender(model_id="policy", model=model, remotes=[collector])
     connection_info_ref = lab.ray.put(sender.connection_info)
     there = collector.cascade_execute.remote(
@@ -161,31 +188,29 @@ async def the_page_of_rpc_collector_connects_a_receiver(lab: RayLab, api: Api) -
     )
     await sender.connect()
     await lab.result(there)
-    assert await lab.result(collector.value.remote()) == 1.0
+    assert await lab.call(collector, "value") == 1.0
     await sender.shutdown()
-    lab.ray.kill(collector)
+    lab.end(collector)
 
 
 async def only_the_sender_of_a_transform_connects(lab: RayLab, api: Api) -> None:
     for numel in (8, LARGE):
         scheme, model = api.make(api.RayModuleTransformScheme, **lab.options), Filled(numel, 1.0)
-        actor = lab.actor(ModuleTransform, numel)
+        actor = lab.start(ModuleTransform, 0, numel)
         Transform(actor, scheme)
         scheme.init_on_sender(model_id="transform_module", model=model)
         await scheme.connect()
-        assert await lab.result(actor.value.remote()) == 1.0
+        assert await lab.call(actor, "value") == 1.0
         await scheme.send_async(model.fill(2.0))
-        assert await lab.result(actor.value.remote()) == 2.0
+        assert await lab.call(actor, "value") == 2.0
         await scheme.shutdown()
-        lab.ray.kill(actor)
+        lab.end(actor)
     with pytest.raises(ValueError, match="which transform"):
         api.make(api.RayModuleTransformScheme).init_on_sender(model_id="transform_module")
 
 
 async def torchrls_transform_is_updated(lab: RayLab, api: Api) -> None:
     """By its own class, which connects the scheme; that is a blocking one."""
-    if not api.is_blocking:
-        return
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
     from torch import nn
@@ -208,8 +233,7 @@ async def torchrls_transform_is_updated(lab: RayLab, api: Api) -> None:
 
 
 async def a_restarted_actor_finds_its_target(lab: RayLab, api: Api) -> None:
-    sender, model = api.scheme(**lab.options), Filled(8, 1.0)
-    actor = lab.actor(Restarting, getattr(sender, "bare", sender).blocking, max_restarts=1)
+    sender, model, actor = lab.restart_sender, Filled(8, 1.0), lab.restarting
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
     await sender.connect()
     await sender.send_async(model.fill(2.0))
@@ -229,16 +253,16 @@ class Restarting(Worker):
 
     def __init__(self, scheme: Any) -> None:
         super().__init__(scheme, 0, 8)
-        self.connect()
+        self.scheme.connect(timeout=PROGRAM_SECONDS)  # its case comes late
 
 
 async def elastic_actors_come_and_go(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
     blocking = getattr(sender, "bare", sender).blocking
-    first = lab.start(blocking, 0, 8)
+    first = lab.start(Worker, 0, blocking, 0, 8)
     sender.init_on_sender(model_id="policy", model=model, remotes={0: first})
     await asyncio.gather(sender.connect(), lab.call(first, "connect"))
-    sender.remotes[3] = second = lab.start(blocking, 3, 8)
+    sender.remotes[3] = second = lab.start(Worker, 1, blocking, 3, 8)
     await lab.call(second, "connect")
     assert (await lab.call(second, "state"))["value"] == 1.0
     await sender.send_async(model.fill(2.0))
@@ -272,15 +296,18 @@ class Finder:
 
         return int(ray.get(find(description), timeout=20).sum())
 
+    def shutdown(self) -> None:
+        pass
+
 
 async def a_described_object_is_found_and_not_pinned(lab: RayLab, api: Api) -> None:
     from asyncsync.transports.ray_private import describe
 
     core = lab.ray._private.worker.global_worker.core_worker
     before, reference = len(core.get_all_reference_counts()), lab.ray.put(np.ones(1 << 20, np.uint8))
-    actor = lab.actor(Finder)
-    assert await lab.result(actor.total.remote(describe(reference))) == 1 << 20
-    lab.ray.kill(actor)
+    actor = lab.start(Finder, 0)
+    assert await lab.call(actor, "total", describe(reference)) == 1 << 20
+    lab.end(actor)
     del reference, actor
     await eventually(lambda: len(core.get_all_reference_counts()) <= before, why=core.get_all_reference_counts)
 
@@ -290,19 +317,33 @@ OWN = (
     coroutines_receive_in_an_actors_loop,
     the_page_of_rpc_collector_connects_a_receiver,
     only_the_sender_of_a_transform_connects,
-    torchrls_transform_is_updated,
-    a_restarted_actor_finds_its_target,
     elastic_actors_come_and_go,
-    nothing_stays_in_the_store,
 )
-
 
 WITH_GLOO = (
     "sends_call_each_worker",
-    "a_killed_worker_is_named_and_the_others_go_on",
     "of_many_publications_the_newest_is_applied",
-    "only_the_sender_of_a_transform_connects",
+    "no_forward_is_torn_while_updates_apply_as_they_come",
 )
+
+# To what these show, the API of the sender makes no difference.
+ONCE: dict[str, tuple[Any, ModuleType]] = {
+    case.__name__: (case, module)
+    for case, module in (
+        (a_restarted_actor_finds_its_target, asyncsync),
+        (torchrls_transform_is_updated, asyncsync.sync),
+        (nothing_stays_in_the_store, asyncsync),
+        (CASES["a_killed_worker_is_named_and_the_others_go_on"], asyncsync.sync),
+    )
+}
+ONCE_WITH_GLOO: dict[str, tuple[Any, ModuleType]] = {
+    case.__name__: (case, module)
+    for case, module in (
+        (only_the_sender_of_a_transform_connects, asyncsync.sync),
+        (CASES["a_worker_killed_amid_a_transfer_is_named_at_once"], asyncsync),
+        (a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
+    )
+}
 
 
 def run_with_ray(tell: Callable[[str, str | None], None]) -> None:
@@ -324,9 +365,15 @@ def run_with_ray(tell: Callable[[str, str | None], None]) -> None:
             log_to_driver=False,
             logging_level="ERROR",
         )
-        cases: dict[str, Any] = {**CASES, **{function.__name__: function for function in OWN}}
-        run_cases(RayLab(backend="object_store"), cases, tell)
-        run_cases(RayLab(), {name: cases[name] for name in WITH_GLOO}, tell, "gloo ")
+        lab = RayLab("object_store")
+        both = {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}
+        run_cases(lab, {**both, **{function.__name__: function for function in OWN}}, tell)
+        for name, (function, module) in ONCE.items():
+            run_cases(lab, {name: function}, tell, modules=(module,))
+        lab.options = {"backend": "gloo"}
+        run_cases(lab, {name: CASES[name] for name in WITH_GLOO}, tell, "gloo ")
+        for name, (function, module) in ONCE_WITH_GLOO.items():
+            run_cases(lab, {name: function}, tell, "gloo ", (module,))
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)

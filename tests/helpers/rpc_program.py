@@ -14,11 +14,12 @@ import torch
 
 import asyncsync.sync  # noqa: F401 - workers get its classes
 from asyncsync.runtime.threads import settle
-from helpers.called_workers import CASES, Lab, Worker, run_cases
+from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
+from helpers.called_workers import APIS, CASES, Lab, run_cases
 
 __all__ = ["run_with_rpc"]
 
-WORKERS = 4  # of which each API's cases kill one
+WORKERS = 5  # of which three are killed
 
 
 def _options() -> Any:
@@ -55,10 +56,10 @@ class RPCLab(Lab):
         self._first = 1
         self._processes: dict[int, int] = {}
 
-    def start(self, scheme: Any, index: int, numel: int, **options: Any) -> Any:
+    def start(self, kind: type, place: int, *args: Any, **options: Any) -> Any:
         from torch.distributed import rpc
 
-        return rpc.remote(f"rank{self._rank(index)}", Worker, (scheme, index, numel), options)
+        return rpc.remote(f"rank{self._rank(place)}", kind, args, options)
 
     def _rank(self, index: int) -> int:
         """A process that runs."""
@@ -107,8 +108,12 @@ def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
         _join(0, port)
         lab = RPCLab()
         lab.know({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
-        ordered = {name: function for name, function in CASES.items() if "killed" not in name}
-        run_cases(lab, {**ordered, **CASES}, tell)
+        run_cases(lab, {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}, tell)
+        killed = {name: CASES[name] for name in OF_KILLED_WORKERS}
+        for name, module in zip(killed, APIS, strict=True):
+            run_cases(lab, {name: killed[name]}, tell, modules=(module,))
+        trainers = {a_trainer_killed_amid_a_transfer_is_noticed.__name__: a_trainer_killed_amid_a_transfer_is_noticed}
+        run_cases(lab, trainers, tell, modules=APIS[1:])
     finally:
         for process in processes:
             process.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.net.side_channel import split
-from asyncsync.protocol import messages
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
@@ -27,6 +26,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire import fields, messages
 from helpers.machines import Borrowed
 
 __all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
@@ -40,6 +40,7 @@ LAYOUTS = [
 ]
 
 BOOT = "one host"
+NOBODY: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class World:
         local: the workers share the trainer's host, so their death is noticed at once.
         lent: these models travel in slots that workers map, or copy out at once; only if local.
         fast: whether the steady state is shorter than the general way.
+        fanout: whether workers can subscribe to what is sent to all of them, and whether that is ``"push"``.
+        compress, delta: how bytes that travel are encoded.
+        apart: workers on another host, to which the bytes of slots travel.
     """
 
     workers: int = 2
@@ -67,11 +71,30 @@ class World:
     local: bool = True
     lent: frozenset[str] = frozenset()
     fast: bool = True
+    fanout: str | None = None
+    compress: str = ""
+    delta: bool = False
+    apart: frozenset[int] = frozenset()
 
     @property
     def settings(self) -> Settings:
         eager = 4096 if self.eager else 0
-        return Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=120, checksum=self.checksum, fast=self.fast)
+        return Settings(
+            eager_bytes=eager,
+            chunk_bytes=40,
+            window_bytes=120,
+            checksum=self.checksum,
+            fast=self.fast,
+            fanout=self.fanout,
+            fanout_least=1,
+            compress=self.compress,
+            delta=self.delta,
+            piece_bytes=40,
+        )
+
+    def is_beside(self, worker: int) -> bool:
+        """Whether this worker shares the trainer's host."""
+        return self.local and worker not in self.apart
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,7 +106,7 @@ def draw_world(source: random.Random) -> World:
     count = source.randint(1, 4)
     models = source.choice([("policy",), ("",), ("policy", "critic"), ("policy", "critic")])
     lent = frozenset(source.choice([models, models, models[:1]])) if source.random() < 0.5 else frozenset()
-    return World(
+    world = World(
         workers=count,
         elastic=source.random() < 0.4,
         models=models,
@@ -95,7 +118,13 @@ def draw_world(source: random.Random) -> World:
         local=bool(lent) or source.random() < 0.7,
         lent=lent,
         fast=bool(lent) or source.random() < 0.7,
+        fanout=None if lent else source.choice([None, "pull", "push"]),
+        compress=source.choice(["", "", "", "zstd", "lz4"]),
+        delta=source.random() < 0.5,
+        apart=frozenset(w for w in range(count) if source.random() < 0.5) if lent and source.random() < 0.3 else NOBODY,
     )
+    # What travels as fewer bytes is not pushed.
+    return replace(world, compress="", delta=False) if world.fanout == "push" else world
 
 
 def layout_of(dtype: torch.dtype) -> Layout:
@@ -193,6 +222,7 @@ class Trainer:
         self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
+        self._publisher.membership.fanout_port = 1 if world.fanout else 0
         for model in world.models:
             self.publisher.serve(model, 0.0)
         # Only the publisher knows whether a refusal came in time; what follows from it is checked.
@@ -208,7 +238,7 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> messages.Epoch:
+    def epoch(self) -> fields.Epoch:
         return self._publisher.epoch
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
@@ -247,6 +277,16 @@ class Trainer:
             slab.memory[:] = b"\xaa" * slab.nbytes
             slab.packed = 0
 
+    def encode(self, count: int | None = None) -> None:
+        """So many of the pieces that are wanted; None: all."""
+        wanted = self.publisher.wanted
+        while wanted and count != 0:
+            encoding, index = wanted.popleft()
+            if encoding.users:
+                encoding.encode(index)
+                count = None if count is None else count - 1
+                self.publisher.packed()
+
     def pack(self, nbytes: int | None = None) -> None:
         """So many bytes more; None: all."""
         while self.packing and nbytes != 0:
@@ -273,7 +313,7 @@ class SimulatedSideChannel:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[messages.Buffer]) -> bool:
+    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
@@ -322,7 +362,7 @@ class Worker:
         self.alive = True
         self.held = False
         self.connection: Connection | None = None
-        identity = Identity(100 + number, BOOT if world.local else "another host", 1)
+        identity = Identity(100 + number, BOOT if world.is_beside(index) else "another host", 1)
         self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings)
         self.subscriber.attach = self._attach
         self.left = False
@@ -337,6 +377,7 @@ class Worker:
         self.fetches: list[tuple[int, int, messages.Part, Slab]] = []
         self.failures = 0
         self.again = 0  # the serial of an AGAIN that has just come
+        self.hears: Connection | None = None  # on which it has subscribed
 
     def register(self, model: str, now: float) -> None:
         self.models[model] = {path[0]: torch.zeros(shape) for path, shape in SHAPES.items()}

@@ -25,11 +25,12 @@ import torch
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.net.side_channel import join
-from asyncsync.protocol import codec, messages
-from asyncsync.protocol.metadata import encode_metadata
+from asyncsync.protocol.fanout import EVERYBODY
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire import codec, messages
+from asyncsync.wire.metadata import encode_metadata
 from helpers.oracle import Oracle
 from helpers.simulated import (
     DTYPES,
@@ -78,6 +79,7 @@ OPERATIONS = {
     "request": 1,
     "disconnect": 2,
     "connect": 5,
+    "subscribe": 3,
     "crash": 1,
     "spawn": 1,
     "leave": 2,
@@ -114,6 +116,7 @@ class Simulation(Oracle):
         self.images: dict[int, bytes] = {}
         self.owners: dict[int, int | None] = {}
         self.dropped: Counter[str] = Counter()
+        self.broadcast = 0  # messages that came by subscription
         self.taken = 0  # updates that a worker took on the fast path
         self.untold: list[Worker] = []
         self.trainer = self._start_trainer(1000)
@@ -177,7 +180,13 @@ class Simulation(Oracle):
         if self.network and self.world.checksum:
             message = self.network[a % len(self.network)]
             kind = type(codec.decode(message.frames)[0])
-            if kind is messages.Chunk or (kind is messages.Update and len(message.frames) > 2 and message.frames[-1]):
+            frames = message.frames[1:] if kind is messages.Cast else message.frames
+            is_update = kind in (messages.Update, messages.Cast)
+            if (
+                kind is messages.Chunk
+                or (kind is messages.Packed and len(message.frames) > 1)
+                or (is_update and len(frames) > 2 and frames[-1])
+            ):
                 damaged = bytearray(message.frames[-1])
                 damaged[b % len(damaged)] ^= 1 << b % 8
                 message.frames = [*message.frames[:-1], bytes(damaged)]
@@ -338,6 +347,17 @@ class Simulation(Oracle):
             self._disconnect(worker)
             self._connect(worker, trainer)
 
+    def _do_subscribe(self, a: int, b: int) -> None:
+        """A worker subscribes to what its trainer sends to all, or does so no longer; the trainer knows, or not yet."""
+        worker = self._pick(a)
+        connection = worker.connection
+        if not self.world.fanout or connection is None:
+            return
+        worker.hears = None if b % 4 == 0 else Connection(b"", worker, connection.trainer)
+        subscribed, nonce = connection.trainer.publisher.fanout.subscribed, worker.subscriber.session.nonce
+        if b // 4 % 3:
+            (subscribed.add if worker.hears else subscribed.discard)(nonce)
+
     def _do_reconnect(self, a: int, b: int) -> None:
         """A connection breaks and is there again at once; what was under way arrives later."""
         worker = self._pick(a)
@@ -379,7 +399,7 @@ class Simulation(Oracle):
         """The operating system tells the trainer which of its local workers have died."""
         if self.world.local:
             for worker in self.workers:
-                if not worker.alive:
+                if not worker.alive and self.world.is_beside(worker.index):
                     self._lose(worker)
 
     def _do_assemble(self, a: int, b: int) -> None:
@@ -473,13 +493,18 @@ class Simulation(Oracle):
                     self.untold.append(worker)
                 if worker.connection is None:
                     self._connect(worker, self.trainer)
+                if self.world.fanout and (worker.hears is None or worker.hears.trainer is not self.trainer):
+                    worker.hears = Connection(b"", worker, self.trainer)
+                if self.world.fanout:
+                    self.trainer.publisher.fanout.subscribed.add(worker.subscriber.session.nonce)
         self._do_notice(0, 0)
         self._settle()
 
     def _drain(self) -> None:
         budget = 5000
-        while self.network:
-            self._deliver(self.network.pop(0))
+        while self.network or any(trainer.publisher.wanted for trainer in self.trainers):
+            if self.network:
+                self._deliver(self.network.pop(0))
             self._settle()
             budget -= 1
             assert budget, "the machines chatter without end"
@@ -691,10 +716,17 @@ class Simulation(Oracle):
         """The shells: send what the machines want sent, fetch, and let updates through the gates that are open."""
         self._settle_workers()
         for trainer in self.trainers:
+            trainer.encode(2)
             outbox = trainer.publisher.outbox
             while outbox:
                 route, instruction, payload = outbox.popleft()
                 if not trainer.alive:
+                    continue
+                fanout, last = trainer.publisher.fanout, trainer.publisher.announcer.last
+                cast = fanout.gather(route, instruction, payload, last)
+                if cast is not None or route == EVERYBODY:
+                    frames = [codec.encode(instruction), *map(bytes, payload)]
+                    self._broadcast(trainer, frames if cast is None else [codec.encode(cast), *frames])
                     continue
                 connection = next(c for c in reversed(self.connections) if c.route == route)
                 if connection.open:
@@ -702,6 +734,12 @@ class Simulation(Oracle):
                     self.network.append(Message(connection, False, frames))
                 else:
                     trainer.publisher.unreachable(route, self.now)
+
+    def _broadcast(self, trainer: Trainer, frames: list[bytes]) -> None:
+        for worker in self.workers:
+            if worker.hears is not None and worker.hears.trainer is trainer:
+                self.network.append(Message(worker.hears, False, frames))
+                self.broadcast += 1
 
     def _settle_workers(self) -> None:
         for worker in self.workers:
@@ -823,6 +861,7 @@ class Simulation(Oracle):
             self.images[number] = bytes(slab.memory)
             slab.in_place = number % 3 > 0 and not copied
             slab.descriptor = trainer.slots.describe(slab, mapped=slab.in_place)
+            slab.streamable = bool(self.world.apart)
         elif self.world.descriptors:
             slab.descriptor = descriptor = b"%d" % number
             trainer.shared[descriptor] = slab

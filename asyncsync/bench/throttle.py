@@ -1,0 +1,71 @@
+"""A slow network: a proxy that passes on so many bytes per second, at another address of this host.
+
+    async with throttled((5555, 5556), 1e6) as network:     # 1 MB/s to a worker that connects to network.host
+        …
+
+127.0.0.0/8 is this host, all of it: the proxy has the ports of what is behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+__all__ = ["Network", "throttled"]
+
+PIECE = 16 << 10
+FAST = 1e9  # no limit
+_hosts = itertools.count(2)
+
+
+@dataclass
+class Network:
+    """``host`` is where something is reached, with ``rate`` bytes per second at most; that can be changed."""
+
+    host: str
+    rate: float
+
+
+@asynccontextmanager
+async def throttled(ports: Iterable[int], rate: float) -> AsyncIterator[Network]:
+    """These ports of 127.0.0.1, reached by a network that brings ``rate`` bytes per second of all of them together."""
+    network = Network(f"127.0.0.{next(_hosts) % 250 + 2}", rate)
+    turn = asyncio.Lock()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slow: bool) -> None:
+        try:
+            while data := await reader.read(PIECE):
+                if slow and network.rate < FAST:
+                    async with turn:
+                        await asyncio.sleep(len(data) / network.rate)
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass  # one side has gone
+        finally:
+            writer.transport.abort()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+        there = await asyncio.open_connection("127.0.0.1", port, limit=PIECE)
+        for source, target, slow in ((there[0], writer, True), (reader, there[1], False)):
+            task = asyncio.create_task(pump(source, target, slow=slow))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    servers = [
+        await asyncio.start_server(lambda r, w, port=port: serve(r, w, port), network.host, port, limit=PIECE)  # type: ignore[misc]
+        for port in ports
+    ]
+    try:
+        yield network
+    finally:
+        for server in servers:
+            server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports close

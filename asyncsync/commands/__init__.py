@@ -1,0 +1,1 @@
+"""The commands of ``asyncsync``: each module adds its own, and runs it."""

@@ -1,0 +1,124 @@
+"""``asyncsync keygen``: the certificates of a sender and of its clients."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from asyncsync.errors import NotConnected
+from asyncsync.net.certificates import Certificate, Workers, check_writers, parse_workers, write_new
+from asyncsync.net.keys import KeyPair
+
+__all__ = ["add"]
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", re.ASCII)
+MAX_WORKERS = 100_000
+Client = tuple[str, Workers]
+
+LAYOUT = """\
+DIR/server.key                       the server's public key: a copy goes to every host with receivers
+DIR/server.key_secret                its secret key: stays with the sender, server_key=
+DIR/clients/NAME.key                 whom the sender lets in: stays with the sender, clients=DIR/clients
+DIR/client_secrets/NAME.key_secret   a client's secret key: goes to that client's host, client_key=
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser's."""
+    keygen = commands.add_parser(
+        "keygen",
+        help="make the keys with which a sender and its receivers know each other, and encrypt",
+        description=f"Makes CURVE certificates in the format of zmq.auth:\n\n{LAYOUT}\nNothing is ever overwritten. "
+        "Run again, it adds clients, which a running sender lets in without a restart.",
+        epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    keygen.add_argument("directory", metavar="DIR", help="made if it is not there, for this user only (0700)")
+    keygen.add_argument(
+        "--workers",
+        type=_workers,
+        default=0,
+        metavar="N",
+        help="keys for worker-0 … worker-(N-1), each for its own",
+    )
+    keygen.add_argument(
+        "--name", dest="names", type=_client, action="extend", nargs="+", default=[], metavar="NAME[=WORKERS]",
+        help="a key by this name, good for these workers (gpu-host=0-3,7), or for any that no other key has taken",
+    )  # fmt: skip
+    keygen.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    numbered = [(f"worker-{n}", Workers((range(n, n + 1),))) for n in range(options.workers)]
+    try:
+        print(make(Path(options.directory), [*numbered, *options.names]))
+    except FileExistsError as error:
+        why = "is there already, and nothing is overwritten; remove it first to replace that key"
+        print(f"asyncsync keygen: {error} {why}", file=sys.stderr)
+        return 1
+    except (OSError, NotConnected) as error:
+        print(f"asyncsync keygen: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(directory: Path, clients: list[Client]) -> str:
+    """Make these clients' certificates, and the server's unless it is there and there are clients to add; returns what
+    is to be done with them. Raises FileExistsError, with nothing written: one is there; NotConnected: there is no CURVE
+    here, or others may write to one of the folders."""
+    public, secret = directory / "clients", directory / "client_secrets"
+    server = directory / "server.key"
+    server_secret = directory / "server.key_secret"
+    is_new = not (server.exists() and clients)
+    secrets, publics = [], []
+    wanted = [(server, server_secret, Workers())] if is_new else []
+    wanted += [(public / f"{name}.key", secret / f"{name}.key_secret", workers) for name, workers in clients]
+    for path, secret_path, workers in wanted:
+        pair = KeyPair.draw()
+        certificate = Certificate(pair.public, pair.secret, workers)
+        secrets.append((secret_path, certificate.encode(secret=True)))
+        publics.append((path, certificate.encode(secret=False)))
+    paths = [path for path, _ in secrets + publics]
+    for n, path in enumerate(paths):
+        if path.exists() or path in paths[:n]:
+            raise FileExistsError(path)
+    for folder in (directory, public, secret):
+        folder.mkdir(mode=0o700, parents=folder is directory, exist_ok=True)
+        check_writers(str(folder), folder.stat().st_mode)
+    write_new(secrets, mode=0o600)
+    write_new(publics, mode=0o644)  # last: what is listed there is let in
+    return _told(directory, clients, is_new=is_new)
+
+
+def _told(directory: Path, clients: list[Client], *, is_new: bool) -> str:
+    there = "" if is_new else " (was there already)"
+    lines = [
+        f"{directory}/server.key{there}: copy it to every host with receivers, which give it as server_key=",
+        f"{directory}/server.key_secret{there}: stays here; the sender gives it as server_key=",
+        f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in whoever has a NAME.key there",
+    ]
+    for name, workers in clients:
+        which = f"worker {workers}" if workers.ranges else "any worker"
+        lines.append(f"{directory}/client_secrets/{name}.key_secret: move it to the host of {which}, as client_key=")
+    if not clients:
+        lines.append(f"no client has a key yet: asyncsync keygen {directory} --workers N, or --name NAME")
+    return "\n".join(lines)
+
+
+def _workers(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {MAX_WORKERS}")
+    return value
+
+
+def _client(text: str) -> Client:
+    name, is_limited, workers = text.partition("=")
+    if not NAME.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, '_', '-' and '.' make one")
+    try:
+        return name, parse_workers(workers) if is_limited else Workers()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,130 @@
+"""What the commands' options have in common: checks of their values, and of optional libraries."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from asyncsync.errors import NotConnected
+from asyncsync.net.endpoint import check_endpoint
+from asyncsync.net.key_files import KeyFiles
+from asyncsync.net.keys import Credentials
+
+__all__ = [
+    "CommandFailed",
+    "add_sender",
+    "as_options",
+    "bound",
+    "count",
+    "credentials_of",
+    "need",
+    "picture",
+    "positive",
+    "seed",
+    "writable",
+]
+
+
+class CommandFailed(Exception):
+    """The command cannot do what it was asked for: the reason, in one line. Its exit code is 1."""
+
+
+def need(extra: str, *libraries: str) -> None:
+    """Check that optional libraries are there, before anything is started. Raises CommandFailed: names those that are
+    not, and the extra that installs them."""
+    missing = []
+    for library in libraries:
+        try:
+            found = importlib.util.find_spec(library) is not None
+        except ImportError:
+            found = False
+        if not found:
+            missing.append(library)
+    if missing:
+        raise CommandFailed(f'{" and ".join(missing)} not found; install with: pip install "asyncsync[{extra}]"')
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 32:
+        raise argparse.ArgumentTypeError("must be between 0 and 2**32 - 1")
+    return value
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a positive number")
+    return value
+
+
+def writable(text: str) -> str:
+    # Now, not after minutes of work.
+    if not os.access(Path(text).absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write there: {Path(text).absolute().parent}")
+    return text
+
+
+def picture(text: str) -> str:
+    if Path(text).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError("the path must end with one of .png, .pdf or .svg")
+    return writable(text)
+
+
+def bound(text: str) -> str:
+    """Where a sender of this program binds."""
+    return _endpoint(text, allow_plaintext=False)
+
+
+def add_sender(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that connects to a sender."""
+    parser.add_argument("endpoint", type=_sender, metavar="ENDPOINT", help="as the workers have it: tcp://HOST:PORT")
+    parser.add_argument(
+        "--server-key", default=None, metavar="FILE", help="where the sender has keys: its public certificate"
+    )
+    parser.add_argument(
+        "--client-key", default=None, metavar="FILE", help="a secret certificate that the sender lets in, of any index"
+    )
+
+
+def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | None:
+    """What to connect with. Raises CommandFailed: only one of the keys was given, or there is none to be had."""
+    logging.getLogger("asyncsync").addHandler(logging.NullHandler())  # a command says what it has to say by itself
+    try:
+        keys = KeyFiles.given(options.server_key, None, options.client_key)
+        if keys is None:
+            return None
+        keys.check_address(options.endpoint, options.endpoint)
+        keys.receiver(0)
+    except (ValueError, NotConnected) as error:
+        raise CommandFailed(as_options(error)) from error
+    return partial(keys.receiver, 0)
+
+
+def as_options(error: Exception | str, server_key: str = "--server-key") -> str:
+    """What an error says, in the words of the command line instead of Python's."""
+    text = str(error).replace("server_key=", server_key).replace("client_key=", "--client-key")
+    return text.replace("clients=", "--clients").replace("allow_plaintext=True", "--allow-plaintext")
+
+
+def _sender(text: str) -> str:
+    return _endpoint(text, allow_plaintext=True)
+
+
+def _endpoint(text: str, *, allow_plaintext: bool) -> str:
+    try:
+        return check_endpoint(text, allow_plaintext=allow_plaintext)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,105 @@
+"""``asyncsync relay``: one subscription, passed on to the workers of a host, or of a branch of a tree."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from asyncsync.commands.options import CommandFailed, as_options, writable
+from asyncsync.errors import NotConnected, WeightSyncError
+from asyncsync.net.endpoint import check_endpoint, several
+from asyncsync.net.key_files import KeyFiles
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "relay",
+        help="pass a trainer's weights on to the workers of this host",
+        description="One connection to the trainer, or to another relay; workers connect to this one, and are to the "
+        "trainer as if they were connected to it: it waits for them, and knows what each has. Versions keep their "
+        "numbers. With --keep, it serves the last version while the trainer is away, and after its own restart.",
+        epilog="Exit codes: 0 ended by SIGTERM or Ctrl-C; 1 it could not begin, or not go on, with the reason on "
+        "stderr; 2 wrong arguments.",
+    )
+    parser.add_argument(
+        "--upstream",
+        required=True,
+        metavar="ENDPOINT",
+        help="the trainer, or a relay; several with commas between them",
+    )
+    parser.add_argument("--bind", required=True, metavar="ENDPOINT", help="where the workers connect")
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="the workers read shared memory (SharedMemWeightSyncScheme); --bind ipc://…",
+    )
+    parser.add_argument(
+        "--keep", type=_file, default=None, metavar="FILE.safetensors", help="keep the newest weights there"
+    )
+    parser.add_argument(
+        "--allow-plaintext", action="store_true", help="also to other hosts, on a network that you trust"
+    )
+    upstream = parser.add_argument_group("keys, of the sender above")
+    upstream.add_argument("--server-key", default=None, metavar="FILE", help="its public certificate")
+    upstream.add_argument("--client-key", default=None, metavar="FILE", help="this relay's secret one, of any index")
+    below = parser.add_argument_group("keys, for the workers")
+    below.add_argument("--bind-key", default=None, metavar="FILE", help="this relay's secret certificate as a server")
+    below.add_argument("--clients", default=None, metavar="DIR", help="the public certificates of those it lets in")
+    parser.set_defaults(run=_run)
+
+
+def _file(text: str) -> str:
+    if not text.endswith(".safetensors"):
+        raise argparse.ArgumentTypeError("the name must end with .safetensors")
+    return writable(text)
+
+
+def _above(options: argparse.Namespace) -> KeyFiles | None:
+    try:
+        above = KeyFiles.given(options.server_key, None, options.client_key)
+        for endpoint in several(options.upstream):
+            check_endpoint(endpoint, allow_plaintext=options.allow_plaintext or above is not None)
+            if above is not None:
+                above.check_address(endpoint, endpoint)
+    except ValueError as error:
+        raise CommandFailed(f"--upstream: {as_options(error)}") from error
+    return above
+
+
+def _below(options: argparse.Namespace) -> KeyFiles | None:
+    try:
+        below = KeyFiles.given(options.bind_key, options.clients, None)
+        check_endpoint(options.bind, allow_plaintext=options.allow_plaintext or below is not None)
+        if below is not None:
+            below.check_address(options.bind, options.bind)
+    except ValueError as error:
+        raise CommandFailed(f"--bind: {as_options(error, '--bind-key')}") from error
+    return below
+
+
+def _run(options: argparse.Namespace) -> int:
+    import anyio
+
+    from asyncsync.relay.process import Relay, RelayOptions, run
+
+    try:
+        above, below = _above(options), _below(options)
+        if options.shared and not options.bind.startswith("ipc://"):
+            raise ValueError(f"--shared is for workers of this host: --bind ipc:///absolute/path, not {options.bind}")
+        keep = None if options.keep is None else Path(options.keep)
+        credentials = None if above is None else partial(above.receiver, 0)
+        chosen = RelayOptions(options.upstream, options.bind, options.shared, keep, credentials, below)
+
+        def ready(relay: Relay) -> None:
+            kept = f", keeping {keep}" if keep is not None else ""
+            version = relay.downstream.publisher.published
+            print(f"relay: {options.bind} ← {options.upstream}{kept}; version {version or 'none yet'}", flush=True)
+
+        anyio.run(run, chosen, ready)
+    except (WeightSyncError, NotConnected, ValueError, OSError) as error:
+        raise CommandFailed(str(error)) from error
+    return 0

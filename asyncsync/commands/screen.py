@@ -1,0 +1,226 @@
+"""What ``asyncsync top`` draws: one screen of any size, and one line where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from asyncsync.commands.samples import Rates, Samples
+from asyncsync.wire.report import Report, WorkerReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["line", "screen"]
+
+COLOURS = {"live": "green", "slow": "yellow", "lost": "red"}
+STATES = ("lost", "slow", "live")  # the worst first
+ROLES = ("relay", "worker", "guest")
+WIDE = 120  # characters, from which on a worker's target, process and trouble have columns of their own
+NOTES = 3
+OVERDUE = 2.0  # seconds without an answer
+
+
+def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
+    """The whole screen. ``height``: lines that there are; None: as many as it takes."""
+    from rich.console import Group
+    from rich.text import Text
+
+    report = samples.last
+    if report is None:
+        waiting = samples.failure or "asking …"
+        return Group(_title(samples, width), Text(), Text(waiting, style="yellow"), Text(_hint(samples), style="dim"))
+    rates = samples.rates()
+    head: list[RenderableType] = [
+        _title(samples, width),
+        Text(),
+        _facts(report, rates),
+        _people(report),
+        _models(report, width),
+    ]
+    feet = [*_counts("refused", report.refused, "yellow"), *_counts("dropped", report.dropped, "yellow")]
+    now = time.monotonic()
+    if samples.failure or samples.age(now) > OVERDUE:
+        why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer, or its successor"
+        feet.append(Text(why, style="bold red", no_wrap=True, overflow="ellipsis"))
+    notes = [] if width >= WIDE else _notes(report.workers)
+    # The facts take two lines; one is empty above the table and one above the feet, one is the table's head.
+    room = len(report.workers) if height is None else max(1, height - len(head) - len(feet) - len(notes) - 4)
+    shown, left = _fitting(report, room)
+    below = [*([Text(left, style="dim")] if left else []), *notes]
+    gap = [Text()] if feet else []
+    return Group(*head, Text(), _workers(report, shown, rates, wide=width >= WIDE), *below, *gap, *feet)
+
+
+def line(samples: Samples) -> str:
+    """The same in one line."""
+    report, rates = samples.last, samples.rates()
+    if report is None or samples.failure:
+        return f"{samples.endpoint}: {samples.failure or 'asking'}"
+    lags = max((worker.lag for worker in report.workers), default=0)
+    refused = f"  refused {sum(report.refused.values())}" if report.refused else ""
+    return (
+        f"{samples.endpoint}: version {report.version}  {_rate(rates.versions)} versions/s  workers {_states(report)}  "
+        f"lag {lags} at most  sent {_sent(rates.sent)}{refused}"
+    )
+
+
+def _title(samples: Samples, width: int) -> Text:
+    from rich.text import Text
+
+    report = samples.last
+    where = "" if report is None else f" · {report.host}, process {report.pid}"
+    clock = time.strftime("%H:%M:%S")
+    title = Text("asyncsync top", style="bold")
+    title.append(f" · {samples.endpoint}{where}", style="not bold")
+    title.truncate(max(10, width - len(clock) - 2), overflow="ellipsis")
+    title.append(" " * max(2, width - title.cell_len - len(clock)))
+    return title.append(clock, style="not bold dim")
+
+
+def _hint(samples: Samples) -> str:
+    return f"is a trainer bound to {samples.endpoint}? This goes on asking; Ctrl-C ends it."
+
+
+def _facts(report: Report, rates: Rates) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=11)
+    in_all = _bytes(report.bytes_sent)
+    grid.add_row("version  ", f"{report.version:,}", "versions/s", _rate(rates.versions), "sent", _sent(rates.sent))
+    grid.add_row("epoch age", _age(report.uptime / 1000), "", "", "in all", in_all)
+    return grid
+
+
+def _people(report: Report) -> Text:
+    from rich.text import Text
+
+    text = Text("workers    ", style="bold", no_wrap=True, overflow="ellipsis")
+    for state in STATES[::-1]:
+        number = report.counts.get(state, 0)
+        if number or state == "live":
+            text.append(f"{number:,} {state}  ", style=f"not bold {COLOURS[state]}")
+    words = [] if report.num_workers is None else [f"of {report.num_workers:,}"]
+    for role in ("relays", "guests"):
+        if number := report.counts.get(role, 0):
+            words.append(f"{number:,} {role if number > 1 else role[:-1]}")
+    return text.append(" · ".join(words), style="not bold")
+
+
+def _models(report: Report, width: int) -> Text:
+    from rich.text import Text
+
+    text = Text("models     ", style="bold", no_wrap=True, overflow="ellipsis")
+    words = [f"{m.model_id or '(no name)'} {_bytes(m.nbytes)} at {m.version:,}" for m in report.models]
+    if report.num_models > len(words):
+        words.append(f"and {report.num_models - len(words):,} more")
+    text.append(" · ".join(words) or "none yet", style="not bold")
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wide: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False)
+    table.add_column("worker", justify="right")
+    table.add_column("state")
+    for name in (
+        "version",
+        *(("target",) if wide else ()),
+        "lag",
+        "seen",
+        "sent",
+        "bytes/s",
+        *(("process",) if wide else ()),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("trouble", no_wrap=True, overflow="ellipsis")
+    for worker in shown:
+        seen = "never" if worker.last_seen is None else f"{worker.last_seen / 1000:.1f} s"
+        rate = rates.workers.get(worker.index)
+        name = str(worker.index) if worker.role == "worker" else worker.role
+        cells: list[str | Text] = [name, Text(worker.state, style=COLOURS.get(worker.state, ""))]
+        cells += [f"{worker.version:,}", *([f"{worker.target:,}"] if wide else [])]
+        cells += [Text(f"{worker.lag:,}", style="yellow" if worker.lag > 1 else ""), seen, _bytes(worker.bytes_sent)]
+        cells += [_bytes(rate) if rate is not None else "–"]
+        if wide:
+            place = f"{worker.pid}" + ("" if worker.local else " elsewhere")
+            cells += [place if worker.pid else "–", Text(worker.reason, style="red")]
+        table.add_row(*cells)
+    if not report.workers:
+        table.add_row("–", Text("nobody is there", style="dim"))
+    return table
+
+
+def _fitting(report: Report, room: int) -> tuple[list[WorkerReport], str]:
+    """Those that there is room for, the ones in trouble first where there is not enough, and words for the others."""
+    workers, everybody = list(report.workers), sum(report.counts.values())
+    if len(workers) > room or everybody > len(workers):
+        room = max(1, room - 1)
+    if len(workers) > room:
+        chosen = set(sorted(range(len(workers)), key=lambda place: _urgency(workers[place]))[:room])
+        workers = [worker for place, worker in enumerate(workers) if place in chosen]
+    left = everybody - len(workers)
+    return workers, f"and {left:,} more; first those that are lost, slow or behind" if left > 0 else ""
+
+
+def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
+    state = STATES.index(worker.state) if worker.state in STATES else 0
+    return ROLES.index(worker.role), state, not worker.reason, -worker.lag, worker.index
+
+
+def _notes(workers: Iterable[WorkerReport]) -> list[Text]:
+    """What keeps workers, where the table has no room for it."""
+    from rich.text import Text
+
+    named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
+    troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
+    if len(troubles) > NOTES:
+        troubles[NOTES - 1 :] = [f"… and {len(troubles) - NOTES + 1:,} more in trouble"]
+    return [Text(trouble, style="red", no_wrap=True, overflow="ellipsis") for trouble in troubles]
+
+
+def _counts(name: str, counts: dict[str, int], style: str) -> list[Text]:
+    from rich.text import Text
+
+    if not counts:
+        return []
+    words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+    text = Text(f"{name:<11}", style="bold", no_wrap=True, overflow="ellipsis")
+    return [text.append(words, style=f"not bold {style}")]
+
+
+def _states(report: Report) -> str:
+    return ", ".join(f"{report.counts[s]} {s}" for s in STATES[::-1] if report.counts.get(s)) or "none"
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
+def _sent(value: float | None) -> str:
+    return "–" if value is None else f"{_bytes(value)}/s"
+
+
+def _age(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours:02}:{minutes:02}:{rest:02}" if days else f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"

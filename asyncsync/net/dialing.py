@@ -1,0 +1,169 @@
+"""Dialling: a receiver's connection to its sender, with keys or without, tried again where it was refused.
+
+libzmq gives up for good when a handshake was refused, and tries again fifty times a second when the server could not
+read it. Both are replaced here: the next attempt comes after a while, with the keys that the files have then, and with
+the next of several server keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import zmq
+
+from asyncsync.errors import NotConnected
+from asyncsync.net.keys import Credentials
+from asyncsync.net.zmq_socket import FAILED, LoopSocket, watch
+
+__all__ = ["Dialer"]
+
+logger = logging.getLogger("asyncsync")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+
+
+class Dialer:
+    """Connects a dealer to the first of some endpoints, now and again. ``credentials`` returns what to connect with;
+    None: no keys.
+
+    Raises NotConnected: the credentials cannot be had, or the endpoint is no address.
+
+    Attributes:
+        endpoint: the one that it connects to.
+        why: for people, why there is no connection; empty: there is one, or nobody has answered yet.
+        refused: failed attempts, by reason.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoints: Sequence[str],
+        credentials: Callable[[], Credentials] | None,
+        connected: Callable[[], None],
+        disconnected: Callable[[], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self.why = ""
+        self.refused: Counter[str] = Counter()
+        self._socket = socket
+        self._endpoints = endpoints
+        self.endpoint = endpoints[0]
+        self._credentials = credentials
+        self._with = None if credentials is None else credentials()
+        self._attempt = 0
+        self._connected = connected
+        self._disconnected = disconnected
+        self._pause = FIRST_PAUSE
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._watcher: LoopSocket | None = None
+        try:
+            self._watcher = watch(socket, _EVENTS, self._take_in, crash)
+            self._dial()
+        except zmq.ZMQError as error:
+            self.close()
+            raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Before a socket is connected to this sender: give it the keys."""
+        if self._with is not None:
+            servers = self._with.servers
+            self._with.own.join(socket, servers[self._attempt % len(servers)])
+
+    def _dial(self) -> None:
+        self.protect(self._socket)
+        self._socket.connect(self.endpoint)
+
+    @property
+    def has_others(self) -> bool:
+        return len(self._endpoints) > 1
+
+    def go_on(self) -> None:
+        """Connect to the next one, as this one is away."""
+        following = self._endpoints.index(self.endpoint) + 1
+        self._leave(self._endpoints[following % len(self._endpoints)])
+        try:
+            self._dial()
+        except zmq.ZMQError as error:  # a name that is not known at present
+            self.why = f"cannot connect to {self.endpoint}: {error}"
+
+    def turn_to(self, endpoint: str, credentials: Callable[[], Credentials]) -> None:
+        """Leave the sender for another."""
+        self._leave(endpoint)
+        self._endpoints, self._credentials = (endpoint,), credentials
+        self._again()
+
+    def _leave(self, endpoint: str) -> None:
+        """Nothing of this address counts any more; the next attempt is for that one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with suppress(zmq.ZMQError):  # where libzmq has given up by itself
+            self._socket.disconnect(self.endpoint)
+        self.endpoint, self.why, self._pause = endpoint, "", FIRST_PAUSE
+
+    def _take_in(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.why, self._pause = "", FIRST_PAUSE
+            self._connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._disconnected()
+        elif why := self._explain(event, value):
+            self.refused[why] += 1
+            if self.refused[why] == 1:
+                logger.warning("%s; it is tried again", why)
+            self.why = why
+            if self._timer is None:
+                with suppress(zmq.ZMQError):  # where libzmq has given up by itself
+                    self._socket.disconnect(self.endpoint)
+                self._pause_first()
+
+    def _pause_first(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._pause, self._again)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _explain(self, event: int, value: int) -> str:
+        keyed = self._with is not None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"the sender at {self.endpoint} has refused this key: it is not among the clients that it lets in"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:
+            if keyed:
+                return f"the sender at {self.endpoint} has no keys, and this receiver is to use some"
+            return f"the sender at {self.endpoint} wants a key: give server_key= and client_key="
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return f"something else than a sender answers at {self.endpoint}"
+        # No detail: the connection has ended before the handshake was complete. Without keys, libzmq tries again.
+        if not keyed or self.why:
+            return self.why
+        return f"whoever answers at {self.endpoint} has another key than server_key= says, or none, or is too busy"
+
+    def _again(self) -> None:
+        self._timer = None
+        self._attempt += 1
+        if self._credentials is not None:
+            try:
+                self._with = self._credentials()
+            except NotConnected as error:
+                self.why = str(error)  # and connect with what was known before
+        try:
+            self._dial()
+        except zmq.ZMQError as error:  # no descriptors, perhaps
+            self.why = f"cannot connect to {self.endpoint}: {error}"
+            self._pause_first()
+
+    def close(self) -> None:
+        """Before the socket is closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._socket.disable_monitor()
+        if self._watcher is not None:
+            self._watcher.close()

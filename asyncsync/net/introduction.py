@@ -1,0 +1,127 @@
+"""Introduction: how a worker finds a sender whose address it was not given.
+
+The sender binds a port that was free, with keys of its own, and makes an :class:`Introduction` for each worker: where
+it is, and the key by which it recognises that worker. The scheme brings it there by other means, which both sides have
+anyway: a store of torch.distributed, a remote call, an actor (:mod:`asyncsync.schemes.introduced`). Keys are drawn for
+one run, and never pickled with a scheme; who can read what the scheme uses can read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgpack
+
+from asyncsync.errors import ProtocolError
+from asyncsync.net.keys import Admission, KeyPair
+
+__all__ = ["Following", "Introduction", "Introductions"]
+
+logger = logging.getLogger("asyncsync")
+
+KEY_LENGTH = 40
+ASK_AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a worker needs in order to find its sender.
+
+    Attributes:
+        endpoint: where that is.
+        server: its public key.
+        own: the worker's keys.
+        store: host and port of a TCPStore of the sender's, where the transport needs one.
+    """
+
+    endpoint: str
+    server: bytes
+    own: KeyPair
+    store: tuple[str, int] | None = None
+
+    def encode(self) -> bytes:
+        """For :meth:`decode`."""
+        encoded: bytes = msgpack.packb([self.endpoint, self.server, self.own.public, self.own.secret, self.store])
+        return encoded
+
+    @classmethod
+    def decode(cls, data: bytes) -> Introduction:
+        """Raises ProtocolError: it is something else."""
+        try:
+            endpoint, server, public, secret, store = msgpack.unpackb(data)
+            place = None if store is None else (str(store[0]), int(store[1]))
+        except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"this is no introduction to a sender: {error!r}") from error
+        keys = (server, public, secret)
+        if not isinstance(endpoint, str) or not all(isinstance(k, bytes) and len(k) == KEY_LENGTH for k in keys):
+            raise ProtocolError("this is no introduction to a sender")
+        return cls(endpoint, server, KeyPair(public, secret), place)
+
+
+class Introductions:
+    """The sender's: ``introductions(worker)`` makes one, the same one again later. ``endpoint`` is where its
+    socket was bound."""
+
+    endpoint: str
+
+    def __init__(self, admission: Admission) -> None:
+        self._made: dict[int, Introduction] = {}
+        self.admission = admission
+
+    def __call__(self, worker: int) -> Introduction:
+        if worker not in self._made:
+            own = KeyPair.draw()
+            self.admission.admit(own.public, worker)
+            self._made[worker] = Introduction(self.endpoint, self.admission.server.public, own)
+        return self._made[worker]
+
+
+class Following:
+    """Has a worker follow its sender's successors, which have other addresses and other keys: while it has no
+    connection, it asks for its introduction again. One to the sender that it has changes nothing: ZeroMQ connects
+    again by itself.
+
+    Args:
+        find: waits until there is a sender, and returns the introduction to it.
+        known: the one to the sender that the worker has.
+        follow: connects to another.
+        is_online: whether there is a connection.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Awaitable[Introduction]],
+        known: Introduction,
+        follow: Callable[[Introduction], None],
+        is_online: Callable[[], bool],
+    ) -> None:
+        self._find = find
+        self._known = known
+        self._follow = follow
+        self._is_online = is_online
+        self.task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """The connection has ended."""
+        if self.task is None or self.task.done():
+            self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while not self._is_online():
+            try:
+                found = await self._find()
+            except Exception as error:
+                logger.error("the sender is gone, and its successor cannot be found: %s", error)
+                return
+            if found != self._known:
+                self._known = found
+                self._follow(found)
+            await asyncio.sleep(ASK_AGAIN_SECONDS)  # it may be the one that is ending
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self.task is not None:
+            self.task.cancel()

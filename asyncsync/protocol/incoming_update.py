@@ -1,0 +1,174 @@
+"""An update whose bytes are arriving. No I/O, no clock."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from asyncsync.errors import ProtocolError
+from asyncsync.weights.encoding import Bytes, decode_piece
+from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import Buffer
+from asyncsync.wire.messages import Part, Update
+
+__all__ = ["IncomingUpdate"]
+
+MAX_GAPS = 256
+
+
+class IncomingUpdate:
+    """An announced update whose bytes are arriving, if they have not come with it.
+
+    It owns its ``slabs``, one per part, until :meth:`take`; and meanwhile ``bases``, slabs of the versions that the
+    trainer has named as bases, as far as this worker has them. ``awaited`` has the indices of parts that are read in
+    place, fetched and not granted yet; ``fetching`` those that a transport fetches by their descriptors. ``received``
+    counts the bytes that have come, of the parts laid end to end, up to the first gap; what comes behind one is sent
+    again with it, unless it is ``pushed`` to all subscribers: then it is kept, and ``beyond`` has where it begins and
+    ends.
+    ``granted`` is up to where the trainer has credit. ``restarts`` and ``fruitless`` count how often the rest was
+    fetched again, in all and since something came.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        layouts: Sequence[Layout],
+        payload: Sequence[Buffer],
+        acquire: Callable[[Part, Layout], Slab],
+        now: float,
+        attached: Sequence[Slab | None],
+    ) -> None:
+        values = payload[: len(update.parts)]
+        self.layouts = layouts
+        self.epoch, self.serial = update.epoch, update.serial
+        self.parts: tuple[Part, ...] = update.parts
+        self.metadata = update.metadata
+        for frame in values:
+            if len(frame) > MAX_VALUE_BYTES:
+                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+        self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        self.total = self._ends[-1]
+        self.received = 0
+        self.pushed = False
+        self.beyond: list[tuple[int, int]] = []
+        self.filling = 0  # up to where the gap reaches that was fetched
+        self.slabs: list[Slab | None] = []
+        self.bases: list[Slab | None] = []
+        self.awaited: list[int] = []
+        self.fetching: set[int] = set()
+        try:
+            pieces = zip(self.parts, layouts, values, attached, strict=True)
+            for i, (part, layout, frame, slab) in enumerate(pieces):
+                if part.in_place:
+                    self.awaited.append(i)
+                    self.slabs.append(None)
+                    continue
+                if part.descriptor is not None and slab is None:
+                    self.fetching.add(i)
+                self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
+                mine.values = bytes(frame)
+            for i, frame in enumerate(payload[len(values) :]):
+                part = self.parts[i]
+                fewer = update.packed and len(frame) < part.streamed
+                self.write(i, 0, decode_piece(frame, part.streamed).data if fewer else frame, part.crc)
+        except BaseException:
+            self.release()
+            raise
+        self.granted = 0
+        self.restarts = 0
+        self.fruitless = 0
+        self.last_progress = now
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.total and not self.fetching and not self.awaited
+
+    @property
+    def streaming(self) -> bool:
+        """True while chunks are missing, or what was fetched is not granted."""
+        return self.received < self.total or bool(self.awaited)
+
+    def stalled(self, now: float, patience: float) -> bool:
+        """True if something is missing and nothing has come for so long."""
+        return self.streaming and now >= self.last_progress + patience
+
+    def expects(self, part: int, offset: int, size: int) -> bool:
+        """Whether these bytes of a part are the next ones; False if they were there already, or something before them
+        is missing. Raises ProtocolError if the part has no such bytes."""
+        if part >= len(self.parts) or offset + size > self.parts[part].streamed:
+            raise ProtocolError(f"a chunk of {size} bytes at {offset} of part {part} does not fit")
+        return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
+
+    def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
+        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
+        ProtocolError, with nothing written, as :meth:`expects`, and if its checksum is wrong."""
+        expected = self.expects(part, offset, len(data))
+        if crc is not None and zlib.crc32(data) != crc:
+            raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
+        start = self._ends[part] - self.parts[part].streamed + offset
+        stop = start + len(data)
+        if not expected and not self.pushed:
+            return False
+        # What is pushed and what fills a gap are cut at different places.
+        is_beyond = start > self.received
+        if stop <= self.received or (is_beyond and not self._is_wanted_beyond(start, stop)):
+            return False
+        slab = self.slabs[part]
+        assert slab is not None  # what is read in place has no streamed bytes
+        slab.write(offset, data)
+        if is_beyond:
+            self.beyond = sorted([*self.beyond, (start, stop)])
+            return True
+        self.received = stop
+        while self.beyond and self.beyond[0][0] <= self.received:
+            self.received = max(self.received, self.beyond.pop(0)[1])
+        return True
+
+    def _is_wanted_beyond(self, start: int, stop: int) -> bool:
+        if len(self.beyond) >= MAX_GAPS:
+            return False
+        return all(stop <= begin or end <= start for begin, end in self.beyond)
+
+    def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
+        """Keep the bases that the trainer has named, as far as they are here."""
+        found = [find(p, layout) if p.base else None for p, layout in zip(self.parts, self.layouts, strict=True)]
+        if any(found):
+            self.bases = [None if slab is None else slab.retain() for slab in found]
+
+    def base(self, part: int, offset: int, size: int) -> Bytes | None:
+        """These bytes of a part's base; None: it is not here, or not any more."""
+        slab = self.bases[part] if self.bases else None
+        return None if slab is None else slab._array()[offset : offset + size]
+
+    @property
+    def base_versions(self) -> tuple[int, ...]:
+        """Of each part the version of its base, for FETCH; empty: there is none."""
+        pairs = zip(self.parts, self.bases, strict=False)
+        return tuple([0 if slab is None else part.base for part, slab in pairs])
+
+    def forget_bases(self) -> None:
+        """What is still missing is fetched whole."""
+        bases, self.bases = self.bases, []
+        for slab in bases:
+            if slab is not None:
+                slab.release()
+
+    def grant(self, index: int, slab: Slab) -> None:
+        """One of the awaited parts, with a reference for this object."""
+        self.awaited.remove(index)
+        slab.values = self.values[index]
+        self.slabs[index] = slab
+
+    def take(self) -> list[Slab]:
+        """Hand over the filled slabs."""
+        if self.bases:
+            self.forget_bases()
+        slabs, self.slabs = self.slabs, []
+        return [slab for slab in slabs if slab is not None]
+
+    def release(self) -> None:
+        for slab in self.take():
+            slab.release()

@@ -1,0 +1,251 @@
+"""Passing on: a relay's state machine, between the sender above it and the workers below. No I/O, no clock.
+
+Downwards: versions keep their numbers and their epoch. An update is published below as soon as it is announced above,
+and streamed from the slab that is being filled: what is here is sent on while the rest is on its way. Where the slab is
+one of shared memory, it is published when it is complete. Upwards: once per turn of the event loop, the state of every
+worker that has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from asyncsync.protocol.incoming_update import IncomingUpdate
+from asyncsync.protocol.peer import Peer
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.targets import Replaced
+from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Bye
+from asyncsync.wire.relayed import Relayed, RelayedWorker, in_reports
+
+__all__ = ["NO_EPOCH", "Kept", "Passing"]
+
+NO_EPOCH = (0, 0)
+
+Kept = dict[str, tuple[int, Slab, bytes]]
+"""Of each model: version, slab and metadata."""
+
+
+class SharedSlabs(Protocol):
+    """Slabs that are complete before they are published, and that workers read where they are."""
+
+    def describe(self, slab: Slab) -> bytes:
+        """Where workers find it."""
+
+    def renew(self) -> None:
+        """Never write again what there is."""
+
+
+class Passing:
+    """Passes on what ``subscriber`` receives to the workers of ``publisher``.
+
+    Args:
+        slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
+        keeps: whether the workers are served on when the trainer has said goodbye.
+
+    Attributes:
+        complete: called with each update that is complete: version, slabs by model, metadata.
+    """
+
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        publisher: Publisher,
+        *,
+        slots: SharedSlabs | None = None,
+        keeps: bool = False,
+    ) -> None:
+        self.complete: Callable[[int, dict[str, Slab], bytes], None] = lambda version, slabs, metadata: None
+        self._subscriber = subscriber
+        self._publisher = publisher
+        self._slots = slots
+        self._keeps = keeps
+        self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
+        self._reported: dict[int, RelayedWorker] = {}
+        self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
+        self._touched: set[int] = set()
+        publisher.touched = lambda *workers: self._touched.update(workers)
+        subscriber.relaying = subscriber.incoming.watcher = self
+        self._follow(NO_EPOCH)
+
+    # -- downwards --------------------------------------------------------------------------------------------------
+
+    def adopted(self) -> None:
+        """Another trainer, or the first one."""
+        assert self._subscriber.session.epoch is not None
+        self._follow(self._subscriber.session.epoch)
+
+    def welcomed(self, now: float) -> None:
+        """Models without weights are served at once, so that their workers can connect; others with their weights."""
+        for model_id, digest in self._subscriber.session.served.items():
+            if not digest:
+                self._publisher.serve(model_id, now)
+
+    def _follow(self, epoch: Epoch) -> None:
+        """Serve from here on what is published in this epoch, of which there is nothing yet. What workers read of the
+        slabs before must not be written again."""
+        publisher = self._publisher
+        publisher.outbox.clear()
+        publisher.announcer.last = None
+        if self._slots is not None:
+            self._slots.renew()
+        publisher.leases.close()
+        publisher.targets.restart()
+        publisher.behind.restart()
+        publisher.membership.follows = True
+        publisher.membership.begin(epoch)
+
+    def dismissed(self, message: str) -> None:
+        """The trainer has said goodbye: so do its workers here, unless this relay keeps the weights for them."""
+        publisher = self._publisher
+        for peer in () if self._keeps else publisher.peers.values():
+            if not peer.lost:
+                publisher.membership.send(peer.route, Bye(publisher.epoch, peer.nonce, "closed", message))
+
+    def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
+        """Begin with what was kept of this epoch, with a reference to each slab."""
+        subscriber = self._subscriber
+        subscriber.session.epoch = epoch
+        subscriber.holdings.adopt(epoch)
+        self._follow(epoch)
+        assert subscriber.found is not None
+        for model_id, (version, slab, _) in kept.items():
+            subscriber.models[model_id] = subscriber.found(model_id)
+            subscriber.holdings.held[model_id] = (epoch, version, slab)
+        for version in sorted({version for version, *_ in kept.values()}):
+            slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
+            metadata = next(metadata for of, _, metadata in kept.values() if of == version)
+            self._publish(version, slabs, metadata, now)
+
+    def begun(self, update: IncomingUpdate) -> None:
+        """Publish what has been announced, while it is still on its way."""
+        if any(part.descriptor is not None for part in update.parts):
+            return  # it comes by another transport, or not at all: the sender learns of that
+        slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True) if slab is not None}
+        for part in update.parts:
+            slabs[part.model_id].origin = part.origin
+        if self._slots is not None:
+            self._under_way = update, {m: slab.retain() for m, slab in slabs.items()}, []
+            return
+        self._under_way = update, slabs, self._publisher.targets.keep(slabs)
+        self._mark(update, slabs)
+        self._publish(update.parts[0].version, slabs, update.metadata, update.last_progress)
+
+    def _publish(self, version: int, slabs: dict[str, Slab], metadata: bytes, now: float) -> None:
+        for model_id, slab in slabs.items():
+            self._publisher.serve(model_id, now)
+            if self._slots is not None:
+                slab.descriptor = self._slots.describe(slab)
+        self._publisher.publish(slabs, None, now, metadata, version)
+
+    def _mark(self, update: IncomingUpdate, slabs: dict[str, Slab]) -> None:
+        """How far each slab is filled."""
+        received = update.received
+        for part in update.parts:
+            slabs[part.model_id].packed = max(0, min(received, part.nbytes))
+            received -= part.nbytes
+
+    def written(self, update: IncomingUpdate) -> None:
+        """Send on what has come."""
+        if self._under_way is not None and self._slots is None:
+            self._mark(update, self._under_way[1])
+            self._publisher.packed()
+
+    def ended(self, update: IncomingUpdate) -> None:
+        """It is complete, or the connection has ended, or there is something newer."""
+        if self._under_way is None or self._under_way[0] is not update:
+            return
+        _, slabs, replaced = self._under_way
+        self._under_way = None
+        version = update.parts[0].version
+        if self._slots is not None:
+            if update.complete:
+                self._publish(version, slabs, update.metadata, update.last_progress)
+            for slab in slabs.values():
+                slab.release()
+        elif update.complete:
+            self.written_whole(slabs)
+            self._publisher.targets.forget(replaced)
+        else:
+            self._publisher.abandon(version, replaced)
+        if update.complete:
+            self.complete(version, slabs, update.metadata)
+
+    def written_whole(self, slabs: dict[str, Slab]) -> None:
+        for slab in slabs.values():
+            slab.packed = slab.nbytes
+        self._publisher.packed()
+
+    # -- upwards ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_report_due(self) -> bool:
+        """Whether :meth:`report` may have something to say."""
+        session = self._subscriber.session
+        return session.welcomed and (bool(self._touched) or self._session != (session.epoch, session.attempt))
+
+    def recount(self) -> None:
+        """A report was lost."""
+        self._session = None
+
+    def report(self) -> None:
+        """Report who has changed since the last time; everybody, to a sender that knows of nobody."""
+        session, publisher = self._subscriber.session, self._publisher
+        if not self.is_report_due:
+            return
+        whole = self._session != (session.epoch, session.attempt)
+        workers: Iterable[int] = self._touched
+        if whole:
+            self._session = session.epoch, session.attempt
+            self._reported = {}
+            workers = {*publisher.peers, *publisher.behind.workers}
+        changed = [one for worker in workers if (one := self._state(worker)) is not None]
+        self._touched.clear()
+        if not changed and not whole:
+            return
+        assert session.epoch is not None
+        batches = list(in_reports(changed))
+        for i, batch in enumerate(batches):
+            self._subscriber.reports.relayed += 1
+            more = i + 1 < len(batches)
+            session.send(Relayed(session.epoch, self._subscriber.reports.relayed, whole and not i, more, batch))
+
+    def _state(self, worker: int) -> RelayedWorker | None:
+        """What is to be reported of this worker; None: nothing."""
+        publisher, before = self._publisher, self._reported.get(worker)
+        peer = publisher.peers.get(worker) or publisher.behind.workers.get(worker)
+        if peer is None and before is not None:
+            now = replace(before, applied={}, failed={}, lost=before.lost or "it is not there any more")
+        elif peer is None or not peer.is_worker:
+            return None
+        elif peer.lost:
+            now = RelayedWorker(worker, peer.nonce, {}, {}, lost=peer.lost)
+        elif not peer.ready:
+            return None  # it has not answered for the layouts yet
+        else:
+            failed, error = self._failure(peer)
+            applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
+            now = RelayedWorker.of(worker, peer.nonce, applied, failed, error)
+        if now == before:
+            return None
+        self._reported[worker] = now
+        return now
+
+    def _failure(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
+        """Which versions this worker could not apply, and why."""
+        targets, progress = self._publisher.targets, self._publisher.progress
+        failed = {m: version for m, (version, _) in peer.failed.items()}
+        errors = [error for _, error in peer.failed.values()]
+        for model_id in peer.hello.have:
+            target = targets.newest(peer.worker, model_id)
+            if target is not None and (refusal := progress.refusal(peer, target)) is not None:
+                failed[model_id] = target.version
+                errors.append(refusal)
+        if (rejection := targets.rejection(peer.worker, targets.version)) is not None:
+            failed |= dict.fromkeys(targets.rejected(targets.version) & peer.hello.have.keys(), targets.version)
+            errors.append(rejection)
+        return failed, errors[-1] if errors else None

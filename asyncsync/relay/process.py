@@ -1,0 +1,223 @@
+"""The relay process: a guest of the sender above, and a sender to the workers below, on one event loop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.guest import guest_link
+from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.sender import SenderLink
+from asyncsync.errors import WeightSyncError
+from asyncsync.net.endpoint import is_plaintext_beyond_loopback
+from asyncsync.net.key_files import KeyFiles
+from asyncsync.net.keys import Credentials
+from asyncsync.protocol.settings import Settings
+from asyncsync.relay import store
+from asyncsync.relay.passing import Kept, Passing
+from asyncsync.transports.shared_memory import SLOTS
+from asyncsync.transports.slots import COPY_BYTES, SlotPool
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab
+from asyncsync.wire.fields import Epoch
+
+__all__ = ["Relay", "RelayOptions", "run"]
+
+logger = logging.getLogger("asyncsync")
+
+
+@dataclass(frozen=True)
+class RelayOptions:
+    """What `asyncsync relay` is given.
+
+    Args:
+        upstream: the sender's address, as its workers have it; several with commas between them.
+        bind: where the workers of this relay connect.
+        shared: they read shared memory, as those of :class:`asyncsync.SharedMemWeightSyncScheme`.
+        keep: a file with the newest weights; None: they are in memory only.
+        credentials: what to connect with, where the sender above has keys.
+        keys: those of this relay and of its workers; None: anybody may connect.
+    """
+
+    upstream: str
+    bind: str
+    shared: bool = False
+    keep: Path | None = None
+    credentials: Callable[[], Credentials] | None = None
+    keys: KeyFiles | None = None
+
+
+class Slots:
+    """Slabs in shared memory, into which an update is received, and which the workers read."""
+
+    def __init__(self) -> None:
+        self.pool = SlotPool(SLOTS, COPY_BYTES)
+
+    def acquire(self, part: object, layout: Layout) -> Slab:
+        return self.pool.acquire(layout)
+
+    def describe(self, slab: Slab) -> bytes:
+        assert isinstance(slab.pool, SlotPool)
+        return slab.pool.describe(slab)
+
+    def renew(self) -> None:
+        """What there is goes with its last reader, and is never written again."""
+        self.pool.close()
+        self.pool = SlotPool(SLOTS, COPY_BYTES)
+
+
+class Relay:
+    """One relay, on the running loop. Raises NotConnected if it cannot bind, or connect."""
+
+    def __init__(self, options: RelayOptions, kept: tuple[Epoch, Kept] | None = None) -> None:
+        checksum = options.keys is None and is_plaintext_beyond_loopback(options.bind)
+        self.slots = Slots() if options.shared else None
+        self.downstream = SenderLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
+        try:
+            self.upstream = guest_link(options.upstream, Carrier(), Settings(), "relay", options.credentials)
+        except BaseException:
+            self.downstream.cut(0)
+            raise
+        subscriber = self.upstream.subscriber
+        subscriber.session.reconnects = True
+        if self.slots is not None:
+            subscriber.incoming.acquire = self.slots.acquire
+        self.passing = Passing(subscriber, self.downstream.publisher, slots=self.slots, keeps=options.keep is not None)
+        self._kept: Kept = {}
+        self._kept_of: Epoch | None = None
+        self._keep = options.keep
+        self.passing.complete = self._complete
+        self._news = anyio.Event()
+        self._report_scheduled = False
+        if kept is not None:
+            self._restore(*kept)
+        self.upstream.settled = self.downstream.settled = self._settled
+
+    def _restore(self, epoch: Epoch, kept: Kept) -> None:
+        if self.slots is not None:
+            shared: Kept = {}
+            for model_id, (version, slab, metadata) in kept.items():
+                slot = self.slots.pool.acquire(slab.layout)
+                slab.copy_to(slot)
+                slot.origin = slab.origin
+                shared[model_id] = version, slot, metadata
+            kept = shared
+        self._kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
+        self._kept_of = epoch
+        self.passing.restore(epoch, kept, self.downstream.loop.time())
+        self.downstream.settle()
+
+    # -- the two links ----------------------------------------------------------------------------------------------
+
+    def _settled(self) -> None:
+        """Something has changed above or below."""
+        if self.downstream.closed or self.upstream.closed:
+            return
+        if self.downstream.publisher.outbox:
+            self.downstream.settle()
+        if not self._report_scheduled and self.passing.is_report_due:
+            self._report_scheduled = True
+            self.upstream.loop.call_soon(self._report)
+
+    def _report(self) -> None:
+        """Once per turn of the loop, whatever has come in it."""
+        self._report_scheduled = False
+        if not self.upstream.closed:
+            with self.upstream.guard():
+                self.passing.report()
+                self.upstream.settle()
+
+    # -- the store --------------------------------------------------------------------------------------------------
+
+    def _complete(self, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
+        if self._keep is None:
+            return
+        epoch = self.upstream.subscriber.session.epoch
+        over = slabs.keys() if epoch == self._kept_of else list(self._kept)  # versions of another trainer, all of them
+        for model_id in over:
+            if (before := self._kept.pop(model_id, None)) is not None:
+                before[1].release()
+        self._kept_of = epoch
+        self._kept |= {model_id: (version, slab.retain(), metadata) for model_id, slab in slabs.items()}
+        self._news.set()
+
+    async def keep(self) -> None:
+        """Write whatever is newest, one after the other."""
+        while True:
+            await self._news.wait()
+            self._news = anyio.Event()
+            with anyio.CancelScope(shield=True):
+                await self._save()
+
+    async def _save(self) -> None:
+        path, epoch = self._keep, self._kept_of
+        assert path is not None
+        assert epoch is not None
+        kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in self._kept.items()}
+        try:
+            await anyio.to_thread.run_sync(store.save, path, epoch, kept)
+        except (OSError, ValueError) as error:
+            logger.error("the newest weights are not kept in %s: %s", path, error)
+        finally:
+            for _, slab, _ in kept.values():
+                slab.release()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    async def over(self) -> None:
+        """Return never; raise what keeps a link from working, or why the sender has turned this relay away."""
+        session = self.upstream.subscriber.session
+        await self.upstream.wait(lambda: session.ended is not None, None)
+        assert session.ended is not None
+        raise type(session.ended)(*session.ended.args)
+
+    async def shutdown(self) -> None:
+        """Leave; the workers look for another one. Idempotent."""
+        links: list[ReceiverLink | SenderLink] = [self.upstream, self.downstream]
+        for link in links:
+            link.settled = lambda: None
+        if self._keep is not None and self._news.is_set():
+            await self._save()
+        for link in links:
+            await link.shutdown()
+        if self.slots is not None:
+            self.slots.pool.close()
+
+
+async def run(options: RelayOptions, ready: Callable[[Relay], None] = lambda relay: None) -> None:
+    """Relay until SIGINT or SIGTERM. Raises NotConnected if it cannot begin, other WeightSyncErrors if it cannot go on;
+    OSError or ValueError if the file to be kept cannot be read."""
+    kept = None if options.keep is None else await anyio.to_thread.run_sync(store.load, options.keep)
+    relay = Relay(options, kept)
+    try:
+        async with anyio.create_task_group() as group:
+            await group.start(_until_signalled, group.cancel_scope)
+            ready(relay)
+            group.start_soon(partial(relay.downstream.wait, lambda: False, None))
+            group.start_soon(relay.over)
+            if options.keep is not None:
+                group.start_soon(relay.keep)
+    except* WeightSyncError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        with anyio.CancelScope(shield=True):
+            await relay.shutdown()
+
+
+async def _until_signalled(
+    scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            scope.cancel()
+            return

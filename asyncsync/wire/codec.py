@@ -1,0 +1,214 @@
+"""Instructions as bytes: msgpack headers, validated field by field.
+
+A message is a header frame, ``[protocol, kind, field, …]``, and payload frames. The decoder accepts what the encoder
+produces and raises :class:`ProtocolError` for everything else; nothing is allocated on the word of a peer, there is no
+pickle and no msgpack ext type.
+
+AGAIN and DONE, of which a training loop's updates mostly consist, have a fixed form without msgpack. Their first byte
+begins no msgpack value, the second is the instruction's kind, the epoch follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from operator import attrgetter
+from struct import Struct
+from typing import Any
+
+import msgpack
+
+from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.msgpack_limits import check_structure
+from asyncsync.wire.fields import (
+    MAX_CHUNK,
+    MAX_DESCRIPTOR,
+    MAX_FRAME,
+    MAX_FRAMES,
+    MAX_HEADER,
+    MAX_START,
+    MAX_VALUES,
+    Buffer,
+    Epoch,
+    build,
+    show,
+)
+from asyncsync.wire.messages import INSTRUCTIONS, Again, Cast, Chunk, Done, Instruction, Packed, Part, Update, Welcome
+from asyncsync.wire.relayed import RelayedWorker
+from asyncsync.wire.report import ModelReport, WorkerReport
+
+__all__ = ["AGAIN_FIELDS", "FIXED", "HEAD", "decode", "decode_fixed", "encode", "encode_again", "encode_done"]
+
+PROTOCOL = 2
+FIXED = 0xC1  # which msgpack does not use
+HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
+AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's length, and one
+_AGAIN = Struct(HEAD.format + AGAIN_FIELDS)
+_DONE = Struct(HEAD.format + "Q")
+_AGAIN_KIND, _DONE_KIND = Again.kind, Done.kind
+_SMALL_HEADER = 512
+_SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
+_SMALL_MAP = 256
+
+
+def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
+    names = [f.name for f in fields(cls)]
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda item: (get(item),)
+
+
+_BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls not in (Again, Done)}
+# Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
+_VALUES = {cls: _values(cls) for cls in (*_BY_KIND.values(), Part, ModelReport, WorkerReport, RelayedWorker)}
+
+
+def encode(instruction: Instruction) -> bytes:
+    """The header frame of an instruction. Text that is no Unicode, such as a file's name in a message, is mended."""
+    if isinstance(instruction, Done):
+        return encode_done(instruction.epoch, instruction.serial)
+    if isinstance(instruction, Again):
+        again = instruction
+        return encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
+    values = _VALUES[type(instruction)](instruction)
+    header: bytes = msgpack.packb([PROTOCOL, instruction.kind, *values], unicode_errors="replace", default=_nested)
+    return header
+
+
+def _nested(item: Any) -> tuple[Any, ...]:
+    return _VALUES[type(item)](item)
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    """An instruction and its payload frames, from an untrusted peer. Raises LimitExceeded where something is too large,
+    too deep or too often there, ProtocolError for anything else that no correct peer sends."""
+    if not frames:
+        raise ProtocolError("an empty message")
+    if len(frames) > MAX_FRAMES:
+        raise LimitExceeded(f"a message of {len(frames)} frames; the limit is {MAX_FRAMES}")
+    header = frames[0]
+    if len(header) > MAX_HEADER:
+        raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
+    if len(header) > 1 and header[0] == FIXED:
+        return decode_fixed(header, frames[1:])
+    try:
+        # In a small header not even nested false counts can make the decoder allocate much.
+        if len(header) <= _SMALL_HEADER:
+            raw = _unpack_small(header)
+        else:
+            check_structure(header, max_depth=8, max_items=MAX_VALUES)
+            raw = _unpack_large(header)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {show(str(error))}") from error
+    if not isinstance(raw, list) or len(raw) < 2:
+        raise ProtocolError(f"not an instruction: {show(raw)}")
+    if type(raw[0]) is not int or raw[0] != PROTOCOL:
+        other = f"a message of protocol {show(raw[0])}; this side speaks {PROTOCOL}"
+        raise ProtocolError(f"{other}: use one version of asyncsync on all sides")
+    cls = _BY_KIND.get(raw[1]) if type(raw[1]) is int else None
+    if cls is None:
+        raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
+    del raw[:2]
+    instruction: Instruction = build(cls, raw)
+    payload = frames[1:]
+    if len(payload) > cls.max_payload:
+        raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
+    if cls.max_payload:
+        for frame in payload:
+            if len(frame) > MAX_FRAME:
+                raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+        _check_payload(instruction, payload)
+    return instruction, payload
+
+
+def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ProtocolError("a map with a key that comes twice")
+    return table
+
+
+def _unpacker(limit: int, max_array: int, max_map: int) -> Callable[[Buffer], Any]:
+    return partial(
+        msgpack.unpackb,
+        raw=False,
+        strict_map_key=True,
+        object_pairs_hook=_without_duplicates,
+        max_ext_len=0,
+        max_array_len=max_array,
+        max_map_len=max_map,
+        max_str_len=limit,
+        max_bin_len=limit,
+    )
+
+
+_unpack_small = _unpacker(_SMALL_HEADER, _SMALL_ARRAY, _SMALL_MAP)
+_unpack_large = _unpacker(MAX_HEADER, MAX_HEADER, MAX_HEADER)
+
+
+def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
+    if isinstance(instruction, Chunk):
+        if len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
+            raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
+    elif isinstance(instruction, Packed):
+        if not payload and instruction.base is None:
+            raise ProtocolError("an encoded piece without its bytes")
+        if payload and not 0 < len(payload[0]) < instruction.size:
+            raise ProtocolError(f"{len(payload[0])} bytes for an encoded piece of {instruction.size}")
+    elif isinstance(instruction, Update):
+        parts = instruction.parts
+        if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
+            raise ProtocolError("an update with two parts for one model")
+        if len(payload) != len(parts) * (2 if instruction.eager else 1):
+            raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")
+        if instruction.eager:
+            for part, frame in zip(parts, payload[len(parts) :], strict=True):
+                if len(frame) != part.streamed and not (instruction.packed and 0 < len(frame) < part.streamed):
+                    raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
+    elif isinstance(instruction, Cast):
+        if not payload:
+            raise ProtocolError("a CAST of nothing")
+    elif isinstance(instruction, Welcome):
+        known = sum(1 for digest in instruction.models.values() if digest)
+        if len(payload) != known:
+            raise ProtocolError(f"a welcome with {known} digests and {len(payload)} layouts")
+
+
+def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
+    length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
+    return _AGAIN.pack(FIXED, _AGAIN_KIND, *epoch, serial, since, version, length) + tail
+
+
+def encode_done(epoch: Epoch, serial: int) -> bytes:
+    return _DONE.pack(FIXED, _DONE_KIND, *epoch, serial)
+
+
+def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Done, Sequence[Buffer]]:
+    """:func:`decode` for a header of at least two bytes that begins with :data:`FIXED`."""
+    kind, expected = header[1], 0
+    instruction: Again | Done
+    if kind == _AGAIN_KIND and len(header) >= _AGAIN.size:
+        _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
+        tail = bytes(header[_AGAIN.size :])
+        if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
+            raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
+        if len(tail) != (length - 1 if length else 0):
+            raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
+        instruction = Again((start, random), serial, since, version, tail if length else None)
+        expected = 0 if length else 1
+    elif kind == _DONE_KIND and len(header) >= _DONE.size:
+        if len(header) != _DONE.size:
+            raise ProtocolError(f"a DONE of {len(header)} bytes")
+        _, _, start, random, serial = _DONE.unpack(header)
+        if start > MAX_START or not serial:
+            raise ProtocolError(f"a DONE that no worker sends: {show(bytes(header))}")
+        instruction = Done((start, random), serial)
+    else:
+        raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
+    if len(payload) != expected:
+        raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames")
+    if payload and len(payload[0]) > MAX_FRAME:
+        raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+    return instruction, payload

@@ -1,0 +1,71 @@
+"""NodeFamily: what differs between families of collectors whose workers are elsewhere: how a worker's program is
+started, how a command reaches it, how a batch comes back, and how it is ended.
+
+A family is a subclass, and a program that makes a :class:`~asyncsync.collectors.distributed.node.Node` and hands it the
+commands. What a node does, what follows from its answers, and what becomes of the others when one is lost is the same
+in all families, and is in :mod:`asyncsync.collectors.distributed.node_group`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.arguments import whole
+from asyncsync.collectors.distributed.node import Answer, Command
+
+__all__ = ["SIGNALS", "NodeFamily"]
+
+SIGNALS = ("wishes", "stand_still", "stop", "watch")
+"""Commands that are signals, which a family hands to :meth:`Node.signal` in a thread that no other command holds up."""
+
+
+class NodeFamily(ABC):
+    """The nodes of one collector, by their ranks: 0, 1, and so on.
+
+    ``restarts``: how often a node that is lost may be launched again. Raises TypeError, ValueError: no such number.
+    """
+
+    def __init__(self, restarts: int = 0) -> None:
+        self.restarts = whole("restarts", restarts, 0)
+
+    @abstractmethod
+    def open(self, count: int) -> None:
+        """Prepare what so many nodes need, in the thread that constructs the collector; it may wait."""
+
+    @abstractmethod
+    def launch(self, rank: int) -> Future[Any]:
+        """Start a node, perhaps once more. The future is done when it takes commands, or fails if it never will.
+        Returns at once."""
+
+    @abstractmethod
+    def submit(self, rank: int, command: Command) -> Future[Answer]:
+        """Send a command, or one of :data:`SIGNALS`, from any thread; returns at once. Commands of one node are carried
+        out in the order in which they were submitted. The future has the node's answer, or the family's own exception
+        if the node is lost."""
+
+    def remote(self, rank: int) -> Any:
+        """What a scheme calls in a node, if it is one of those that the family's collector names as its
+        ``called_schemes``."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def payload(self, rank: int, result: Any) -> TensorDictBase:
+        """The batch of an answer with this payload. Called in the thread of who wants the batch: it may wait, and
+        copy."""
+
+    @abstractmethod
+    def stop(self, rank: int, timeout: float) -> None:
+        """End a node's program, whatever it does, within the timeout (seconds). The node itself has ended before, if
+        it could. Idempotent."""
+
+    @abstractmethod
+    def name(self, rank: int) -> str:
+        """What the node is called in errors: "node 1 (pid 4711)"."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """After all nodes were stopped: release what :meth:`open` has prepared. Idempotent."""

@@ -1,0 +1,159 @@
+"""NodeCollector: what the collectors have in common whose workers are nodes, on other hosts or on this one.
+
+It is a collector with workers like any other. Its group is a
+:class:`~asyncsync.collectors.distributed.node_group.NodeGroup`, and it has either schedule: ``sync=True`` is that of
+``MultiSyncCollector``, with a batch of all nodes stacked, ``sync=False`` that of ``MultiAsyncCollector``. What a node
+runs may have workers of its own, in processes of the node's host.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, warn_rounding, whole
+from asyncsync.collectors.base import BaseCollector
+from asyncsync.collectors.distributed.family import NodeFamily
+from asyncsync.collectors.distributed.node_group import NodeGroup
+from asyncsync.collectors.multi.collector import MultiCollector
+from asyncsync.collectors.multi.driver import Driver
+from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
+from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
+from asyncsync.collectors.single import Collector
+from asyncsync.schemes.remote_calls import RemoteCallCore
+
+__all__ = ["NodeCollector"]
+
+CLASSES: dict[str, type[BaseCollector]] = {
+    "single": Collector,
+    "sync": MultiSyncCollector,
+    "async": MultiAsyncCollector,
+}
+
+COUNTED_HERE = (
+    "frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "worker_idx", "weight_recv_schemes",
+)  # fmt: skip
+"""Arguments of a node's collector that the collector around it sets."""
+
+
+class NodeCollector(MultiCollector):
+    """A collector whose workers are ``nodes``; a subclass has the documented constructor of its family, and says by
+    which scheme weights go where none is given."""
+
+    called_schemes: tuple[type, ...] = ()  # those whose calls reach the nodes
+
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """The class that is called is meant; ``sync`` is an argument like any other."""
+        return None
+
+    def __init__(
+        self,
+        nodes: NodeFamily,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int | None,
+        sync: bool,
+        collector_class: str | Callable[..., BaseCollector],
+        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        num_workers_per_collector: int,
+        update_after_each_batch: bool,
+        **arguments: Any,
+    ) -> None:
+        if not isinstance(sync, bool):
+            raise TypeError(f"sync must be True or False, not {sync!r}")
+        total, frames = frames_or_none("total_frames", total_frames), whole("frames_per_batch", frames_per_batch, 1)
+        if total is not None and total > 0 and total % frames:
+            raise ValueError(
+                f"total_frames={total} is not divisible by frames_per_batch={frames}: pass total_frames="
+                f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"
+            )
+        factories = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn]
+        kind = _class_of(collector_class)
+        per_node = whole("num_workers_per_collector", num_workers_per_collector, 1)
+        if _has_workers(kind):
+            factories = [factory if is_list(factory) else [factory] * per_node for factory in factories]
+        elif per_node > 1:
+            raise ValueError(
+                f"num_workers_per_collector={per_node}, but the nodes run a collector that has no workers: pass "
+                "collector_class='sync' or 'async' too"
+            )
+        schemes = arguments["weight_sync_schemes"]
+        check_schemes("weight_sync_schemes", schemes)
+        for model_id, scheme in (schemes or {}).items():
+            if isinstance(scheme, RemoteCallCore) and not isinstance(scheme, self.called_schemes):
+                raise ValueError(
+                    f"weight_sync_schemes[{model_id!r}] is a {type(scheme).__name__}, which cannot call the nodes of a "
+                    f"{type(self).__name__}: leave it out, or pass a DistributedWeightSyncScheme"
+                )
+        self.sync = sync
+        self._nodes = nodes
+        self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
+        for given in self._kwargs:
+            if not isinstance(given, Mapping):
+                raise TypeError(f"collector_kwargs must be a dict, or a list of one for each node, not {given!r}")
+            if own := sorted(given.keys() & {*COUNTED_HERE}):
+                raise ValueError(f"{own} in collector_kwargs: these are arguments of {type(self).__name__} itself")
+        super().__init__(
+            factories,
+            policy,
+            frames_per_batch=frames,
+            total_frames=total,
+            collector_class=kind,
+            update_at_each_batch=update_after_each_batch,
+            **arguments,
+        )
+
+    @property
+    def update_after_each_batch(self) -> bool:
+        """The argument of this name."""
+        return self._arguments.update_at_each_batch
+
+    # -- nodes as workers ---------------------------------------------------------------------------------------------
+
+    def _make_group(self, start_method: str) -> NodeGroup:
+        return NodeGroup(self._nodes, type(self).__name__)
+
+    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        return arguments | dict(self._kwargs[worker])
+
+    # -- the schedule -------------------------------------------------------------------------------------------------
+
+    def _driver_class(self, *arguments: Any) -> Driver:
+        return SyncDriver(*arguments, dim=None, threshold=1.0) if self.sync else AsyncDriver(*arguments)
+
+    def _frames_of_batch(self, frames: list[int]) -> int:
+        return sum(frames) if self.sync else max(frames)
+
+    def _split(self, frames: int) -> list[int]:
+        if not self.sync:
+            return [frames] * self.num_workers
+        share = math.ceil(frames / self.num_workers)
+        if frames % self.num_workers:
+            warn_rounding(
+                f"frames_per_batch ({frames}) is not exactly divisible by the number of nodes ({self.num_workers})",
+                share * self.num_workers,
+            )
+        return [share] * self.num_workers
+
+
+def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
+    """What a node runs, by its name or as it is. Raises TypeError, ValueError."""
+    if isinstance(given, str):
+        if given not in CLASSES:
+            raise ValueError(f"unknown collector_class {given!r}: choose one of {', '.join(map(repr, CLASSES))}")
+        return CLASSES[given]
+    kind = given.func if isinstance(given, functools.partial) else given
+    if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):
+        raise TypeError(f"collector_class must be a class of collectors, or one of {sorted(CLASSES)}, not {given!r}")
+    return given
+
+
+def _has_workers(kind: Any) -> bool:
+    own = kind.func if isinstance(kind, functools.partial) else kind
+    return bool(getattr(own, "acts_elsewhere", False))

@@ -1,0 +1,210 @@
+"""RayFamily: nodes as Ray's actors, and replay buffers as such.
+
+An actor has two groups of threads: in one it takes commands, in the other signals, which so overtake a rollout. A batch
+is an object of Ray's own: it stays in the store of the host where it was made until whoever wants the batch fetches it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.distributed.family import SIGNALS, NodeFamily
+from asyncsync.collectors.distributed.node import Answer, Command, Node
+from asyncsync.collectors.workers.channel import Parcel, loads
+from asyncsync.errors import PeerLost
+from asyncsync.runtime.threads import until_done
+
+__all__ = ["ActorBuffer", "RayFamily", "library"]
+
+COMMANDS, SIGNAL_THREADS = 8, 6
+"""Threads of an actor. A command waits in one for its turn."""
+
+FETCH_SECONDS = 60.0
+
+
+def library() -> Any:
+    """The module ``ray``. Raises ImportError: it is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
+
+
+class NodeActor:
+    """What runs in the actor: a node, and what TorchRL's and this library's schemes call on the actors of a
+    collector."""
+
+    def __init__(self, rank: int) -> None:
+        self._node = Node(rank)
+
+    def ready(self) -> str:
+        """Where it runs."""
+        import os
+        import socket
+
+        return f"pid {os.getpid()} on {socket.gethostname()}"
+
+    def carry_out(self, command: Command) -> Answer:
+        return self._node.carry_out(command).result()
+
+    def roll_out(self, command: Command) -> tuple[Answer, Any]:
+        """The same, with the batch apart."""
+        answer = self._node.carry_out(command).result()
+        return answer._replace(payload=None), answer.payload
+
+    def signal(self, command: Command) -> Answer:
+        return self._node.signal(command)
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        return self._node.cascade_execute(attr_path, *args, **kwargs)
+
+    def _receive_weights_scheme(self) -> None:
+        self._node._receive_weights_scheme()
+
+
+class RayFamily(NodeFamily):
+    """Nodes as actors.
+
+    Args:
+        configs: what ``ray.remote`` is given for each actor.
+        init_config: for ``ray.init``, if nobody has called that; None: no arguments.
+        restarts: how often an actor that has died is made anew.
+    """
+
+    def __init__(
+        self, configs: Sequence[Mapping[str, Any]], init_config: Mapping[str, Any] | None, restarts: int
+    ) -> None:
+        super().__init__(restarts)
+        self.actors: list[Any] = [None] * len(configs)
+        self._configs = [dict(config) for config in configs]
+        self._init_config = init_config
+        self._ray: Any = None
+        self._is_ours = False  # the connection to Ray
+        self._over = threading.Event()
+        self._where: dict[int, str] = {}
+
+    def open(self, count: int) -> None:
+        self._ray = library()
+        if not self._ray.is_initialized():
+            self._is_ours = True
+            init = partial(self._ray.init, **(self._init_config or {}))
+            if threading.current_thread() is threading.main_thread():
+                init()
+            else:
+                self._init_in_a_thread_that_stays(init)
+
+    def _init_in_a_thread_that_stays(self, init: Callable[[], Any]) -> None:
+        """Linux kills the processes that Ray starts when the thread that has started them ends."""
+        begun: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                begun.set_result(init())
+            except BaseException as error:
+                begun.set_exception(error)
+            else:
+                self._over.wait()
+
+        threading.Thread(target=run, name="asyncsync-ray", daemon=True).start()
+        begun.result()
+
+    def launch(self, rank: int) -> Future[Any]:
+        self._where.pop(rank, None)
+        groups = {"commands": COMMANDS, "signals": SIGNAL_THREADS}
+        config = {"max_restarts": 0} | self._configs[rank] | {"concurrency_groups": groups}
+        self.actors[rank] = actor = self._ray.remote(**config)(NodeActor).remote(rank)
+        ready: Future[Any] = actor.ready.options(concurrency_group="signals").remote().future()
+        ready.add_done_callback(lambda done: self._note(rank, done))
+        return ready
+
+    def _note(self, rank: int, ready: Future[Any]) -> None:
+        if ready.exception() is None:
+            self._where[rank] = ready.result()
+
+    def submit(self, rank: int, command: Command) -> Future[Answer]:
+        actor = self.actors[rank]
+        found: Future[Answer]
+        if command[0] in SIGNALS:
+            found = actor.signal.options(concurrency_group="signals").remote(command).future()
+        elif command[0] != "rollout":
+            found = actor.carry_out.options(concurrency_group="commands").remote(command).future()
+        else:
+            answer, batch = actor.roll_out.options(concurrency_group="commands", num_returns=2).remote(command)
+            found = Future()
+            answer.future().add_done_callback(lambda done: _with_batch(found, done, batch))
+        return found
+
+    def remote(self, rank: int) -> Any:
+        return self.actors[rank]
+
+    def payload(self, rank: int, result: Any) -> TensorDictBase:
+        try:
+            parcel = self._ray.get(result, timeout=FETCH_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise PeerLost(f"a batch of {self.name(rank)} is lost: {error}") from error
+        # What Ray returns lies in its store, and is read-only.
+        batch: TensorDictBase = loads(Parcel(parcel.pickled, [bytearray(buffer) for buffer in parcel.buffers]))
+        return batch
+
+    def stop(self, rank: int, timeout: float) -> None:
+        actor = self.actors[rank]
+        if actor is not None and self._ray.is_initialized():
+            self._ray.kill(actor, no_restart=True)
+        self.actors[rank] = None
+
+    def name(self, rank: int) -> str:
+        where = self._where.get(rank)
+        return f"node {rank} (a Ray actor{'' if where is None else f', {where}'})"
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._is_ours = False
+            self._ray.shutdown()
+            self._over.set()
+
+
+def _with_batch(found: Future[Answer], answer: Future[Answer], batch: Any) -> None:
+    """Hand an answer out together with the reference to its batch."""
+    if (error := answer.exception()) is not None:
+        found.set_exception(error)
+    else:
+        found.set_result(answer.result()._replace(payload=batch))
+
+
+class ActorBuffer:
+    """A replay buffer that is an actor, for workers that write to it: it pickles as the actor's handle.
+
+    ``extend`` and ``add`` return when the actor has what it was given.
+    """
+
+    shared = True  # what check_shared() looks at
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def extend(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._call("extend", batch, *args, **kwargs)
+
+    def add(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._call("add", frame, *args, **kwargs)
+
+    def __len__(self) -> int:
+        return int(self._call("__len__"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "actor":
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._call(name, *args, **kwargs)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self.actor, name).remote(*args, **kwargs).future()
+        if not until_done(found, FETCH_SECONDS):
+            raise TimeoutError(f"a replay buffer that is a Ray actor has not answered {name}() in {FETCH_SECONDS:g} s")
+        return found.result()

@@ -1,0 +1,137 @@
+"""Bounded staleness: a quorum of workers for the sender, a greatest lag for a receiver."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError
+from helpers.apis import Api
+from helpers.pairs import Clock, Model, fill, held, read, receiver_of
+
+
+@pytest.mark.schemes("some")
+async def test_r198_a_quorum_of_workers_is_enough_and_the_others_still_converge(api: Api) -> None:
+    async with api.crew(3) as everybody:
+        sender, receivers, _ = everybody
+        with held(receivers[1]):
+            with Clock(5.0):
+                version = await sender.send_async(fill(everybody.source, 1), quorum=2)
+            assert everybody.read == [{1}, {0}, {1}]
+            await sender.wait_version(version, timeout=5, quorum=2)
+            with pytest.raises(PartialSendError) as caught:
+                await sender.send_async(fill(everybody.source, 2), timeout=0.3, quorum=3)
+            assert (caught.value.acked.keys(), caught.value.failed.keys()) == ({0, 2}, {1})
+            assert isinstance(caught.value.failed[1], AckTimeout)
+            await sender.send_async(fill(everybody.source, 3), worker_ids=[0, 1], quorum=1)
+            assert everybody.read == [{3}, {0}, {2}]
+        await sender.wait_version(sender.version, timeout=5)
+        assert everybody.read == [{3}, {3}, {2}]
+
+
+async def test_r198_a_quorum_that_cannot_be_reached_any_more_is_not_waited_for(api: Api) -> None:
+    source = Model(0)
+    scheme = api.scheme(num_workers=2)
+    scheme.init_on_sender(model_id="policy", model=source)
+    good, bad = receiver_of(scheme, 0, model := Model()), receiver_of(scheme, 1, Model())
+    async with scheme, good, bad:
+        await asyncio.gather(*(one.connect(timeout=5) for one in (scheme, good, bad)))
+        await bad.shutdown()
+        with Clock(5.0), pytest.raises(PartialSendError) as caught:
+            await scheme.send_async(fill(source, 1), quorum=2)
+        assert list(caught.value.failed) == [1]
+        with Clock(5.0):
+            await scheme.send_async(fill(source, 2), quorum=1)
+        assert read(model) == {2}
+
+
+async def test_r198_a_quorum_that_cannot_be_is_refused_before_anything_is_published(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender, receivers, _ = everybody
+        for quorum, error in ((3, ValueError), (0, ValueError), (1.5, ValueError), (True, ValueError)):
+            with pytest.raises(error, match="quorum"):
+                await sender.send_async(fill(everybody.source, 1), quorum=quorum)
+        with pytest.raises(ValueError, match="quorum=2 of 1 workers"):
+            await sender.send_async(everybody.source, worker_ids=[1], quorum=2)
+        with pytest.raises(ValueError, match="quorum"):
+            await sender.wait_version(sender.version, quorum=3)
+        with pytest.raises(ValueError, match="sender"):
+            await receivers[0].wait_version(1, quorum=1)
+        assert everybody.read == [{0}, {0}]
+
+
+async def test_r198_an_elastic_sender_needs_as_many_workers_as_the_quorum(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        with pytest.raises(NotConnected, match="quorum=2"):
+            await sender.send_async(fill(source, 2), quorum=2)
+        version = await sender.send_async(fill(source, 3), quorum=1)
+        assert read(model) == {3}
+        with pytest.raises(NotConnected, match="1 workers that are there, quorum=2"):
+            await sender.wait_version(version, quorum=2)
+
+
+@pytest.mark.schemes("some")
+async def test_r200_a_receiver_waits_until_it_is_not_too_far_behind(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender, (one, _), _ = everybody
+        assert await one.wait_lag(0) == sender.version
+        with held(one):
+            for value in (1, 2, 3):
+                version = await sender.publish(fill(everybody.source, value))
+            assert await one.wait_lag(version) < version
+            for lag in (0, 1):
+                with pytest.raises(AckTimeout, match=f"more than {lag} versions behind"):
+                    await one.wait_lag(lag, timeout=0.2)
+        waiting = asyncio.create_task(one.wait_lag(1))
+        assert await waiting >= version - 1
+        assert await one.wait_lag(0, timeout=5) == version
+        assert read(everybody.models[0]) == {3}
+
+
+async def test_r200_what_is_not_for_a_worker_does_not_make_it_late(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender, (one, other), _ = everybody
+        before = sender.version
+        for value in (1, 2, 3):
+            version = await sender.send_async(fill(everybody.source, value), worker_ids=1)
+        assert await one.wait_lag(0, timeout=5) == before
+        assert await other.wait_lag(0, timeout=5) == version
+
+
+async def test_r200_with_several_models_the_one_that_is_furthest_behind_counts(api: Api) -> None:
+    async with api.bus(num_workers=1) as bus:
+        schemes = {name: api.scheme(bus=bus) for name in ("a", "b")}
+        for name, scheme in schemes.items():
+            scheme.init_on_sender(model_id=name, model=Model(0))
+        theirs = {name: receiver_of(scheme, 0, Model(), name) for name, scheme in schemes.items()}
+        worker = theirs["a"].bus
+        try:
+            await asyncio.gather(bus.connect(timeout=5), worker.connect(timeout=5))
+            first = await bus.send_async({"b": Model(1)})
+            for value in (2, 3):
+                last = await bus.send_async({"a": Model(value)})
+            assert await worker.wait_lag(0, timeout=5) == first
+            assert await theirs["a"].wait_lag(0, timeout=5) == last
+        finally:
+            await worker.shutdown()
+
+
+async def test_r200_waiting_for_a_lag_ends_with_the_sender(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        sender, (one,), _ = everybody
+        with pytest.raises(RuntimeError):
+            await sender.wait_lag(0)
+        for wrong in (-1, 0.5, True, None):
+            with pytest.raises(ValueError, match="max_lag"):
+                await one.wait_lag(wrong)
+        with held(one):
+            await sender.publish(fill(everybody.source, 1))
+            waiting = asyncio.create_task(one.wait_lag(0, timeout=20))
+            await asyncio.sleep(0)
+            await sender.shutdown()
+            with Clock(5.0), pytest.raises(ClosedError):
+                await waiting

@@ -1,0 +1,39 @@
+"""Workers that claim to be on another host: they open nobody's memory, and nobody watches their processes.
+
+The claim is what a worker says of itself in HELLO, and the trainer goes by it. Everything else is as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncsync.bus import receiver
+from asyncsync.protocol.settings import Identity
+from asyncsync.protocol.subscriber import Subscriber
+from helpers.processes import Worker
+
+__all__ = ["FarWorker", "claim_another_host"]
+
+
+def claim_another_host(monkeypatch: pytest.MonkeyPatch, is_far: Callable[[int], bool]) -> None:
+    """Have the workers of this process for which that is true claim it."""
+
+    def subscriber(worker: int, nonce: bytes, identity: Identity, *rest: Any) -> Subscriber:
+        if is_far(worker):
+            identity = replace(identity, boot="another host")
+        return Subscriber(worker, nonce, identity, *rest)
+
+    monkeypatch.setattr(receiver, "Subscriber", subscriber)
+
+
+class FarWorker(Worker):
+    """A worker process that claims it."""
+
+    def __init__(self, emit: Callable[[Any], None]) -> None:
+        super().__init__(emit)
+        receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)  # type: ignore[assignment]

@@ -1,0 +1,278 @@
+"""Hosts on one machine: network namespaces on a bridge, each with a pid namespace of its own, so that nobody in one
+host can watch, or share memory with, a process of another.
+
+The test process is the trainer's host; its address is :attr:`Hosts.address`. Each other host runs this module as a
+program, which has everything imported and forks a process for whatever is to be started: a worker takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import asyncsync
+
+__all__ = ["Host", "Hosts", "Process", "hosts", "until"]
+
+TESTS, PACKAGE = (Path(file).resolve().parent.parent for file in (__file__, asyncsync.__file__))
+LARGE = 2_000_000  # elements: some MB, which take several chunks
+
+
+# -- what runs in a host -----------------------------------------------------------------------------------------------
+
+
+def tell(**event: Any) -> None:
+    os.write(1, (json.dumps(event) + "\n").encode())  # at once, and in one piece: several processes write here
+
+
+async def work(name: str, kind: str, connect: str, index: int, width: int) -> None:
+    """A worker that looks at its model all the time, from another thread than the loop's."""
+    from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+    from helpers.pairs import Model
+
+    cls = {"zmq": ZMQWeightSyncScheme, "shared": SharedMemWeightSyncScheme}[kind]
+    scheme = cls(connect=connect, allow_plaintext=True)
+    model = Model(-1.0, width)
+    scheme.init_on_receiver("policy", model=model, worker_idx=index, reconnect=True)
+    last = -1.0
+    await scheme.connect(timeout=120)
+    while True:
+        found = await asyncio.to_thread(model)
+        if len(found) != 1:
+            tell(name=name, torn=sorted(found))
+        value = max(found)
+        if value < last:
+            tell(name=name, torn=[last, value])
+        if value != last:
+            tell(name=name, value=value, version=scheme.version)
+            last = value
+        await asyncio.sleep(0.002)
+
+
+def relay(arguments: list[str]) -> int:
+    from asyncsync.cli import main
+
+    return main(["relay", *arguments])
+
+
+def serve() -> None:
+    """Fork what the test asks for, one line of JSON each; end with its standard input."""
+    for name in ("helpers.pairs", "asyncsync.cli", "asyncsync.relay.process"):
+        import_module(name)  # so that whoever is forked has everything
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    children: dict[str, int] = {}
+    tell(ready=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = request["name"]
+        if "signal" in request:
+            with suppress(ProcessLookupError):
+                os.kill(children[name], request["signal"])
+            continue
+        if child := os.fork():
+            children[name] = child
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        code = 1
+        try:
+            if "relay" in request:
+                code = relay(request["relay"])
+            else:
+                asyncio.run(work(name, *request["work"]))
+        except BaseException as error:
+            tell(name=name, failed=repr(error))
+        finally:
+            os._exit(code)
+
+
+# -- in the test -------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A worker or relay in a host: the value and version of its model, as it last said; ``torn``: what it should never
+    have seen."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self.host = host
+        self.name = name
+        self.value = -1.0
+        self.version = 0
+        self.torn: list[Any] = []
+        self.failed = ""
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.host.send(name=self.name, signal=int(number))
+
+
+class Host:
+    """One namespace. ``plugged`` is the trainer's end of its cable."""
+
+    def __init__(self, name: str, cable: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.cable = cable
+        self.process = process
+        self.processes: dict[str, Process] = {}
+        self.ready = asyncio.Event()
+
+    def send(self, **request: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write((json.dumps(request) + "\n").encode())
+
+    def start(self, **what: Any) -> Process:
+        name = f"{self.name}-{len(self.processes)}"
+        process = self.processes[name] = Process(self, name)
+        self.send(name=name, **what)
+        return process
+
+    def worker(self, index: int, connect: str, *, kind: str = "zmq", width: int = LARGE) -> Process:
+        return self.start(work=[kind, connect, index, width])
+
+    def relay(self, upstream: str, bind: str, *options: str) -> Process:
+        return self.start(relay=["--upstream", upstream, "--bind", bind, "--allow-plaintext", *options])
+
+    async def listen(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            if not line.startswith(b"{"):
+                continue  # the relay's own words
+            event = json.loads(line)
+            if "ready" in event:
+                self.ready.set()
+            elif (process := self.processes.get(event["name"])) is not None:
+                process.value = event.get("value", process.value)
+                process.version = event.get("version", process.version)
+                process.failed = event.get("failed", process.failed)
+                if "torn" in event:
+                    process.torn.append(event["torn"])
+
+    def unplug(self) -> None:
+        ip("link", "set", self.cable, "down")
+
+    def plug(self) -> None:
+        ip("link", "set", self.cable, "up")
+
+
+class Hosts(list[Host]):
+    """The hosts, and the trainer's ``address``, where they reach it."""
+
+    address = ""
+
+    @property
+    def workers(self) -> list[Process]:
+        return [p for host in self for p in host.processes.values()]
+
+    def check(self) -> None:
+        """Nobody has seen anything torn, or failed."""
+        for process in self.workers:
+            assert not process.torn, (process.name, process.torn)
+            assert not process.failed, (process.name, process.failed)
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr.strip()}"
+
+
+def names_of(*arguments: str) -> list[str]:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    return [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
+
+
+def remove(tag: str) -> None:
+    """Whatever there is of the hosts of one test run; their cables go with them."""
+    for name in names_of("netns", "list"):
+        if name.startswith(f"ash{tag}"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
+    subprocess.run(["ip", "link", "del", f"asb{tag}"], capture_output=True, timeout=20, check=False)
+
+
+def sweep() -> None:
+    """Remove the hosts of a test run that was killed."""
+    for left in {name[3:-1] for name in names_of("netns", "list") if name.startswith("ash")}:
+        if not Path(f"/proc/{int(left, 16)}").exists():
+            remove(left)
+
+
+@asynccontextmanager
+async def hosts(count: int) -> AsyncIterator[Hosts]:
+    """Make them, and remove them whatever happens. AssertionError: this system lets nobody make namespaces."""
+    tag, third = f"{os.getpid():x}", 1 + secrets.randbelow(250)
+    sweep()
+    bridge, found, listeners = f"asb{tag}", Hosts(), []
+    found.address = f"198.18.{third}.1"
+    names = [f"ash{tag}{i}" for i in range(count)]
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("addr", "add", f"{found.address}/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for i, name in enumerate(names):
+            cable = f"asv{tag}{i}"
+            ip("netns", "add", name)
+            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", cable, "master", bridge, "up")
+            for command in (
+                ["link", "set", "lo", "up"],
+                ["addr", "add", f"198.18.{third}.{10 + i}/24", "dev", "eth0"],
+                ["link", "set", "eth0", "up"],
+            ):
+                ip("-n", name, *command)
+            found.append(Host(name, cable, await _program(name)))
+        listeners = [asyncio.create_task(host.listen()) for host in found]
+        await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
+        yield found
+        found.check()
+    finally:
+        for host in found:
+            with suppress(ProcessLookupError):
+                host.process.kill()
+            await host.process.wait()
+        await asyncio.gather(*listeners)
+        remove(tag)
+
+
+async def _program(name: str) -> asyncio.subprocess.Process:
+    command = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return await asyncio.create_subprocess_exec(
+        *command,
+        sys.executable,
+        "-m",
+        "helpers.hosts",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}"},
+        preexec_fn=_die_with_the_test,
+    )
+
+
+def _die_with_the_test() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+async def until(met: Callable[[], bool], seconds: float, what: Callable[[], object] = str) -> None:
+    """Wait until this is so; AssertionError, with ``what`` there was instead, after so many seconds."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not met():
+        assert asyncio.get_running_loop().time() < deadline, what()
+        await asyncio.sleep(0.01)
+
+
+def values(processes: Iterable[Process]) -> list[float]:
+    return [process.value for process in processes]
+
+
+if __name__ == "__main__":
+    serve()

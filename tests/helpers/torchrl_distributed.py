@@ -1,0 +1,77 @@
+"""Programs that hand this library's blocking schemes to TorchRL's collectors whose workers are nodes: through RPC,
+torch.distributed and Ray; run by ``collecting_torchrl.Programs``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from helpers.collecting_torchrl import make_env
+from helpers.torchrl_programs import policy_of, shown
+
+__all__ = ["by_their_nodes"]
+
+SCHEMES = {
+    "DistributedCollector": "DistributedWeightSyncScheme",
+    "RPCCollector": "RPCWeightSyncScheme",
+    "RayCollector": "RayWeightSyncScheme",
+}
+PORTS = {"DistributedCollector": 29951, "RPCCollector": 29961}
+RAY = {"num_cpus": 2, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+
+
+@contextmanager
+def _collector_of(kind: str, scheme: Any, policy: Any, **options: Any) -> Iterator[Any]:
+    import torchrl.collectors.distributed as theirs
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    options = {"frames_per_batch": 40, "total_frames": 4000, "weight_sync_schemes": {"policy": scheme}, **options}
+    if kind != "RayCollector":
+        options |= {"launcher": "mp", "tcp_port": PORTS[kind]}
+        yield getattr(theirs, kind)([make_env] * 2, policy, **options)
+        return
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        remote = {"num_cpus": 1, "num_gpus": 0, "memory": 1 << 28}
+        init = {**RAY, "_temp_dir": folder}
+        yield theirs.RayCollector([make_env] * 2, policy, ray_init_config=init, remote_configs=remote, **options)
+        ray.shutdown()
+
+
+def by_their_nodes(kind: str, sync: bool, ours: bool = True, updates: int = 4) -> dict[str, Any]:
+    """What the nodes' policies show after each of some updates, and what is raised when a node is killed: by an update,
+    and within how many seconds."""
+    module = import_module("asyncsync.sync" if ours else "torchrl.weight_update")
+    scheme = getattr(module, SCHEMES[kind])()
+    policy, found = policy_of(1.0), {"shown": []}
+    with _collector_of(kind, scheme, policy, sync=sync) as collector:
+        batches = iter(collector)
+        if kind == "RayCollector":  # asks for that before anything else
+            collector.update_policy_weights_()
+        found["first"] = shown(next(batches))
+        pids: set[int] = set()
+        for update in range(updates):
+            policy.module.fill(update + 2.0)
+            collector.update_policy_weights_()
+            for _ in range(1 if sync else 4):
+                batch = next(batches)
+                pids |= set(batch["process"].flatten().tolist())
+            found["shown"].append(shown(batch))
+        found["pids"] = len(pids)
+        if ours:
+            os.kill(min(pids), signal.SIGKILL)
+            begun = time.monotonic()
+            try:
+                collector.update_policy_weights_()
+            except Exception as error:
+                found["lost"] = type(error).__name__, str(error), time.monotonic() - begun
+            os.kill(max(pids), signal.SIGKILL)
+    return found

@@ -1,0 +1,247 @@
+"""Certificates, and the directory of those that are let in: what is read, what is refused, and what takes effect."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import zmq.auth
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync import NotConnected
+from asyncsync.net import client_list
+from asyncsync.net.certificates import Certificate, Workers, parse_workers, read_certificate, write_new
+from asyncsync.net.client_list import ClientList
+from asyncsync.net.key_files import KeyFiles
+from asyncsync.net.keys import KeyPair
+
+RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)).map(sorted), min_size=1, max_size=8)
+
+
+def certificate(workers: str = "") -> Certificate:
+    pair = KeyPair.draw()
+    return Certificate(pair.public, pair.secret, parse_workers(workers) if workers else Workers())
+
+
+def put(path: Path, text: str, mode: int = 0o600) -> str:
+    """Write a file as an editor does, in place; returns its path."""
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+@given(RANGES)
+def test_which_workers_a_key_is_for_is_read_as_it_is_written(ranges: list[list[int]]) -> None:
+    text = ", ".join(f"{first}-{last}" if first != last else str(first) for first, last in ranges)
+    workers = parse_workers(text)
+    assert {n for n in range(502) if n in workers} == {n for a, b in ranges for n in range(a, b + 1)}
+    assert str(workers) == text
+    made = certificate(text)
+    assert Certificate.decode(made.encode(secret=True)) == made
+    assert Certificate.decode(made.encode(secret=False)).secret is None
+
+
+@given(st.text(max_size=60))
+def test_what_is_no_list_of_workers_is_never_taken_for_any(text: str) -> None:
+    with suppress(ValueError):
+        workers = parse_workers(text)
+        assert workers.ranges
+        assert parse_workers(str(workers)) == workers
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "1-", "-1", "3-1", "1,,2", "a", "1;2", "0x3", "1" * 30, "٣", "0," * 300 + "0"]
+)
+def test_such_as(text: str) -> None:
+    with pytest.raises(ValueError, match="workers = "):
+        parse_workers(text)
+
+
+@given(st.text(max_size=400))
+def test_any_other_text_is_no_certificate(text: str) -> None:
+    with pytest.raises(ValueError, match=r"public-key|workers|secret-key"):
+        Certificate.decode(text)
+
+
+@given(st.binary(max_size=300))
+def test_any_other_file_is_refused_with_its_name(data: bytes) -> None:
+    path = Path(os.environ["TMPDIR"]) / "garbage.key"
+    path.write_bytes(data)
+    path.chmod(0o600)
+    with pytest.raises(NotConnected, match=r"garbage\.key is not a certificate"):
+        read_certificate(str(path), secret=False)
+
+
+def test_the_files_are_those_of_zmq_auth_in_both_directions(tmp_path: Path) -> None:
+    made = certificate("0-3")
+    path = put(tmp_path / "ours.key_secret", made.encode(secret=True))
+    assert zmq.auth.load_certificate(path) == (made.public, made.secret)
+    public, secret = zmq.auth.create_certificates(tmp_path, "theirs", {"workers": "2"})
+    os.chmod(secret, 0o600)
+    there = read_certificate(secret, secret=True)
+    assert (there.public, there.secret) == zmq.auth.load_certificate(secret)
+    assert there.workers == Workers((range(2, 3),))
+    os.chmod(public, 0o644)
+    assert read_certificate(public, secret=False) == Certificate(there.public)
+
+
+def test_a_secret_is_not_shown() -> None:
+    made = certificate()
+    assert made.secret is not None
+    assert made.secret.decode() not in repr(made)
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "nothing": ("", "there is no public-key in it"),
+    "a short key": ('curve\n    public-key = "abc"\n', "public-key is no key of 40 characters"),
+    "a key that is none": (f'curve\n    public-key = "{"#" * 40}"\n', "public-key is no key of 40 characters"),
+    "two keys": (certificate().encode(secret=False) * 2, "public-key is there twice"),
+    "other workers": (certificate("1").encode(secret=False).replace("= 1", "= x"), "workers = 'x' is not a list"),
+    "a misspelt line": (
+        certificate("1").encode(secret=False).replace("workers", "Worker"),
+        "'Worker = 1' is not under",
+    ),
+    "a line without a sign": (
+        certificate("1").encode(secret=False).replace("= 1", "1"),
+        "'workers 1' is not understood",
+    ),
+    "a line at the margin": (
+        certificate("1").encode(secret=False).replace("    workers", "workers"),
+        "'workers = 1' is not understood",
+    ),
+    "too much": (certificate().encode(secret=False) + "#" * 20_000, "it has more than 16 KiB"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_wrong_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    text, why = BAD[name]
+    path = put(tmp_path / "bad.key", text)
+    with pytest.raises(NotConnected, match=f"{path} .*{why}"):
+        read_certificate(path, secret=False)
+
+
+def test_files_that_others_can_use_or_change_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    made = certificate()
+    secret = put(tmp_path / "one.key_secret", made.encode(secret=True), 0o640)
+    with pytest.raises(NotConnected, match=f"may read the secret key in {secret}: chmod 600 {secret}"):
+        read_certificate(secret, secret=True)
+    public = put(tmp_path / "one.key", made.encode(secret=False), 0o666)
+    with pytest.raises(NotConnected, match=f"may change {public}.*chmod go-w {public}"):
+        read_certificate(public, secret=False)
+    with pytest.raises(NotConnected, match=r"one\.key has no secret key in it: give the file .*\.key_secret"):
+        read_certificate(put(tmp_path / "one.key", made.encode(secret=False)), secret=True)
+    with pytest.raises(NotConnected, match=r"cannot read the key in .*missing\.key: No such file"):
+        read_certificate(str(tmp_path / "missing.key"), secret=False)
+    with pytest.raises(NotConnected, match="Is a directory"):
+        read_certificate(str(tmp_path), secret=False)
+
+
+def test_new_files_replace_none(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.write_text("as it was")
+    with pytest.raises(FileExistsError):
+        write_new([(tmp_path / "new", "new"), (there, "other")], mode=0o640)
+    assert there.read_text() == "as it was"
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "new"}, "nothing else is left"
+
+
+# -- the list
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every look at the list take place."""
+    monkeypatch.setattr(client_list, "SHARE", 1e9)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_changes_in_the_directory_takes_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="asyncsync")
+    listed = ClientList(str(tmp_path))
+    assert listed.clients == {}
+    assert "nobody can connect until there is a NAME.key" in caplog.text
+    one, two = certificate("0"), certificate()
+    path = tmp_path / "one.key"
+    put(path, one.encode(secret=False))
+    put(tmp_path / "two.key", two.encode(secret=False))
+    (tmp_path / "notes.txt").write_text("not a key")
+    (tmp_path / ".hidden.key").write_text("being written")
+    assert listed.refresh(0)
+    assert {(c.name, str(c.workers)) for c in listed.clients.values()} == {("one", "0"), ("two", "any")}
+    assert not listed.refresh(0), "nothing is new"
+    (tmp_path / "two.key").unlink()
+    assert listed.refresh(0)
+    assert set(listed.clients) == {one.public}
+    caplog.clear()
+    for text in ("half of i", "half of it"):
+        put(path, text)
+        assert not listed.refresh(0), "a file that cannot be read keeps what it said"
+    assert len(caplog.records) == 2, "once for each state of it"
+    put(path, two.encode(secret=False))
+    assert listed.refresh(0)
+    assert set(listed.clients) == {two.public}
+    assert not listed.refresh(100.0), "not so soon again"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_two_files_may_change_places(tmp_path: Path) -> None:
+    one, two = certificate("0").encode(secret=False), certificate("1").encode(secret=False)
+    put(tmp_path / "one.key", one)
+    put(tmp_path / "two.key", two)
+    listed = ClientList(str(tmp_path))
+    before = {client.name: key for key, client in listed.clients.items()}
+    put(tmp_path / "one.key", two)
+    put(tmp_path / "two.key", one)
+    assert listed.refresh(0)
+    after = {client.name: key for key, client in listed.clients.items()}
+    assert after == {"one": before["two"], "two": before["one"]}
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_directory_that_has_gone_keeps_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "clients"
+    folder.mkdir(mode=0o700)
+    put(folder / "one.key", certificate().encode(secret=False))
+    listed = ClientList(str(folder))
+    folder.rename(tmp_path / "elsewhere")
+    for _ in range(3):
+        assert not listed.refresh(0)
+    assert len(listed.clients) == 1
+    assert caplog.text.count("cannot read the list of clients") == 1
+
+
+def test_a_list_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotConnected, match=r"cannot read the list of clients in .*missing: No such file"):
+        ClientList(str(tmp_path / "missing"))
+    text = certificate().encode(secret=False)
+    put(tmp_path / "one.key", text)
+    put(tmp_path / "two.key", text)
+    with pytest.raises(NotConnected, match=r"one\.key and two\.key have the same key; remove one"):
+        ClientList(str(tmp_path))
+    put(tmp_path / "two.key", "nothing")
+    with pytest.raises(NotConnected, match=r"two\.key is not a certificate"):
+        ClientList(str(tmp_path))
+    tmp_path.chmod(0o770)
+    with pytest.raises(NotConnected, match=f"may change {tmp_path}.*chmod go-w"):
+        ClientList(str(tmp_path))
+
+
+# -- arguments
+
+
+def test_paths_are_absolute_wherever_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    given = KeyFiles.given(["server.key", Path("old/server.key")], "clients", "~/keys/worker-{worker_idx}.key_secret")
+    assert given == KeyFiles(
+        (f"{tmp_path}/server.key", f"{tmp_path}/old/server.key"),
+        f"{tmp_path}/clients",
+        "/home/somebody/keys/worker-{worker_idx}.key_secret",
+    )

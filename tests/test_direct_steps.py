@@ -1,0 +1,273 @@
+"""Steps that a GymEnv writes right into the buffer, beside those of which a TensorDict is made: a subclass's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+from torch import nn
+
+from asyncsync.collectors import Collector, GymEnv
+from helpers.collecting_gym import Spaces
+
+
+class General(GymEnv):
+    """A GymEnv whose steps are taken the general way."""
+
+
+class Act(nn.Module):
+    """One-hot actions that depend on the step, so that trajectories differ in length."""
+
+    def __init__(self, dims: int = 1) -> None:
+        super().__init__()
+        self.dims, self.calls, self.seen = dims, 0, list[torch.Tensor]()
+        self.scale = nn.Parameter(torch.tensor(1000.0))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(observation)
+        chosen = observation.flatten(-self.dims).float().sum(-1) * self.scale
+        return nn.functional.one_hot((chosen.long() + self.calls).remainder(2), 2)
+
+
+class Pictures(gymnasium.Env[Any, Any]):
+    """Shows images that are too large to be copied twice, and ends after as many steps as its seed says."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (120, 120, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(2, 6))
+        return self.picture(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return self.picture(), float(action), self.left == 0, False, {}
+
+    def picture(self) -> Any:
+        return np.full((120, 120, 3), self.np_random.integers(0, 256), np.uint8)
+
+
+CART = gymnasium.spec("CartPole-v1")
+PICTURES = gymnasium.envs.registration.EnvSpec("Pictures-v0", entry_point=lambda **_: Pictures())
+
+
+def batches(kind: type[GymEnv], made: dict[str, Any], policy: Any, count: int = 4, **kwargs: Any) -> list[Any]:
+    env = kind(**made)
+    options = {"frames_per_batch": 40 * max(env.batch_size.numel(), 1), "total_frames": -1, **kwargs}
+    with Collector(env, policy, **options) as collector:
+        collector.set_seed(3)
+        return [collector.rollout() for _ in range(count)]
+
+
+def same(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    for first, second in zip(one, other, strict=True):
+        assert {*first.keys(True, True)} == {*second.keys(True, True)}
+        assert bool((first == second).all())
+        assert first.names == second.names
+
+
+def steps_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many steps were taken which way."""
+    counts = {"step_and_maybe_reset": 0, "step_into": 0}
+    for name in counts:
+        known = getattr(GymEnv, name)
+
+        def counted(self: Any, *args: Any, name: str = name, known: Any = known) -> Any:
+            counts[name] += 1
+            return known(self, *args)
+
+        monkeypatch.setattr(GymEnv, name, counted)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"env": CART},
+        {"env": CART, "num_envs": 5, "vectorization_mode": "sync"},
+        {"env": CART, "num_envs": 5, "vectorization_mode": "vector_entry_point"},
+        {"env": CART, "num_envs": 5, "vectorization_mode": "sync", "device": "cpu"},
+        {
+            "env": CART, "num_envs": 3, "vectorization_mode": "sync",
+            "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP},
+        },
+        {"env": PICTURES, "num_envs": 2, "vectorization_mode": "sync"},
+        {"env": PICTURES},
+    ],
+    ids=["one", "sync", "a vector of its own", "device", "same step", "large", "one, large"],
+)  # fmt: skip
+def test_batches_are_the_same_either_way(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, dims = steps_made(monkeypatch), 3 if made["env"] is PICTURES else 1
+    direct = batches(GymEnv, dict(made), Act(dims))
+    assert counts == {"step_and_maybe_reset": 4, "step_into": 156}, "the first of each rollout shows the layout"
+    same(direct, batches(General, dict(made), Act(dims)))
+    assert counts["step_into"] == 156
+    ids = torch.cat([batch["collector", "traj_ids"].flatten() for batch in direct])
+    assert len(ids.unique()) > 4
+    assert bool(direct[0]["next", "done"].any())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compact_obs": True}, {"track_policy_version": True}, {"max_frames_per_traj": 7}, {"set_truncated": True},
+        {"reset_at_each_iter": True}, {"init_random_frames": 240}, {"track_traj_ids": False}, {"storing_device": "cpu"},
+        {"policy_device": "cpu", "env_device": "cpu"}, {"split_trajs": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_batches_are_the_same_with_any_option(options: dict[str, Any]) -> None:
+    made = {"env": CART, "num_envs": 3, "vectorization_mode": "sync"}
+    results = []
+    for kind in (GymEnv, General):
+        torch.manual_seed(0)
+        results.append(batches(kind, made, Act(), **options))
+    same(*results)
+
+
+def test_a_policy_that_writes_more_at_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moody(Act):
+        def forward(self, tensordict: TensorDict) -> TensorDict:  # type: ignore[override]
+            tensordict["action"] = super().forward(tensordict["observation"])
+            kind = self.calls % 50
+            if kind < 10:
+                tensordict["extra"] = tensordict["observation"] * 2
+            elif kind < 20:
+                tensordict["next", "state"] = tensordict["observation"] + 1
+            elif kind < 30:
+                tensordict["observation"].add_(1)  # its own: no other entry is changed
+            return tensordict
+
+    made = {"env": CART, "num_envs": 3, "vectorization_mode": "sync"}
+    counts = steps_made(monkeypatch)
+    direct = batches(GymEnv, made, Moody(), frames_per_batch=36)
+    assert counts["step_into"] > 5
+    same(direct, batches(General, made, Moody(), frames_per_batch=36))
+
+
+def test_observations_that_a_policy_keeps_do_not_change() -> None:
+    policy = Act()
+    made = {"env": CART, "num_envs": 3, "vectorization_mode": "sync"}
+    stored = torch.cat([batch["observation"] for batch in batches(GymEnv, made, policy)], 1)
+    assert torch.equal(torch.stack(policy.seen[-160:], 1), stored)
+    stored.zero_()
+    assert policy.seen[-1].any()
+
+
+@pytest.mark.parametrize("kind", [GymEnv, General])
+def test_a_step_that_fails_is_made_again(kind: type[GymEnv]) -> None:
+    class Fails(gymnasium.Wrapper[Any, Any, Any, Any]):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            self.steps += 1
+            if self.steps == 6:
+                raise OSError("once")
+            return self.env.step(action)
+
+    env = kind(Fails(gymnasium.make("CartPole-v1")))
+    with Collector(env, Act(), frames_per_batch=10, total_frames=-1) as collector:
+        with pytest.raises(OSError, match="once"):
+            collector.rollout()
+        before = collector._rollouts.carrier.clone()
+        assert "next" not in before.keys()  # noqa: SIM118
+        batch = collector.rollout()
+        assert batch is not None
+        assert torch.equal(batch["observation"][0], before["observation"])
+        assert torch.equal(batch["collector", "traj_ids"][0], before["collector", "traj_ids"])
+
+
+def test_what_stands_in_the_place_of_step_and_maybe_reset_is_called() -> None:
+    env, calls = GymEnv("CartPole-v1"), []
+
+    def noted(td: Any, known: Any = env.step_and_maybe_reset) -> Any:
+        calls.append(td)
+        return known(td)
+
+    with Collector(env, Act(), frames_per_batch=5, total_frames=-1) as collector:
+        collector.rollout()
+        env.step_and_maybe_reset = noted  # type: ignore[method-assign]
+        collector.rollout()
+    assert len(calls) == 5
+
+
+def test_spaces_with_groups_go_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = gymnasium.spaces
+    inner = spaces.Dict({"a": spaces.Box(0, 1, (2,)), "b": spaces.Dict({"c": spaces.Box(0, 1, (3,))})})
+    counts = steps_made(monkeypatch)
+    with Collector(GymEnv(Spaces(spaces.Discrete(2), inner)), None, frames_per_batch=6, total_frames=-1) as collector:
+        batch = collector.rollout()
+    assert batch is not None
+    assert batch["next", "b", "c"].shape == (6, 3)
+    assert counts == {"step_and_maybe_reset": 6, "step_into": 0}
+
+
+# -- a SyncVectorEnv's environments are reset one by one --------------------------------------------------------------
+
+
+class Short(gymnasium.Env[Any, Any]):
+    """Ends after two steps; what it shows counts them, and the reset after the first has another shape if wanted."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, space: Any, first: Any) -> None:
+        self.observation_space, self.first = space, first
+        self.resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        self.resets += 1
+        return self.first(self.resets), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return self.first(10 * self.steps), 0.0, self.steps == 2, False, {}
+
+
+def short(space: Any, first: Any) -> GymEnv:
+    return GymEnv(SyncVectorEnv([lambda: Short(space, first)] * 2, autoreset_mode=AutoresetMode.DISABLED))
+
+
+def rolled(env: GymEnv, steps: int) -> list[Any]:
+    root, seen = env.reset(), []
+    for _ in range(steps):
+        step, root = env.step_and_maybe_reset(env.rand_action(root))
+        seen.append((step["next"].clone(), root.clone()))
+    return seen
+
+
+def test_only_what_has_finished_begins_anew() -> None:
+    space = gymnasium.spaces.Box(0, 100, (1,))
+    env = short(space, lambda n: np.full(1, n, np.float32))
+    seen = rolled(env, 5)
+    assert [after["observation"][0].item() for after, _ in seen] == [10, 20, 10, 20, 10]
+    assert [root["observation"][0].item() for _, root in seen] == [10, 2, 10, 3, 10]
+    env.close()
+
+
+def test_observations_of_a_dictionary_begin_anew() -> None:
+    boxes = {"a": gymnasium.spaces.Box(0, 100, (2,)), "n": gymnasium.spaces.Discrete(100)}
+    env = short(gymnasium.spaces.Dict(boxes), lambda n: {"a": np.full(2, n, np.float32), "n": n})
+    after, root = rolled(env, 2)[-1]
+    assert after["a"].tolist() == [[20, 20]] * 2
+    assert after["n"].argmax(-1).tolist() == [20, 20]
+    assert root["a"].tolist() == [[2, 2]] * 2
+    assert root["n"].argmax(-1).tolist() == [2, 2]
+    env.close()
+
+
+def test_a_first_observation_of_another_shape_is_refused() -> None:
+    space = gymnasium.spaces.Box(0, 100, (3,))
+    env = short(space, lambda n: np.full(3 if n != 2 else 1, n, np.float32))
+    with pytest.raises(ValueError, match=r"reset\(\) returned an observation of shape \(1,\), not \(3,\)"):
+        rolled(env, 2)
+    env.close()

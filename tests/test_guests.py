@@ -1,0 +1,174 @@
+"""Guests: they get what is meant for everybody, and nobody waits for them. State machines first, then sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncsync import NotConnected, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.bus.guest import Guest
+from asyncsync.errors import ProtocolError
+from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.protocol.membership import GONE_SECONDS
+from asyncsync.protocol.settings import Identity
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.transports import SharedMemTransport, ZMQTransport
+from asyncsync.wire import messages
+from asyncsync.wire.fields import FIRST_GUEST
+from helpers.machines import EPOCH, Desk, layout, nonce, through_the_wire
+from helpers.pairs import Model, fill, read, receiver_of
+
+GUEST = FIRST_GUEST + 7
+F64 = torch.float64
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/bus"
+
+
+def join(desk: Desk, role: str = "guest") -> None:
+    desk.hello(GUEST, incarnation=99, role=role)
+    desk.ready(GUEST)
+    desk.take()
+
+
+@pytest.mark.parametrize("num_workers", [1, None])
+@pytest.mark.parametrize("role", ["guest", "relay"])
+def test_a_guest_is_no_worker_and_is_sent_what_everybody_is(num_workers: int | None, role: str) -> None:
+    desk = Desk(num_workers)
+    join(desk, role)
+    assert desk.publisher.membership.expected() == ([0] if num_workers else [])
+    assert desk.publisher.membership.eligible("policy") == (num_workers or 0)
+    desk.join(0)
+    version = desk.publish(3)
+    assert {u.serial for u in desk.take(messages.Update, b"%d" % GUEST)}  # type: ignore[attr-defined]
+    assert desk.publisher.progress.targeted(version) == [0]
+    assert desk.publisher.progress.targeted(version, ["policy"]) == [0]
+    assert desk.publisher.peers[GUEST].hello.role == role
+
+
+def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_single_workers() -> None:
+    desk = Desk(1)
+    desk.join(0)
+    desk.publish(1)
+    desk.hello(GUEST, incarnation=99, role="guest")  # and then it is silent
+    desk.take()
+    version = desk.publish(2, dtype=F64)
+    desk.ready(0, F64)
+    assert desk.publisher.published == version
+    join(desk)
+    desk.publish(4, workers=[0])
+    assert not desk.take(messages.Update, b"%d" % GUEST)
+
+
+def test_a_guest_that_refuses_stops_nobody() -> None:
+    desk = Desk(1)
+    desk.join(0)
+    join(desk)
+    version = desk.publish(2, dtype=F64)
+    desk.refuse(GUEST, F64)
+    desk.ready(0, F64)
+    assert desk.publisher.published == version
+
+
+@pytest.mark.parametrize("guests", [False, True])
+def test_nothing_takes_the_short_form_while_a_guest_is_there(guests: bool) -> None:
+    desk = Desk(1)
+    desk.join(0)
+    if guests:
+        join(desk)
+    for value in range(3):
+        desk.publish(value)
+        sent = desk.take(None, b"0")
+        for worker in (0, GUEST) if guests else (0,):
+            desk.applied(worker, policy=desk.publisher.version)
+    assert [type(one) for one in sent] == [messages.Update if guests else messages.Again]
+
+
+@pytest.mark.parametrize(("worker", "role"), [(GUEST, "worker"), (3, "guest"), (3, "relay")])
+def test_a_role_and_its_index_have_to_fit(worker: int, role: str) -> None:
+    with pytest.raises(ProtocolError, match="those of workers are below"):
+        Desk(None).hello(worker, role=role)
+
+
+def test_an_unknown_role_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="expected one of"):
+        Desk(None).hello(3, role="king")
+
+
+def test_a_guest_that_has_gone_is_forgotten_by_trainers_of_fixed_workers_too() -> None:
+    desk = Desk(1)
+    join(desk)
+    desk.publisher.lost(GUEST, nonce(99), "it has left", desk.now)
+    desk.pass_time(GONE_SECONDS + 1)
+    assert GUEST not in desk.publisher.peers
+
+
+def test_a_guest_takes_whatever_models_the_trainer_has() -> None:
+    guest = Subscriber(GUEST, nonce(1), Identity(1, "here", 1), role="guest")
+    guest.found = lambda model_id: Binding(None, WeightStrategy())
+    guest.connected(0.0)
+    (hello, _) = guest.outbox.popleft()
+    assert isinstance(hello, messages.Hello)
+    assert (hello.role, hello.have) == ("guest", {})
+    welcome = messages.Welcome(EPOCH, nonce(1), 1, 1, "here", 1, {"policy": b"", "": b""})
+    guest.receive(*through_the_wire(welcome), 0.0)
+    again = [one for one, _ in guest.outbox if isinstance(one, messages.Hello)]
+    assert again[0].have == {"policy": 0, "": 0}
+    welcome = messages.Welcome(EPOCH, nonce(1), 2, 1, "here", 1, {"policy": layout().digest, "": b""})
+    guest.outbox.clear()
+    guest.receive(*through_the_wire(welcome, [layout().encoded]), 0.0)
+    assert [one for one, _ in guest.outbox] == [messages.Ready(EPOCH, {"policy": layout().digest})]
+
+
+@pytest.mark.parametrize("width", [10, 100_000], ids=["eager", "in chunks"])
+async def test_a_guest_fetches_every_model_and_nobody_waits_for_it(endpoint: str, width: int) -> None:
+    sender = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=1)
+    source = Model(1.0, width)
+    sender.init_on_sender(model_id="policy", model=source)
+    receiver = receiver_of(sender, 0, Model(0.0, width))
+    await asyncio.gather(sender.connect(), receiver.connect())
+    guest = Guest(endpoint, ZMQTransport())
+    try:
+        found = (await guest.weights(10))["policy"]
+        assert found.version == sender.version
+        assert read(found.slab.weights()) == {1.0}
+        version = await sender.send_async(fill(source, 2.0), metadata={"step": 5})
+        assert sorted(one.role for one in sender.status().values()) == ["guest", "worker"]
+        assert await guest.link.wait(lambda: guest.link.version(["policy"]) == version, 10)
+        found = (await guest.weights(10))["policy"]
+        assert found.metadata == {"step": 5}
+        assert read(found.slab.weights()) == {2.0}
+    finally:
+        await guest.shutdown()
+        await sender.shutdown()
+        await receiver.shutdown()
+
+
+async def test_a_guest_of_shared_memory_takes_its_transport(endpoint: str) -> None:
+    sender = SharedMemWeightSyncScheme(endpoint=endpoint, min_workers=0)
+    source = Model(3.0, 2_000_000)
+    sender.init_on_sender(model_id="policy", model=source)
+    await sender.connect()
+    guest = Guest(endpoint, transport := SharedMemTransport())
+    try:
+        await sender.publish()
+        assert read((await guest.weights(10))["policy"].slab.weights()) == {3.0}
+    finally:
+        await guest.shutdown()
+        transport.close()
+        await sender.shutdown()
+
+
+async def test_a_guest_without_a_sender_says_so(endpoint: str) -> None:
+    guest = Guest(endpoint, ZMQTransport())
+    try:
+        with pytest.raises(NotConnected, match="there is no connection"):
+            await guest.weights(0.1)
+    finally:
+        await guest.shutdown()

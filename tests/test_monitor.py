@@ -1,0 +1,365 @@
+"""What a bus tells of itself: figures over HTTP, debug lines, spans. And nothing where nobody asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from prometheus_client.parser import text_string_to_metric_families
+
+from asyncsync import Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.monitor import tracing
+from asyncsync.monitor.metrics import Durations, Measure, Metrics
+from asyncsync.monitor.options import Monitoring
+from asyncsync.monitor.sender import SenderObserver
+from asyncsync.wire import messages
+from helpers.apis import Api
+from helpers.command import private_directories
+from helpers.pairs import Model, crew, until
+
+Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(address: tuple[str, int]) -> Figures:
+    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+async def look(scheme: Any) -> Figures:
+    return await asyncio.to_thread(scrape, scheme.bus.metrics_address)
+
+
+def of(figures: Figures, name: str, **labels: str) -> float:
+    return figures[f"asyncsync_{name}", frozenset(labels.items())]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [(9100, ("127.0.0.1", 9100)), ("9100", ("127.0.0.1", 9100)), ("0.0.0.0:9100", ("0.0.0.0", 9100)),
+     ("[::1]:0", ("::1", 0))],
+)  # fmt: skip
+def test_a_port_is_of_loopback_unless_an_address_is_given(given: int | str, address: tuple[str, int]) -> None:
+    assert Monitoring.given(given, None).address == address
+
+
+@pytest.mark.parametrize("given", [-1, 65536, True, "", "host", "host:", "host:http", 1.5])
+def test_what_is_no_port_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"metrics_port=.*give a port of this host's loopback"):
+        Bus(metrics_port=given)
+
+
+def test_tracing_is_yes_no_or_by_itself() -> None:
+    with pytest.raises(TypeError, match="tracing takes True, False or None"):
+        Bus(tracing="yes")  # type: ignore[arg-type]
+
+
+def test_a_port_stays_with_its_process_and_tracing_travels() -> None:
+    bus = Bus(metrics_port=9100, tracing=True)
+    assert pickle.loads(pickle.dumps(bus)).monitoring == Monitoring(None, True)
+    assert bus.monitoring.address == ("127.0.0.1", 9100)
+    assert Monitoring(("127.0.0.1", 1), None, pid=1).here.address is None
+
+
+def test_it_belongs_to_the_bus() -> None:
+    for options in ({"metrics_port": 0}, {"tracing": False}):
+        with pytest.raises(ValueError, match="metrics_port, tracing, compress and delta belong to the Bus"):
+            ZMQWeightSyncScheme(bus=Bus(), **options)  # type: ignore[arg-type]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.schemes("every")
+async def test_figures_of_sender_and_receivers(api: Api) -> None:
+    scheme = api.scheme(metrics_port=0)
+    async with api.crew(2, scheme=scheme) as everybody:
+        assert everybody.receivers[0].bus.metrics_address is None
+        for _ in range(4):
+            version = await scheme.send_async(everybody.source)
+        figures = await look(scheme)
+        assert of(figures, "up") == 1
+        assert of(figures, "version") == of(figures, "published_versions_total") == version
+        assert of(figures, "model_bytes", model="policy") > 0
+        assert of(figures, "workers", state="live") == 2
+        for worker in ("0", "1"):
+            who = {"role": "worker", "worker": worker}
+            assert of(figures, "worker_applied_version", model="policy", **who) == version
+            assert of(figures, "worker_lag_versions", **who) == 0
+            assert of(figures, "worker_state", state="live", **who) == 1
+            assert of(figures, "worker_state", state="lost", **who) == 0
+            assert of(figures, "worker_sent_bytes_total", **who) == scheme.status()[int(worker)].bytes_sent
+        assert of(figures, "update_duration_seconds_count") == version, "all that were sent to somebody"
+        assert of(figures, "update_duration_seconds_bucket", le="+Inf") == version
+        assert of(figures, "loop_stalled_seconds_total") >= 0
+        address = scheme.bus.metrics_address
+    with pytest.raises((ConnectionError, urllib.error.URLError)):
+        scrape(address)
+
+
+async def test_figures_of_a_receiver() -> None:
+    async with crew(1) as everybody:
+        [receiver] = everybody.receivers
+        other = ZMQWeightSyncScheme(endpoint=everybody.sender.bus.endpoint, metrics_port=0, tracing=False)
+        await receiver.shutdown()
+        other.init_on_receiver("policy", model=everybody.models[0], worker_idx=0)
+        async with other:
+            await other.connect()
+            version = await everybody.sender.send_async(everybody.source)
+            figures = await look(other)
+            assert of(figures, "receiver_version", worker="0", model="policy") == version
+            assert of(figures, "receiver_lag_versions", worker="0") == 0
+            assert of(figures, "receiver_sender_state", worker="0", state="live") == 1
+            assert of(figures, "received_bytes_total", worker="0") > 0
+
+
+async def test_a_port_in_use_is_named_and_nothing_is_bound() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        scheme = ZMQWeightSyncScheme(metrics_port=port, min_workers=0)
+        scheme.init_on_sender(model_id="policy", weights={"a": torch.ones(2)})
+        with pytest.raises(NotConnected, match=f"cannot serve metrics at 127.0.0.1:{port}: Address already in use"):
+            await scheme.connect()
+        assert not private_directories()
+        await scheme.shutdown()
+
+
+def test_a_loop_that_does_not_answer_is_a_figure_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.monitor.metrics.PATIENCE", 0.05)
+    before = threading.active_count()
+    metrics = Metrics(("127.0.0.1", 0))
+    loop = asyncio.new_event_loop()  # which does not run
+    try:
+        assert scrape(metrics.address) == {}, "there is no bus yet"
+        metrics.attach(loop, lambda: [Measure("version", "gauge", "…", {(): 7})], Durations())
+        figures = scrape(metrics.address)
+        assert of(figures, "up") == 0
+        assert of(figures, "loop_answer_seconds") >= 0.05
+        assert ("asyncsync_version", frozenset()) not in figures
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert of(scrape(metrics.address), "up") == 0
+    finally:
+        metrics.close()
+        metrics.close()
+    assert threading.active_count() == before
+
+
+def test_a_histogram_has_each_duration_in_one_bucket() -> None:
+    durations = Durations()
+    for seconds in (0.0, 0.0001, 0.00011, 59.0, 1e6):
+        durations.observe(seconds)
+    assert sum(durations.counts) == 5
+    assert (durations.counts[0], durations.counts[1], durations.counts[-1]) == (2, 1, 1)
+
+
+WITHOUT = """
+import asyncio, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("prometheus_client", "opentelemetry"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
+import torch
+from asyncsync import ZMQWeightSyncScheme
+async def main():
+    for options in ({"metrics_port": 0}, {"tracing": True}, {}):
+        scheme = ZMQWeightSyncScheme(min_workers=0, **options)
+        scheme.init_on_sender(model_id="policy", weights={"a": torch.ones(2)})
+        try:
+            await scheme.connect()
+        except ImportError as error:
+            print(error)
+        await scheme.shutdown()
+asyncio.run(main())
+print(sorted(name for name in sys.modules if name.startswith(("prometheus", "opentelemetry"))))
+"""
+
+
+@pytest.mark.thorough
+def test_missing_libraries_are_named_with_their_extra_and_not_needed_otherwise() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines() == [
+        'metrics_port needs prometheus-client; install it with: pip install "asyncsync[metrics]"',
+        'tracing=True needs opentelemetry-api; install it with: pip install "asyncsync[metrics]"',
+        "[]",
+    ], ended.stderr
+
+
+# -- debug lines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.schemes("every")
+async def test_each_step_of_a_version_is_a_debug_line(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    async with api.crew(2) as everybody:
+        for _ in range(3):
+            await everybody.sender.send_async(everybody.source)  # nobody wants to know: the fast path, where there is
+        caplog.clear()
+        assert caplog.records == []
+        caplog.set_level(logging.DEBUG, "asyncsync")
+        version = await everybody.sender.send_async(everybody.source)
+        await until(lambda: any(f"version {version}: over" in one.message for one in caplog.records))
+        lines = [one.message for one in caplog.records]
+        caplog.set_level(logging.WARNING, "asyncsync")
+        last = await everybody.sender.send_async(everybody.source)
+    assert lines[0].startswith("policy: packed, ")
+    for worker in (0, 1):
+        for step in ("announced to worker", "applied by worker"):
+            assert any(line.startswith(f"version {version}: {step} {worker}, ") for line in lines), lines
+        for step in ("announced", "fetched and staged in", "applied, "):
+            assert any(line.startswith(f"worker {worker}: version {version} {step}") for line in lines), lines
+    assert not any(f"version {last}" in one.message for one in caplog.records)
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
+async def test_a_version_is_a_span_with_one_per_worker_below_it(spans: InMemorySpanExporter, kind: Any) -> None:
+    async with crew(2, scheme=kind()) as everybody:
+        for _ in range(3):
+            version = await everybody.sender.send_async(everybody.source)
+        epoch = "{}-{}".format(*everybody.sender.bus._link.publisher.epoch)
+    found = [one for one in spans.get_finished_spans() if one.attributes["asyncsync.version"] == version]
+    [publication] = [one for one in found if one.name == "asyncsync.publish"]
+    assert publication.attributes == {
+        "asyncsync.version": version, "asyncsync.epoch": epoch, "asyncsync.models": "policy",
+        "asyncsync.nbytes": publication.attributes["asyncsync.nbytes"],
+    }  # fmt: skip
+    assert [event.name for event in publication.events] == ["packed"]
+    delivered = [one for one in found if one.name == "asyncsync.deliver"]
+    assert sorted(one.attributes["asyncsync.worker"] for one in delivered) == [0, 1]
+    for one in delivered:
+        assert one.parent.span_id == publication.context.span_id
+        assert publication.start_time <= one.start_time <= one.end_time <= publication.end_time
+    updates = [one for one in found if one.name == "asyncsync.update"]
+    assert sorted(one.attributes["asyncsync.worker"] for one in updates) == [0, 1]
+    for update in updates:
+        assert update.attributes["asyncsync.epoch"] == epoch
+        below = [one for one in found if one.parent and one.parent.span_id == update.context.span_id]
+        assert [one.name for one in below] == ["asyncsync.fetch", "asyncsync.stage", "asyncsync.apply"]
+        assert all(one.start_time <= one.end_time for one in below)
+    assert all(one.status.is_ok or one.status.is_unset for one in found)
+
+
+async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMemorySpanExporter) -> None:
+    async with crew(1) as everybody:
+        with pytest.raises(PartialSendError):
+            await everybody.sender.send_async(Model(1.0, width=65))
+        everybody.models[0].first = None  # nothing fits it any more
+        with pytest.raises(PartialSendError):
+            await everybody.sender.send_async(everybody.source)
+        version = everybody.sender.bus._link.counted
+    failed = [one for one in spans.get_finished_spans() if one.status.status_code is StatusCode.ERROR]
+    assert {one.name for one in failed} >= {"asyncsync.deliver"}
+    assert version in {one.attributes["asyncsync.version"] for one in failed}
+
+
+async def test_no_spans_where_tracing_is_off_or_nothing_is_set_up(spans: InMemorySpanExporter) -> None:
+    async with crew(1, scheme=ZMQWeightSyncScheme(tracing=False)) as everybody:
+        await everybody.sender.send_async(everybody.source)
+    assert spans.get_finished_spans() == ()
+
+
+def test_nothing_is_set_up_until_the_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import trace
+
+    monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
+    assert tracing.find_tracer(None) is None
+    assert tracing.find_tracer(True) is not None
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    assert tracing.find_tracer(None) is None
+
+
+async def test_versions_that_are_never_applied_are_not_followed_for_ever(spans: InMemorySpanExporter) -> None:
+    async with crew(1) as everybody:
+        [receiver] = everybody.receivers
+        async with receiver.hold():
+            for _ in range(70):
+                await everybody.sender.publish(everybody.source)
+        await everybody.sender.wait_version(everybody.sender.version)
+        observer = everybody.sender.bus._link.observer
+        await until(lambda: not observer.lives)
+    published = [one for one in spans.get_finished_spans() if one.name == "asyncsync.publish"]
+    assert len(published) == 71, "each of them has ended, and that of connect()"
+
+
+def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:
+    outstanding = {1, 2, 3}
+    durations = Durations()
+    observer = SenderObserver(lambda version, models: version in outstanding, durations=durations)
+    epoch = (1, 1)
+    for version in (1, 2, 3):
+        life = observer.begin(["policy"])
+        assert life is not None
+        observer.published(life, version, epoch)
+        for worker in (0, 1):
+            parts = (messages.Part("policy", version, bytes(16), 4),)
+            observer.sent(worker, messages.Update(epoch, version, False, parts))
+    observer.heard(0, messages.Applied(epoch, {"policy": 1}))
+    observer.heard(1, messages.Applied(epoch, {"policy": 2}))
+    outstanding.discard(1)
+    observer.check()
+    assert (set(observer.lives), sum(durations.counts)) == ({2, 3}, 1)
+    observer.heard(0, messages.Applied(epoch, {"policy": 3}))
+    outstanding.clear()  # worker 1 is lost
+    observer.check()
+    assert (set(observer.lives), sum(durations.counts)) == ({3}, 2)
+    observer.check(everybody=True)
+    assert (observer.lives, sum(durations.counts)) == ({}, 2), "how long it takes to be lost is no duration"
+
+
+FORKED = """
+import os, socket, sys, time
+from asyncsync.monitor.metrics import Metrics
+
+metrics = Metrics(("127.0.0.1", 0))
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(0)
+time.sleep(0.2)
+metrics.close()
+try:
+    socket.create_connection(metrics.address, timeout=5)
+except ConnectionRefusedError:
+    print("free")
+os.kill(child, 9)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.thorough
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "free\n", ended.stderr

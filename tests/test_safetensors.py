@@ -1,0 +1,111 @@
+"""Weights in files: what is written is read again, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync.weights import safetensors
+from asyncsync.weights.safetensors import dotted_names, read, write
+
+DTYPES = sorted(safetensors._NAMES, key=str)
+
+
+def example(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(1, 7).to(dtype).view(2, 3)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    tensors = {f"layer.{dtype}": example(dtype) for dtype in DTYPES}
+    return tensors | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "turned": torch.arange(6).view(2, 3).t()}
+
+
+def test_every_dtype_and_shape_comes_back_as_it_was(tmp_path: Path) -> None:
+    path, told = tmp_path / "w.safetensors", {"version": "7", "other": "ü \n"}
+    write(path, weights(), told)
+    tensors, metadata = read(path)
+    assert metadata == told
+    assert tensors.keys() == weights().keys()
+    for name, tensor in weights().items():
+        assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
+        assert bytes(tensors[name].contiguous().view(-1).view(torch.uint8)) == bytes(
+            tensor.contiguous().view(-1).view(torch.uint8)
+        )
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_the_file_is_as_the_format_says(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    write(path, {"b": torch.ones(3, dtype=torch.uint8), "a": torch.ones(2)}, {"version": "1"})
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 8 == 0
+    assert json.loads(data[8 : 8 + length]) == {
+        "__metadata__": {"version": "1"},
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]},
+    }
+    assert data[8 + length :] == b"\0\0\x80?" * 2 + b"\1\1\1"
+
+
+def test_the_library_reads_it_and_we_read_the_librarys(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    write(ours, weights(), {"version": "7"})
+    loaded = library.load_file(ours)
+    assert loaded.keys() == weights().keys()
+    library.save_file({name: tensor.contiguous() for name, tensor in weights().items()}, theirs, {"a": "b"})
+    tensors, metadata = read(theirs)
+    assert metadata == {"a": "b"}
+    for name, tensor in weights().items():
+        assert loaded[name].dtype == tensors[name].dtype == tensor.dtype
+        assert loaded[name].equal(tensors[name]) or tensor.dtype.is_floating_point
+
+
+def test_tied_weights_are_written_once_per_name() -> None:
+    tensor = torch.ones(2)
+    assert dotted_names({("a",): tensor, ("b", "c"): tensor}).keys() == {"a", "b.c"}
+    with pytest.raises(ValueError, match=r"one name in a file: b\.c"):
+        dotted_names({("a",): tensor, ("b", "c"): tensor, ("b.c",): tensor})
+
+
+def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "w.safetensors"
+    write(path, {"a": torch.ones(2)}, {})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"have no torch\.complex128"):
+        write(path, {"a": torch.ones(2, dtype=torch.complex128)}, {})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, {"a": torch.zeros(2)}, {})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@given(st.data())
+def test_a_file_that_is_none_or_not_whole_is_a_value_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "broken.safetensors"
+    write(path, {"a": torch.ones(2), "b": torch.ones(3, dtype=torch.uint8)}, {"version": "1"})
+    good = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        good = good[: data.draw(st.integers(0, len(good) - 1))]
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(good)
+    try:
+        read(path)
+    except ValueError:
+        pass

@@ -1,0 +1,336 @@
+"""A tree of relays, without sockets: what is published reaches every worker whole, the trainer knows who has it, and
+nobody is lost with a relay. The machinery is in helpers/tree.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from asyncsync.errors import PeerLost, RemoteError, SchemaMismatch
+from asyncsync.protocol.settings import Settings
+from asyncsync.wire import codec, messages
+from asyncsync.wire.relayed import Relayed
+from helpers.tree import MODEL, Node, Tree
+
+SHAPES = [(), (2,), (2, 2)]
+
+
+@pytest.mark.parametrize("levels", SHAPES, ids=["no relay", "relays", "relays behind relays"])
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("eager", [0, 1 << 16], ids=["in chunks", "eager"])
+def test_every_worker_gets_every_version_and_the_trainer_knows(
+    levels: tuple[int, ...], elastic: bool, eager: int
+) -> None:
+    tree = Tree(levels, 2, elastic=elastic, settings=Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=80))
+    tree.flow()
+    for _ in range(3):
+        tree.publish()
+        tree.flow()
+        assert tree.is_everywhere(), tree.missing()
+    publisher = tree.root.publisher
+    assert sorted(publisher.membership.expected()) == list(range(tree.count))
+    assert publisher.membership.eligible(MODEL) == tree.count
+    assert publisher.progress.targeted(publisher.version) == list(range(tree.count))
+    assert all(publisher.progress.connected(w, [MODEL]) for w in range(tree.count))
+    assert len(publisher.peers) == (levels[0] if levels else tree.count)
+
+
+def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
+    tree = Tree((1,), 1)
+    tree.flow()
+    tree.publish()
+    tree.flow()  # the worker has accepted the layout
+    tree.publish()
+    order = []
+    while tree.network:
+        _, receiver, _, frames, _ = tree.network[0]
+        instruction, _ = codec.decode(frames)
+        if isinstance(instruction, messages.Chunk):
+            order.append((receiver.name, instruction.offset))
+        tree.flow(1)
+    below = [offset for name, offset in order if name == "worker 0"]
+    assert below == [0, 40, 80, 120]
+    assert order.index(("worker 0", 0)) < order.index(("relay 0.0", 80))
+    tree.flow()
+    assert tree.is_everywhere()
+
+
+def test_a_lost_worker_is_named_and_the_others_are_not() -> None:
+    tree = Tree((2,), 2)
+    tree.flow()
+    lost = tree.workers[3]
+    relay = lost.parent
+    tree.kill(lost)
+    relay.publisher.ended(3, lost.subscriber.session.nonce, "killed", tree.now)
+    tree.flush(relay)
+    version = tree.publish()
+    tree.flow()
+    outcome = tree.root.publisher.progress.of(version, range(4), [MODEL])
+    assert sorted(outcome.acked) == [0, 1, 2]
+    assert isinstance(outcome.failed[3], PeerLost)
+    assert "killed" in str(outcome.failed[3])
+    tree.restart_worker(3)
+    tree.settle()
+    tree.flow()
+    assert tree.is_everywhere(), tree.missing()
+
+
+def test_a_failure_behind_a_relay_is_the_workers_own() -> None:
+    tree = Tree((1, 1), 2)
+    tree.flow()
+    worker = tree.workers[1].subscriber
+    worker.models[MODEL].prepare = lambda slab: 1 / 0  # type: ignore[method-assign]
+    version = tree.publish()
+    tree.flow()
+    outcome = tree.root.publisher.progress.of(version, range(2), [MODEL])
+    assert sorted(outcome.acked) == [0]
+    assert isinstance(outcome.failed[1], RemoteError)
+    assert "ZeroDivisionError" in str(outcome.failed[1])
+    del worker.models[MODEL].prepare
+    tree.publish()
+    tree.flow()
+    assert tree.is_everywhere(), tree.missing()
+
+
+def test_a_layout_that_one_worker_cannot_take_stops_those_of_its_relay_and_all_are_named() -> None:
+    tree = Tree((2,), 2)
+
+    def refuse(layout: object) -> None:
+        raise SchemaMismatch("it does not fit")
+
+    tree.workers[3].subscriber.models[MODEL].check = refuse  # type: ignore[method-assign]
+    version = tree.publish()
+    tree.flow()
+    outcome = tree.root.publisher.progress.of(version, range(4), [MODEL])
+    assert sorted(outcome.acked) == [0, 1]
+    assert isinstance(outcome.failed[3], SchemaMismatch)
+    assert isinstance(outcome.failed[2], SchemaMismatch)
+    assert "worker 3 cannot take it" in str(outcome.failed[2])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_workers_of_a_killed_relay_are_lost_until_another_one_reports_them(depth: int) -> None:
+    tree = Tree((2, 2), 2)
+    tree.publish()
+    tree.flow()
+    assert tree.is_everywhere()
+    relay = tree.relays[depth][0]
+    above = relay.parent
+    tree.kill(relay)
+    above.publisher.ended(relay.subscriber.worker, relay.subscriber.session.nonce, "killed", tree.now)
+    tree.flush(above)
+    version = tree.publish()
+    tree.flow()
+    behind = range(4) if depth == 0 else range(2)
+    outcome = tree.root.publisher.progress.of(version, range(8), [MODEL])
+    assert sorted(outcome.failed) == list(behind)
+    assert all(isinstance(e, PeerLost) and "its relay is lost" in str(e) for e in outcome.failed.values())
+    for node in list(tree.workers if depth else tree.relays[1]):
+        if node.parent is None:
+            tree.connect(node, tree.relays[depth][1])  # the next one in its list
+    tree.settle()
+    tree.flow()
+    assert tree.is_everywhere(), tree.missing()
+
+
+def test_a_worker_that_was_lost_to_a_relay_and_is_back_behind_it_is_there_for_the_trainer() -> None:
+    tree = Tree((1, 1), 1)
+    between, below = tree.relays[0][0], tree.relays[1][0]
+    version = tree.publish()
+    tree.connect(tree.workers[0], between)
+    tree.pass_time(20)
+    publisher, known = between.publisher, tree.root.publisher.behind.workers
+    nonce = publisher.peers[0].nonce
+    tree.kill(tree.workers[0])
+    publisher.ended(0, nonce, "killed", tree.now)
+    tree.settle()
+    tree.flow()
+    assert known[0].lost
+    tree.workers[0] = tree._worker(0, below)
+    assert tree.until(lambda: not known[0].lost and known[0].applied[MODEL] == version, 5)
+
+
+def test_a_new_trainer_takes_over_and_an_older_epoch_does_not_come_back() -> None:
+    tree = Tree((2, 2), 2)
+    for _ in range(3):
+        tree.publish()
+        tree.flow()
+    tree.restart_trainer()
+    tree.settle()
+    tree.publish()
+    tree.flow()
+    assert tree.until(tree.is_everywhere), tree.missing()
+
+
+def test_a_worker_that_has_more_than_its_new_relay_keeps_it() -> None:
+    tree = Tree((2,), 1)
+    tree.flow()
+    tree.publish()
+    tree.flow()
+    behind = tree.relays[0][1]
+    tree.cut(behind)
+    tree.publish()
+    tree.flow()
+    newest = tree.workers[0]
+    assert newest.seen[1] == 2
+    tree.connect(newest, behind)
+    tree.settle()
+    tree.flow()
+    assert newest.seen[1] == 2
+    tree.connect(behind, tree.root)
+    tree.settle()
+    assert tree.until(tree.is_everywhere), tree.missing()
+
+
+def test_a_lost_report_is_found_by_the_next_pong() -> None:
+    tree = Tree((1,), 2)
+    tree.flow()
+    send = tree._send
+    tree._send = lambda *message, up: None if isinstance(message[3], Relayed) else send(*message, up=up)  # type: ignore
+    tree.publish()
+    tree.flow()
+    tree._send = send  # type: ignore[method-assign]
+    assert not tree.is_everywhere()
+    assert tree.until(tree.is_everywhere, 3), tree.missing()
+
+
+def test_a_slow_worker_holds_up_neither_the_others_nor_memory() -> None:
+    tree = Tree((1,), 3)
+    tree.flow()
+    tree.publish()
+    tree.flow()
+    tree.deaf = {tree.workers[2]}
+    for _ in range(20):
+        tree.publish()
+        tree.flow()
+    assert [w.seen[1] for w in tree.workers] == [21, 21, 1]
+    assert tree.relays[0][0].subscriber.pool.slabs <= 4
+    tree.deaf = set()
+    assert tree.until(tree.is_everywhere), tree.missing()
+
+
+OPERATIONS = {
+    "publish": 8, "flow": 12, "tick": 5, "loss": 2, "restart_relay": 1, "restart_worker": 1, "move": 2, "cut": 2,
+    "restart_trainer": 0.3, "connect": 4, "kill_relay": 0.5,
+}  # fmt: skip
+
+
+def run(seed: int, steps: int = 120) -> None:
+    source = random.Random(seed)
+    levels = source.choice([(2,), (2, 2), (3,), (1, 2)])
+    eager = source.choice([0, 1 << 16])
+    settings = Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=80)
+    tree = Tree(levels, 2, seed=seed, elastic=source.random() < 0.5, settings=settings)
+    for name in source.choices(list(OPERATIONS), OPERATIONS.values(), k=steps):
+        step(tree, name, source)
+        tree.settle()
+    tree.loss = 0.0
+    reconnect(tree)
+    tree.publish()
+    assert tree.until(tree.is_everywhere, 120), tree.missing()
+    relays = [relay for level in tree.relays for relay in level]
+    tree.pass_time(10)
+    assert all(relay.subscriber.pool.slabs <= 3 for relay in relays), [relay.subscriber.pool.slabs for relay in relays]
+    assert tree.root.pool.slabs <= 3
+
+
+def step(tree: Tree, name: str, source: random.Random) -> None:
+    depth = source.randrange(len(tree.relays))
+    i = source.randrange(len(tree.relays[depth]))
+    worker = source.randrange(tree.count)
+    below = [*tree.workers, *(node for level in tree.relays for node in level)]
+    if name == "publish":
+        tree.publish()
+    elif name == "flow":
+        tree.flow(source.choice([1, 3, 10, 100]))
+    elif name == "tick":
+        tree.pass_time(source.choice([0.25, 1.0, 3.0, 7.0]))
+    elif name == "loss":
+        tree.loss = source.choice([0.0, 0.02, 0.2])
+    elif name == "restart_relay":
+        tree.restart_relay(depth, i)
+    elif name == "kill_relay":
+        tree.kill(tree.relays[depth][i])
+    elif name == "restart_worker":
+        tree.restart_worker(worker)
+    elif name == "move":
+        tree.connect(tree.workers[worker], source.choice([tree.root, *tree.relays[-1]]))
+    elif name == "cut":
+        tree.cut(source.choice(below))
+    elif name == "restart_trainer":
+        tree.restart_trainer()
+    else:
+        reconnect(tree)
+
+
+def reconnect(tree: Tree) -> None:
+    for depth, level in enumerate(tree.relays):
+        for i, relay in enumerate(level):
+            if not relay.alive:
+                tree.restart_relay(depth, i)
+            elif relay.parent is None:
+                tree.connect(relay, tree.parent_of(depth, i))
+    for i, worker in enumerate(tree.workers):
+        if worker.parent is None:
+            tree.connect(worker, tree.home(i))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_whatever_happens_nothing_is_torn_or_older_and_everybody_converges(seed: int) -> None:
+    run(seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_same_in_many_runs() -> None:
+    for seed in range(100, 500):
+        run(seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_ten_thousand_workers_in_a_tree_with_losses_and_restarts() -> None:
+    tree = Tree((10, 20), 50, seed=1, settings=Settings(chunk_bytes=40, window_bytes=80))
+    tree.flow()
+    assert len(tree.workers) == 10_000
+    tree.publish()
+    tree.flow()
+    assert tree.is_everywhere(), tree.missing()
+    publisher = tree.root.publisher
+    assert len(publisher.peers) == 10
+    per_update = messages_of_the_trainer(tree)
+    assert per_update <= 10 * 30, "ten relays, however many workers are behind them"
+    tree.loss = 0.01
+    tree.publish()
+    tree.restart_relay(0, 3)
+    tree.restart_relay(1, 42)
+    for i in range(0, 10_000, 200):
+        tree.restart_worker(i)
+    tree.settle()
+    tree.flow()
+    tree.loss = 0.0
+    tree.publish()
+    assert tree.until(tree.is_everywhere, 30), tree.missing()
+    tree.restart_trainer()
+    tree.settle()
+    tree.publish()
+    assert tree.until(tree.is_everywhere, 30), tree.missing()
+
+
+def messages_of_the_trainer(tree: Tree) -> int:
+    """How many messages come to it for one update."""
+    tree.publish()
+    count = 0
+    deliver = tree.flush
+
+    def counted(node: Node) -> None:
+        nonlocal count
+        count += node is tree.root
+        deliver(node)
+
+    tree.flush = counted  # type: ignore[method-assign]
+    tree.flow()
+    tree.flush = deliver  # type: ignore[method-assign]
+    assert tree.is_everywhere(), tree.missing()
+    return count
