@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
+from asyncsync.runtime.interruption import Interruption
 from asyncsync.runtime.threads import elsewhere
 
 __all__ = ["Lifetime"]
@@ -23,11 +24,17 @@ class Lifetime(ABC):
         """The constructor, for a coroutine: the loop goes on while workers start and environments are made, which
         takes seconds. ``async with await MultiAsyncCollector.create(…) as collector:``
 
-        Cancelled, it raises when what was being made has been shut down again.
+        Cancelled, it raises when what was being made has been shut down again, without waiting for workers that start.
         """
         made: list[Self] = []
+        interruption = Interruption()
+
+        def make() -> None:
+            with interruption.of_this_thread():
+                made.append(cls(*args, **kwargs))
+
         try:
-            await elsewhere("asyncsync-collector-start", lambda: made.append(cls(*args, **kwargs)))
+            await elsewhere("asyncsync-collector-start", make, interruption.strike)
         except asyncio.CancelledError:
             for one in made:
                 await one._shutdown_elsewhere()

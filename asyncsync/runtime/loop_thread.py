@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncsync.runtime import process_exit as ending
 from asyncsync.runtime.asyncio_private import running_loop
+from asyncsync.runtime.interruption import interruptible
 from asyncsync.runtime.threads import call_soon, finish, interruptibly, join, settle
 
 __all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
@@ -317,8 +318,9 @@ def run(make: Make[T]) -> T:
     call = Call(make)
     try:
         _begin(call)
-        call.wait()
-        return call.result()  # type: ignore[no-any-return]
+        with interruptible(call.cancel):
+            call.wait()
+            return call.result()  # type: ignore[no-any-return]
     except BaseException:
         if not call.done and _cancel(call) and not call.wait(CLEANUP_SECONDS):
             logger.error("an interrupted call has not ended after %g s; it goes on in the background", CLEANUP_SECONDS)

@@ -69,14 +69,17 @@ def join(thread: threading.Thread, timeout: float) -> bool:
     return interruptibly(ended, timeout)
 
 
-async def finish(future: asyncio.Future[T]) -> T:
+async def finish(future: asyncio.Future[T], hurry: Callable[[], object] = lambda: None) -> T:
     """Await a future to its end even if cancelled meanwhile; the cancellation is raised afterwards. For work that
-    cannot be taken back once begun, such as a thread that reads the caller's tensors."""
+    cannot be taken back once begun, such as a thread that reads the caller's tensors. ``hurry``: called once, if
+    cancelled, to bring the end about."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
+            if cancelled is None:
+                hurry()
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
@@ -172,10 +175,11 @@ class WorkThread:
             thread.join(1.0)
 
 
-async def elsewhere(name: str, function: Callable[[], T]) -> T:
-    """Run a function in a daemon thread of its own, which ends with it. Cancelled, this raises when it has run."""
+async def elsewhere(name: str, function: Callable[[], T], hurry: Callable[[], object] = lambda: None) -> T:
+    """Run a function in a daemon thread of its own, which ends with it. Cancelled, this raises when it has run;
+    ``hurry`` is called to have it end sooner."""
     thread = WorkThread(name)
     try:
-        return await finish(thread.submit(function))
+        return await finish(thread.submit(function), hurry)
     finally:
         thread.abandon()

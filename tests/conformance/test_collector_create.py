@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors.base import SHUTDOWN_SECONDS
 from helpers.collecting_weights import Level, LevelEnv
 
 
@@ -81,6 +83,16 @@ async def test_cancelled_it_leaves_nothing_behind() -> None:
     with pytest.raises(TimeoutError):  # of the error, nobody is told any more
         async with asyncio.timeout(0.01):
             await Collector.create(fail, Level(), frames_per_batch=4)
+
+
+@pytest.mark.thorough
+async def test_cancelled_it_does_not_wait_for_workers_that_take_their_time() -> None:
+    before, began = set(multiprocessing.active_children()), time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await MultiSyncCollector.create([partial(Slow, 60.0)], Level(), frames_per_batch=4, connect_timeout=90)
+    assert time.monotonic() - began < 5 * SHUTDOWN_SECONDS
+    assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.thorough

@@ -444,6 +444,7 @@ async def test_r203_keys_that_are_taken_off_the_list_one_by_one_take_no_descript
         for removed, name in enumerate(names, 1):
             (site.keys / "clients" / f"{name}.key").unlink()
             await until(lambda n=removed: link.admission.removed == n and link.outgoing._removed == n)
+            await until(lambda: link.outgoing.broadcast is not None)  # the blocking API's loop has a thread of its own
         assert link.outgoing.broadcast.port != port
         await until(lambda: len(link.publisher.fanout.subscribed) == 1)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)

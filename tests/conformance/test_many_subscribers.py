@@ -225,13 +225,16 @@ async def test_r203_what_is_sent_to_all_is_for_those_who_have_a_key(monkeypatch:
 
 
 async def test_r198_whoever_cannot_reach_the_port_does_without(unused_tcp_port: int) -> None:
-    async with many(unused_tcp_port, 3) as everybody:
+    async with many(unused_tcp_port, 3) as everybody, throttled((unused_tcp_port,), 1e9) as network:
         third = receiver_of(everybody.sender, 3, model := Model())
-        third.bus.fanout = None
+        third.bus.connect_endpoint = f"tcp://{network.host}:{unused_tcp_port}"  # and no other port of the sender's
         await third.connect(timeout=5)
         for value in (1, 2):
-            await everybody.sender.send_async(fill(everybody.source, value))
-        assert [*everybody.read, read(model)] == [{2}] * 4
+            with counted(everybody.sender) as sent:
+                await everybody.sender.send_async(fill(everybody.source, value))
+            assert sent == [Cast]
+            assert [*everybody.read, read(model)] == [{value}] * 4
+        assert len(subscribed(everybody.sender)) == 3
         await third.shutdown()
 
 

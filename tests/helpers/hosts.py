@@ -193,11 +193,12 @@ def names_of(*arguments: str) -> list[str]:
 
 
 def remove(tag: str) -> None:
-    """Whatever there is of the hosts of one test run; their cables go with them."""
-    for name in names_of("netns", "list"):
-        if name.startswith(f"ash{tag}"):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
-    subprocess.run(["ip", "link", "del", f"asb{tag}"], capture_output=True, timeout=20, check=False)
+    """Whatever there is of the hosts of one test run. Their cables go first: with a namespace they would go, too, but
+    only some time after it, and their names are used again."""
+    names = [name for name in names_of("netns", "list") if name.startswith(f"ash{tag}")]
+    cables = [["link", "del", name.replace("ash", "asv")] for name in names]
+    for command in (*cables, *(["netns", "del", name] for name in names), ["link", "del", f"asb{tag}"]):
+        subprocess.run(["ip", *command], capture_output=True, timeout=20, check=False)
 
 
 def sweep() -> None:
@@ -210,7 +211,7 @@ def sweep() -> None:
 @asynccontextmanager
 async def hosts(count: int) -> AsyncIterator[Hosts]:
     """Make them, and remove them whatever happens. AssertionError: this system lets nobody make namespaces."""
-    tag, third = f"{os.getpid():x}", 1 + secrets.randbelow(250)
+    tag, third = f"{os.getpid():06x}", 1 + secrets.randbelow(250)
     sweep()
     bridge, found, listeners = f"asb{tag}", Hosts(), []
     found.address = f"198.18.{third}.1"
