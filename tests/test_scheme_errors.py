@@ -494,6 +494,13 @@ async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(api: Api, tmp_path: P
         assert everybody.read == [{3}]
 
 
+def test_a_sender_that_was_given_only_where_workers_connect_is_told_what_is_missing(api: Api) -> None:
+    scheme = api.scheme(connect="tcp://127.0.0.1:5555")
+    with pytest.raises(ValueError, match="this is the sender, which binds an address.*give endpoint=, too"):
+        scheme.init_on_sender(model_id="policy", model=Model())
+    scheme.init_on_receiver(model_id="policy", model=Model(), worker_idx=0)
+
+
 async def test_a_tcp_endpoint_in_use_is_an_error_at_connect(api: Api, unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
     async with api.crew(1, scheme=api.scheme(endpoint=endpoint)) as everybody:

@@ -31,7 +31,7 @@ from asyncsync.monitor.options import Monitoring
 from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.introduction import Introduction
-from asyncsync.net.key_files import KeyFile, KeyFiles, check_addresses
+from asyncsync.net.key_files import KeyFile, KeyFiles, check_addresses, check_own_address
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
@@ -170,8 +170,9 @@ class BusCore(KnownKeywords):
 
     def _join(self, scheme: Member, role: str, topic: str, num_workers: int | None = None) -> None:
         self._check_role(role)
-        other = self._schemes.get(topic)
-        if other is not None and other is not scheme:
+        if role == "sender":
+            check_own_address(self.endpoint, self.connect_endpoint, drawn=self.drawn)
+        if self._schemes.get(topic, scheme) is not scheme:
             raise ValueError(f"this bus has a scheme for {topic!r} already; give each its own model_id")
         if self._closed:
             raise ClosedError("this scheme or bus was shut down; construct another")

@@ -11,7 +11,7 @@ from asyncsync.net.client_list import ClientList
 from asyncsync.net.endpoint import check_endpoint, check_endpoints, several
 from asyncsync.net.keys import Credentials, KeyPair
 
-__all__ = ["KeyFile", "KeyFiles", "check_addresses"]
+__all__ = ["KeyFile", "KeyFiles", "check_addresses", "check_own_address"]
 
 KeyFile = str | os.PathLike[str]
 
@@ -77,6 +77,16 @@ class KeyFiles:
             raise ValueError("a receiver with server_key= needs client_key=, too, its own secret key")
         own = _pair(self.client.replace(WORKER, str(worker)))
         return Credentials(own, tuple(read_certificate(path, secret=False).public for path in self.server))
+
+
+def check_own_address(endpoint: str, connect: str, *, drawn: bool) -> None:
+    """Raise ValueError if a sender would bind an address that was ``drawn`` for it, while its workers connect to
+    another."""
+    if drawn and connect != endpoint:
+        raise ValueError(
+            f"this is the sender, which binds an address, and was given only connect={connect!r}, where workers look "
+            'for it: give endpoint=, too, such as "tcp://0.0.0.0:5555"'
+        )
 
 
 def _absolute(name: str, path: KeyFile) -> str:
