@@ -1,11 +1,12 @@
 """What fan-out costs the trainer, by the number of subscribers, and whether a slow one is felt by the others.
 
-    python benchmarks/fanout.py                    # some three minutes
+    python benchmarks/fanout.py                    # some ten minutes
     python benchmarks/fanout.py --workers 1 16     # fewer
 
-Subscribers are real receivers, many to a process, over tcp on loopback. Of the trainer's process are measured: its CPU
-time per update (all threads, libzmq's too), the bytes that its TCP connections have sent, and the time from publish
-until all have applied it. Run it when nothing else runs: subscribers and trainer share the machine's cores.
+Subscribers are real receivers, many to a process, over tcp on loopback: in a star around the trainer, and behind four
+relays, which stand for four hosts. Of the trainer's process are measured: its CPU time per update (all threads,
+libzmq's too), the bytes that its TCP connections have sent, and the time from publish until all have applied it. Run it
+when nothing else runs: subscribers, relays and trainer share the machine's cores.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import socket
 import stat
 import statistics
 import struct
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -38,6 +41,7 @@ PAYLOADS = {"4 KiB": 4 * KIB, "64 KiB": 60 * KIB, "4 MiB": 4 * MIB}
 WAYS = {"each": None, "pull": "pull", "push": "push"}
 BYTES_ACKED = 120  # in Linux's struct tcp_info
 SLOW = 1e6  # bytes per second
+RELAYS = 4
 
 
 def weights(nbytes: int) -> dict[str, torch.Tensor]:
@@ -87,15 +91,33 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@asynccontextmanager
-async def connected(nbytes: int, groups: list[list[int]], slow: int | None = None) -> Any:
-    """A trainer, and each group of subscribers in a process of its own; one of them, ``slow``, by a slow network, which
-    comes with it."""
-    network = None
-    context = multiprocessing.get_context("spawn")
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextmanager
+def relay(port: int) -> Iterator[int]:
+    """A relay of the trainer at this port; its own port."""
+    bound = free_port()
+    command = [sys.executable, "-m", "asyncsync", "relay", "--upstream", f"tcp://127.0.0.1:{port}"]
+    process = subprocess.Popen([*command, "--bind", f"tcp://127.0.0.1:{bound}"], stdout=subprocess.DEVNULL)
+    try:
+        yield bound
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@asynccontextmanager
+async def connected(nbytes: int, groups: list[list[int]], slow: int | None = None, *, relays: bool = False) -> Any:
+    """A trainer, and each group of subscribers in a process of its own; one of them, ``slow``, by a slow network, which
+    comes with it; or each group behind a relay of its own."""
+    network = None
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
     count = sum(map(len, groups)) + (slow is not None)
     scheme = ZMQWeightSyncScheme(endpoint=f"tcp://127.0.0.1:{port}", fanout="push", min_workers=count)
     scheme.init_on_sender(model_id="policy", weights=weights(nbytes))
@@ -111,7 +133,7 @@ async def connected(nbytes: int, groups: list[list[int]], slow: int | None = Non
         pipes = []
         for host, group in places:
             here, there = context.Pipe()
-            endpoint = f"tcp://{host}:{port}"
+            endpoint = f"tcp://{host}:{stack.enter_context(relay(port)) if relays else port}"
             process = context.Process(target=subscribers, args=(endpoint, group, nbytes, there), daemon=True)
             process.start()
             stack.callback(process.join, 20)
@@ -120,7 +142,8 @@ async def connected(nbytes: int, groups: list[list[int]], slow: int | None = Non
         await connecting
         for pipe in pipes:
             await asyncio.to_thread(pipe.recv)
-        await until(lambda: len(scheme.bus._link.publisher.fanout.subscribed) == count)
+        if not relays:
+            await until(lambda: len(scheme.bus._link.publisher.fanout.subscribed) == count)
         yield scheme, network
 
 
@@ -144,8 +167,8 @@ async def measure(scheme: Any, nbytes: int, updates: int, workers: list[int] | N
     }
 
 
-def split(count: int) -> list[list[int]]:
-    return [group for i in range(PROCESSES) if (group := list(range(i, count, PROCESSES)))]
+def split(count: int, groups: int = PROCESSES) -> list[list[int]]:
+    return [group for i in range(groups) if (group := list(range(i, count, groups)))]
 
 
 def switch(scheme: Any, way: str, broadcasts: dict[int, Any]) -> None:
@@ -169,16 +192,29 @@ async def by_number(counts: list[int], payloads: dict[str, int], trials: int) ->
                         switch(scheme, way, broadcasts)
                         found[way].append(await measure(scheme, nbytes, 40 if nbytes < MIB else 5))
                 switch(scheme, "pull", broadcasts)
-            for way, several in found.items():
-                middle = {key: statistics.median(one[key] for one in several) for key in several[0]}
-                least = min(one["cpu"] for one in several)
-                rows.append({"payload": name, "subscribers": count, "way": way, "least cpu": least, **middle})
-                print(
-                    f"{name:>7} {count:3} {way:>5}: {1e3 * middle['cpu']:8.2f} ms CPU (least {1e3 * least:.2f}), "
-                    f"{middle['bytes'] / MIB:8.3f} MiB, {1e3 * middle['latency']:8.2f} ms until all have it",
-                    flush=True,
-                )
+            rows += [summed_up(name, count, way, several) for way, several in found.items()]
     return rows
+
+
+async def by_relays(counts: list[int], payloads: dict[str, int], trials: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, nbytes in payloads.items():
+        for count in counts:
+            async with connected(nbytes, split(count, RELAYS), relays=True) as (scheme, _):
+                found = [await measure(scheme, nbytes, 40 if nbytes < MIB else 5) for _ in range(trials)]
+            rows.append(summed_up(name, count, "tree", found))
+    return rows
+
+
+def summed_up(payload: str, count: int, way: str, several: list[dict[str, float]]) -> dict[str, Any]:
+    middle = {key: statistics.median(one[key] for one in several) for key in several[0]}
+    least = min(one["cpu"] for one in several)
+    print(
+        f"{payload:>7} {count:3} {way:>5}: {1e3 * middle['cpu']:8.2f} ms CPU (least {1e3 * least:.2f}), "
+        f"{middle['bytes'] / MIB:8.3f} MiB, {1e3 * middle['latency']:8.2f} ms until all have it",
+        flush=True,
+    )
+    return {"payload": payload, "subscribers": count, "way": way, "least cpu": least, **middle}
 
 
 async def beside_a_slow_one(nbytes: int, trials: int) -> list[dict[str, Any]]:
@@ -223,6 +259,7 @@ def main() -> None:
     if not options.slow:
         payloads = {name: PAYLOADS[name] for name in options.payloads}
         figures["by_number"] = asyncio.run(by_number(options.workers, payloads, options.trials))
+        figures["by_number"] += asyncio.run(by_relays(options.workers, payloads, options.trials))
     figures["slow"] = asyncio.run(beside_a_slow_one(MIB, options.trials))
     if options.json:
         with open(options.json, "w") as file:
