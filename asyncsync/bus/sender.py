@@ -103,13 +103,13 @@ class SenderLink(Link):
             if self._lock is not None:
                 undo.callback(self._lock.release)
             undo.callback(self._close_admission)
-            self._open(endpoint, keyed, keys)
+            self._open(endpoint, keyed, keys, undo)
             if settings.fanout and not is_local:
                 self.outgoing.open_broadcast(self.context, endpoint, self.admission, self.crash)
             undo.pop_all()
         self.opened()
 
-    def _open(self, endpoint: str, keyed: bool, keys: KeyFiles | None) -> None:
+    def _open(self, endpoint: str, keyed: bool, keys: KeyFiles | None, undo: ExitStack) -> None:
         hint = "this process may have too many files open (ulimit -n)"
         try:
             socket = router(self.context)
@@ -133,7 +133,9 @@ class SenderLink(Link):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)
         self._socket = LoopSocket(socket, self._receive, self.crash)
+        undo.callback(self._socket.close)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
+        undo.callback(self.side_channels.close)
         self.outgoing = Outgoing(self.publisher, self._socket, self.side_channels)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
