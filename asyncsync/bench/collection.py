@@ -61,7 +61,8 @@ NODES = {  # the same, of collectors whose workers are reached by gloo or by Ray
 IMAGE = (64, 1024)  # bytes of one
 STEPS = 512
 IMAGE_BYTES = 2 * STEPS * IMAGE[0] * IMAGE[1]  # of a batch: each image, and the next one
-BATCHES = 4  # of an asynchronous collector in one trial, after those that are there already
+BATCHES = 4  # of an asynchronous collector, in so many frames
+ROUNDS = 4  # of them in one trial: one batch more or less under way at its ends hardly counts
 
 
 class _Act(nn.Module):
@@ -207,14 +208,14 @@ class Collection:
             make: Any = cart_pole
             if case == OUR_ENV and self._side == "asyncsync":
                 make = "CartPole-v1"  # of an id, our collectors make our GymEnv
-            return self._batches(module.Collector(make, _policy(), frames_per_batch=FRAMES, total_frames=-1), 1, 0)
+            return self._batches(module.Collector(make, _policy(), frames_per_batch=FRAMES, total_frames=-1))
         create = [cart_pole] * CASES[case][0]
         if kind == "sync":
             collector = module.MultiSyncCollector(create, _policy(), frames_per_batch=FRAMES, total_frames=-1)
-            return self._batches(collector, 1, 0)
+            return self._batches(collector)
         frames = FRAMES // BATCHES
         collector = module.MultiAsyncCollector(create, _policy(), frames_per_batch=frames, total_frames=-1)
-        return self._batches(collector, BATCHES, len(create))
+        return self._stream(collector)
 
     def _nodes(self, case: str) -> tuple[Any, Callable[[], float]]:
         if self._side == "asyncsync":
@@ -237,19 +238,31 @@ class Collection:
             sync=kind == "sync",
             **options,
         )
-        return self._batches(collector, count, 0 if kind == "sync" else 2)
+        return self._batches(collector) if kind == "sync" else self._stream(collector)
 
-    def _batches(self, collector: Any, count: int, stale: int) -> tuple[Any, Callable[[], float]]:
+    def _batches(self, collector: Any) -> tuple[Any, Callable[[], float]]:
         batches = iter(collector)
 
         def once() -> float:
-            for _ in range(stale):  # collected while it was another's turn
+            start = time.perf_counter()
+            next(batches)
+            return time.perf_counter() - start
+
+        once()
+        return collector, once
+
+    def _stream(self, collector: Any) -> tuple[Any, Callable[[], float]]:
+        """Of workers that collect without being asked."""
+        batches = iter(collector)
+
+        def once() -> float:
+            for _ in range(BATCHES):  # collected while it was another's turn, and until all workers are at work again
                 next(batches)
             start = time.perf_counter()
-            for _ in range(count):
+            for _ in range(ROUNDS * BATCHES):
                 next(batches)
-            seconds = time.perf_counter() - start
-            time.sleep(2 * stale * seconds / count)  # what is collected without being asked for disturbs nobody
+            seconds = (time.perf_counter() - start) / ROUNDS
+            time.sleep(seconds)  # until they stand still, and disturb nobody
             return seconds
 
         once()
@@ -267,7 +280,7 @@ class Collection:
             environment = GymEnv(name, num_envs=vector.envs, vectorization_mode=vector.mode)
             # The very module of the loop: a TensorDictModule of one's own takes 40 µs more.
             collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1)
-            collector, once = self._batches(collector, 1, 0)
+            collector, once = self._batches(collector)
             return collector, lambda: once() * scale
         environments = gymnasium.make_vec(name, num_envs=vector.envs, vectorization_mode=vector.mode)
         observation = [environments.reset()[0]]
