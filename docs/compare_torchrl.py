@@ -24,7 +24,7 @@ MODULES = {
     "torchrl.collectors": ("asyncsync.collectors",),
     "torchrl.collectors.distributed": ("asyncsync.collectors.distributed", "asyncsync.collectors"),
 }
-LATER = "not yet: an evaluator evaluates in a process of this host"
+ACTOR = """`Evaluator(backend="ray", collector_kwargs={"remote_configs": {"num_gpus": 1}})`"""
 REASONS = {
     # names of modules
     "BaseCollector": "`asyncsync.collectors.base.BaseCollector`; not exported, as nothing is derived from it directly",
@@ -35,7 +35,7 @@ REASONS = {
     "RemoteModuleWeightUpdater": "no: a scheme sends to any process that has one of its receivers",
     "DEFAULT_SLURM_CONF": "no: `slurm_kwargs` are those of submitit",
     "submitit_delayed_launcher": '`launcher="torchrun"`, and `serve_node()` in the ranks that are nodes',
-    "RayEvalWorker": LATER,
+    "RayEvalWorker": ACTOR,
     "DistributedSyncCollector": "`DistributedCollector(…, sync=True)`",
     # arguments and attributes of classes, "Class.name" or "*.name"
     "*.verbose": "no: use `logging`, the logger is `asyncsync`",
@@ -47,8 +47,8 @@ REASONS = {
     "MultiSyncCollector.sync": "no: it is the synchronous one",
     "MultiAsyncCollector.sync": "no: it is the asynchronous one",
     "Evaluator.collector_cls": "no: an evaluation is a loop of its own, which ends with the episodes",
-    "Evaluator.num_gpus": LATER,
-    "Evaluator.ray_kwargs": LATER,
+    "Evaluator.num_gpus": ACTOR,
+    "Evaluator.ray_kwargs": ACTOR,
     "DistributedCollector.update_interval": "`max_weight_update_interval`",
     "RayCollector.use_env_creator": "no: what makes an environment travels by cloudpickle",
     "RayCollector.add_collectors": "no: actors that are lost are made anew (`restarts=`)",
@@ -134,7 +134,7 @@ def _names(module: str) -> list[tuple[str, str]]:
         elif name in REASONS:
             what = REASONS[name]
         elif DISTRIBUTED.search(name):
-            what = LATER
+            what = ACTOR
         else:
             raise LookupError(f"{module}.{name} is new: give asyncsync one, or say in REASONS why it has none")
         rows.append((f"`{module}.{name}`", what))

@@ -496,7 +496,7 @@ async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(api: Api, tmp_path: P
 
 def test_a_sender_that_was_given_only_where_workers_connect_is_told_what_is_missing(api: Api) -> None:
     scheme = api.scheme(connect="tcp://127.0.0.1:5555")
-    with pytest.raises(ValueError, match="this is the sender, which binds an address.*give endpoint=, too"):
+    with pytest.raises(ValueError, match=r"this is the sender, which binds an address.*give endpoint=, too"):
         scheme.init_on_sender(model_id="policy", model=Model())
     scheme.init_on_receiver(model_id="policy", model=Model(), worker_idx=0)
 

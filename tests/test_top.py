@@ -230,6 +230,7 @@ class Terminal:
         size = struct.pack("HHHH", height, width, 0, 0)
         if not self.pid:
             fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # this test run may be a background job, which ignores it
             environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
             os.execve(sys.executable, [sys.executable, *command], environment | {"TERM": "xterm-256color"})
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, size)

@@ -59,6 +59,7 @@ class RayCollector(NodeCollector):
             :class:`~asyncsync.collectors.distributed.ActorBuffer`, or what pickles as a handle on what is elsewhere,
             and says so by a true attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
+        init_fn: called in each actor first, before environment and policy are made.
         restarts: how often each actor that has died is made anew, with a new environment and the current weights.
         worker_idx: which worker of a larger collector this is.
         connect_timeout: seconds for all nodes to be ready.
@@ -111,6 +112,7 @@ class RayCollector(NodeCollector):
         trajs_per_batch: int | None = None,
         pre_collect_hook: PreHook | None = None,
         post_collect_hook: PostHook | None = None,
+        init_fn: Callable[[], None] | None = None,
         restarts: int = 0,
         worker_idx: int | None = None,
         connect_timeout: float = 120.0,

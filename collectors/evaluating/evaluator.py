@@ -13,7 +13,8 @@
         result = evaluator.evaluate()                  # or waits
 
 Names and meaning follow TorchRL's ``Evaluator``. Here evaluation never shares the interpreter with training: the
-environment and the policy are in a worker process, which receives weights by a scheme.
+environment and the policy are in a worker, a process of this host or one of Ray's actors, which receives weights by a
+scheme.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch import nn
 
 from asyncsync.collectors.arguments import Device, check_policy_factory, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS
+from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
 from asyncsync.collectors.evaluating.requests import Evaluations, Request
 from asyncsync.collectors.lifetime import Lifetime
-from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.sources import as_tensordict
-from asyncsync.sync import SharedMemWeightSyncScheme
+from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.copying import copy_flat
 
 __all__ = ["Evaluator"]
@@ -48,8 +49,15 @@ STEPS = 200
 BUSY = ("skip", "newest", "queue", "error")
 
 
+WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
+    "process": ("sync", {}, SharedMemWeightSyncScheme),
+    "ray": ("ray", {"sync": True}, RayWeightSyncScheme),
+}
+"""By the backend: which collector has the worker, with which arguments, and how weights come to it."""
+
+
 class Evaluator(Lifetime):
-    """Evaluates policies in a worker process. Needs Linux.
+    """Evaluates policies in a worker: a process of this host, which needs Linux, or one of Ray's actors.
 
     A result is a dict of ``eval/reward`` (the mean return), ``eval/reward_std``, ``eval/num_episodes``,
     ``eval/episode_length`` (mean), ``eval/fps``, ``eval/policy_version`` (of the weights that were evaluated),
@@ -64,9 +72,10 @@ class Evaluator(Lifetime):
         num_trajectories: episodes of one evaluation. Several environments take equal shares.
         max_steps: after which an episode is truncated; None: no limit.
         frames_per_batch: steps of the environment, between two of which ends are looked for; None: 200, or max_steps.
-        collector_kwargs: further arguments of the :class:`asyncsync.collectors.MultiSyncCollector` with the worker,
-            such as ``start_method`` and ``connect_timeout``.
-        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for the policy.
+        collector_kwargs: further arguments of the collector with the worker. A ``MultiSyncCollector`` has
+            ``start_method`` and ``connect_timeout``; a ``RayCollector``, ``remote_configs={"num_gpus": 1}``,
+            ``ray_init_config`` and ``restarts``.
+        weight_sync_schemes: ``{model_id: scheme}``; None: for the policy, shared memory, or Ray's scheme.
         log_prefix: of the names in a result.
         reward_keys: of the reward in a step. Where steps have ("next", "episode_reward"), its last value is the return.
         done_keys: of the flag that ends an episode; None: as the environment does.
@@ -81,12 +90,14 @@ class Evaluator(Lifetime):
         busy_policy: what :meth:`trigger_eval` does while another evaluation is under way. "skip": nothing; "newest":
             these weights are next, instead of those that wait already; "queue": they are evaluated after those;
             "error": it raises RuntimeError.
-        backend: "process".
+        backend: where the worker is: "process", or "ray" (an actor, anywhere in the cluster; extra: ray).
         init_fn: called in the worker first.
 
     Raises:
-        TypeError, ValueError: as of ``MultiSyncCollector``; what must be made in the worker, but is here already.
-        NotImplementedError: another backend; this is not Linux.
+        TypeError, ValueError: as of that collector; what must be made in the worker, but is here already; an unknown
+            backend.
+        ImportError: Ray is not installed.
+        NotImplementedError: the worker is to be a process, and this is not Linux.
         Exception: what the worker raises before it is ready, with its type.
     """
 
@@ -114,11 +125,12 @@ class Evaluator(Lifetime):
         init_fn: Callable[[], None] | None = None,
     ) -> None:
         self.closed = True  # until there is something to close
-        if backend != "process":
-            raise NotImplementedError(
-                f"backend={backend!r}: an evaluator evaluates in a process of its own, backend='process', so that "
-                "training and evaluation do not wait for each other"
+        if backend not in WORKERS:
+            raise ValueError(
+                f"unknown backend {backend!r} of evaluators: 'process' or 'ray'. There is none in this process, so "
+                "that training and evaluation do not wait for each other"
             )
+        collector, own, scheme = WORKERS[backend]
         if busy_policy not in BUSY:
             raise ValueError(f"unknown busy_policy {busy_policy!r}: choose one of {', '.join(map(repr, BUSY))}")
         is_made = hasattr(env, "step_and_maybe_reset") or hasattr(env, "action_space")
@@ -131,13 +143,13 @@ class Evaluator(Lifetime):
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
         check_policy_factory("policy_factory", policy_factory)
         if weight_sync_schemes is None and policy_factory is not None:
-            weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
+            weight_sync_schemes = {"policy": scheme()}
         limit = frames_or_none("max_steps", max_steps)
         if frames_per_batch is None:
             frames_per_batch = min(STEPS, limit or STEPS)
         self._busy_policy = busy_policy
         self._steps = 0
-        self._collector = MultiSyncCollector(
+        self._collector = FAMILIES[collector](
             [env],
             policy,
             policy_factory=policy_factory,
@@ -155,6 +167,7 @@ class Evaluator(Lifetime):
                 metrics_fn=metrics_fn,
                 dump_video=dump_video,
             ),
+            **own,
             **(collector_kwargs or {}),
         )
         self._evaluations = Evaluations(self._collector, log_prefix, on_result)

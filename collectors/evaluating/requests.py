@@ -23,7 +23,7 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.errors import ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere, interruptibly
@@ -64,9 +64,9 @@ class Evaluations:
     """Those of one evaluator. Any thread may call any method."""
 
     def __init__(
-        self, collector: MultiSyncCollector, prefix: str, on_result: Callable[[TensorDictBase], object] | None
+        self, collector: MultiCollector, prefix: str, on_result: Callable[[TensorDictBase], object] | None
     ) -> None:
-        self._collector: MultiSyncCollector = weakref.proxy(collector)  # whoever forgets the evaluator ends it
+        self._collector: MultiCollector = weakref.proxy(collector)  # whoever forgets the evaluator ends it
         self._group = collector._group
         self._calls = collector._calls
         self._prefix = prefix

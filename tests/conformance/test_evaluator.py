@@ -388,12 +388,7 @@ def test_r228_its_state_is_the_count_of_steps(shared: Any) -> None:
         ({"num_trajectories": 0}, ValueError, "num_trajectories must be at least 1"),
         ({"frames_per_batch": "9"}, TypeError, "frames_per_batch must be an int"),
         ({"busy_policy": "wait"}, ValueError, "unknown busy_policy 'wait': choose one of 'skip', 'newest', "),
-        (
-            {"backend": "thread"},
-            NotImplementedError,
-            "backend='thread': an evaluator evaluates in a process of ",
-        ),
-        ({"backend": "ray"}, NotImplementedError, "backend='ray'"),
+        ({"backend": "thread"}, ValueError, "unknown backend 'thread' of evaluators: 'process' or 'ray'"),
     ],
 )
 def test_r228_arguments_that_cannot_be_are_refused(given: Any, error: Any, message: str) -> None:

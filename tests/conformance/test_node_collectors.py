@@ -164,6 +164,18 @@ def test_r087_r158_replay_buffers_may_be_actors() -> None:
     assert (found["paused"], found["running"]) == (True, True)
 
 
+@needs_ray
+def test_r228_an_evaluator_may_be_an_actor() -> None:
+    found = seen("with_actors")["evaluated"]
+    assert found["steps"] == [0, 7]
+    assert found["rewards"] == [10.0, 30.0]
+    assert found["made there"] == 50.0
+    assert found["elsewhere"]
+    kind, message, seconds = found["lost"]
+    assert (kind, seconds < 5) == ("PeerLost", True)
+    assert f"pid {found['pid']}" in message
+
+
 @needs_submitit
 def test_r144_r147_nodes_may_be_jobs() -> None:
     assert seen("by_jobs") == {"kind": "DistributedCollector", "values": [2.0]}

@@ -403,7 +403,44 @@ def with_actors() -> dict[str, Any]:
                 found["paused"] = ray.get(buffer.__len__.remote()) == still
             found["running"] = collector.is_running()
             collector.async_shutdown()
+        found["evaluated"] = _evaluated()
         ray.shutdown()
+    return found
+
+
+def _begin() -> None:
+    os.environ["ASYNCSYNC_BEGUN"] = str(os.getpid())
+
+
+def _where(_: Any) -> dict[str, int]:
+    return {"begun": int(os.environ["ASYNCSYNC_BEGUN"]), "pid": os.getpid()}
+
+
+def _evaluated() -> dict[str, Any]:
+    """Evaluations by an actor, which is killed in the end; and by one that makes its own policy."""
+    from asyncsync.collectors import Evaluator
+
+    given: dict[str, Any] = {"backend": "ray", "num_trajectories": 3, "collector_kwargs": {"remote_configs": {}}}
+    source, found = policy(1.0), {}
+    with Evaluator(make(), source, init_fn=_begin, metrics_fn=_where, **given) as evaluator:
+        results = [evaluator.evaluate()]
+        source.module.fill(3.0)
+        evaluator.trigger_eval(step=7)
+        source.module.fill(4.0)
+        results.append(evaluator.wait(60))
+        pid = results[0]["eval/pid"]
+        found["steps"] = [result["eval/step"] for result in results]
+        found["rewards"] = [result["eval/reward"] for result in results]
+        found["elsewhere"] = results[0]["eval/begun"] == pid != os.getpid()
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            evaluator.evaluate(timeout=30)
+        except Exception as error:
+            found["lost"] = type(error).__name__, str(error), time.monotonic() - begun
+        found["pid"] = pid
+    with Evaluator(make(), policy_factory=policy, **given) as evaluator:
+        found["made there"] = evaluator.evaluate(policy(5.0))["eval/reward"]
     return found
 
 
