@@ -52,6 +52,7 @@ class Announcer:
             or not last.matches(parts, granted=bool(granted), streams=streams, codec=codec)
         ):
             self.serial += 1
+            publication = self._publication(peer, parts)
             last = self.last = Announcement(
                 self.serial,
                 parts,
@@ -59,17 +60,18 @@ class Announcer:
                 eager_bytes=self._settings.eager_bytes,
                 checksum=self._settings.checksum,
                 granted=bool(granted),
-                metadata=self._metadata(peer, parts),
+                metadata=publication.metadata,
                 streams=streams,
                 codec=codec,
+                castable=publication.workers is None,
             )
         self._start(peer, last, parts)
 
-    def _metadata(self, peer: Peer, parts: Parts) -> bytes:
-        """That of the publication of which these parts are."""
+    def _publication(self, peer: Peer, parts: Parts) -> Publication:
+        """The one of which these parts are."""
         target = self._targets.target(peer.worker, next(iter(parts)))
         assert target is not None
-        return target.publication.metadata
+        return target.publication
 
     def _due(self, peer: Peer, first: Collection[str]) -> Parts:
         """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in

@@ -79,7 +79,7 @@ class FanOut:
                 break
             routes.append(other)
         serial, least = announcement.serial, self._settings.fanout_least
-        if len(routes) < least or not announcement.is_plain:
+        if len(routes) < least or not announcement.castable:
             return None
         groups: dict[int, list[Peer]] = {}
         for one in routes:

@@ -25,7 +25,7 @@ class Announcement:
 
     Attributes:
         granted: what is read in place need not be fetched before it is leased.
-        is_plain: all bytes come with it or as chunks.
+        castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
         streams: what workers of this host would open travels as chunks, as far as it can.
         codec: of bytes that ride in the UPDATE; empty: they are as they are.
         repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
@@ -48,6 +48,7 @@ class Announcement:
         metadata: bytes = b"",
         streams: bool = False,
         codec: str = "",
+        castable: bool = False,
     ) -> None:
         self.serial = serial
         self.granted = granted
@@ -80,7 +81,7 @@ class Announcement:
             descriptor, in_place = slab.descriptor if here else None, here and slab.in_place and not granted
             announced.append(Part(model_id, version, digest, slab.nbytes, crc, descriptor, in_place, slab.origin, base))
         self.eager = eager
-        self.is_plain = all(part.descriptor is None for part in announced)
+        self.castable = castable and all(part.descriptor is None for part in announced)
         self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed)
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
