@@ -180,6 +180,7 @@ class FastSender:
             known = self._known[model_id] = SourceCache(layout)
         slab = pool.acquire(layout)
         slab.descriptor = transport.describe(slab)
+        target.slab.forget()  # the version after the next is written there
         self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
         return True
 

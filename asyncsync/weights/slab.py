@@ -178,10 +178,7 @@ class Slab:
         self.references -= 1
         if self.references:
             return
-        if self.base is not None:
-            self.stand_alone()
-        if self.encodings:
-            self.encodings = {}
+        self.forget()
         callback, self.on_release, self.descriptor = self.on_release, None, None
         if callback is not None:
             callback()
@@ -198,6 +195,14 @@ class Slab:
         base, self.base = self.base, None
         if base is not None:
             base[1].release()
+
+    def forget(self) -> None:
+        """Keep nothing that was made of its bytes, which are to be others."""
+        self._contents = None
+        if self.encodings:
+            self.encodings = {}
+        if self.base is not None:
+            self.stand_alone()
 
     def export(self, start: int, stop: int) -> memoryview:
         """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
@@ -229,7 +234,6 @@ class Slab:
         self.values = b""
         self.origin = None
         self.packed = layout.nbytes
-        self._contents = None
 
 
 class SlabPool:

@@ -13,7 +13,7 @@ from asyncsync.cli import main
 from asyncsync.weights.slab import is_foreign
 from helpers.apis import ASYNCIO, BLOCKING, Api
 from helpers.elsewhere import FarWorker, claim_another_host
-from helpers.pairs import Model, fill, passed_on
+from helpers.pairs import Model, fill, passed_on, read
 from helpers.processes import Filled, Worker, eventually, impatient, processes
 from helpers.ranks import free_port
 from helpers.shared_workers import MIB, slots_in_sight
@@ -111,6 +111,32 @@ async def test_small_weights_ride_in_the_instruction_to_one_and_are_copied_from_
         assert 0 < sender.status()[1].bytes_sent < 64 << 10
         await sender.send_async({0: Model(5), 1: Model(6)})
         assert [model() for model in models] == [{5}, {6}]
+
+
+@both
+async def test_a_far_worker_that_comes_again_gets_what_is_in_the_slot_now(auto: Api, far: None) -> None:
+    """The fast path of those on this host has meanwhile written where a version was that the far one had been sent."""
+    sender = auto.scheme(min_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(0.0)))
+
+    def worker(index: int) -> tuple[Any, Model]:
+        one = passed_on(sender)
+        one.init_on_receiver("policy", model=(model := Model(-1.0)), worker_idx=index)
+        return one, model
+
+    (far_one, model), (near, _), (again, anew) = worker(1), worker(0), worker(1)
+    async with sender, near, again:
+        async with far_one:
+            await asyncio.gather(sender.connect(timeout=10), far_one.connect(timeout=10))
+            await near.connect(timeout=10)
+            await sender.send_async(fill(source, 1.0), timeout=10)
+            assert read(model) == {1.0}
+        fast = sender._bus._link.fast
+        for value in range(2, 6):
+            await sender.send_async(fill(source, float(value)), timeout=10)
+        assert fast.steady is not None and fast.steady.updates >= 2
+        await again.connect(timeout=10)
+        assert read(anew) == {5.0}
 
 
 @both
