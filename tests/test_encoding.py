@@ -6,6 +6,7 @@ import sys
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import lz4.block
 import numpy as np
@@ -213,6 +214,19 @@ def test_an_encoding_is_shared_and_ends_with_its_slab() -> None:
     assert one.want(0), "nobody encodes what nobody waits for"
     slab.release()
     assert not slab.encodings
+
+
+def test_a_library_that_is_there_but_cannot_be_imported_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zstandard.py").write_text("raise ImportError('built for another Python')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "zstandard")
+    encoding._is_here.cache_clear()
+    try:
+        assert codecs_here() == 1 << encoding.CODECS["lz4"].number
+    finally:
+        encoding._is_here.cache_clear()
 
 
 def test_a_base_of_another_layout_is_none() -> None:

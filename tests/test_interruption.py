@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.interruption import Interruption
+from asyncsync.runtime.interruption import Interruption, uninterrupted
 from asyncsync.runtime.threads import elsewhere
 
 
@@ -60,6 +60,16 @@ def test_other_threads_and_later_calls_go_on() -> None:
         other.join(10)
     assert found == [42]
     assert loop_thread.run(answer) == 42
+
+
+def test_what_ends_something_is_not_cut_short() -> None:
+    interruption = Interruption()
+    with interruption.of_this_thread():
+        interruption.strike()
+        with uninterrupted():
+            assert loop_thread.run(answer) == 42
+        with pytest.raises(asyncio.CancelledError):
+            loop_thread.run(without_end)
 
 
 async def test_a_function_elsewhere_ends_soon_after_the_cancellation() -> None:

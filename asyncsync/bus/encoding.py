@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,8 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.encoding import Encoding
 
 __all__ = ["Encoder"]
+
+logger = logging.getLogger("asyncsync")
 
 # The thread need not wait for the loop after each piece. A publication waits for the thread no longer than for these:
 # some 20 ms.
@@ -24,7 +27,7 @@ class Encoder:
         self._link = link
         self._wanted = publisher.wanted
         self._encoded = encoded
-        self._is_busy = False
+        self._is_busy = self._has_warned = False
 
     def start(self) -> None:
         """Go on with the next pieces, unless some are under way."""
@@ -43,7 +46,13 @@ class Encoder:
 
     def _encode(self, chosen: list[tuple[Encoding, int]]) -> None:
         for encoding, index in chosen:
-            encoding.encode(index)
+            try:
+                encoding.encode(index)
+            except Exception:
+                if not self._has_warned:
+                    logger.exception("a piece of weights cannot be encoded; such pieces travel as they are")
+                self._has_warned = True
+                encoding.leave_as_it_is(index)
             self._link.call_from_thread(self._encoded)
 
     def _done(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Interruption", "interruptible"]
+__all__ = ["Interruption", "interruptible", "uninterrupted"]
 
 _here = threading.local()
 
@@ -69,3 +69,13 @@ def interruptible(cancel: Callable[[], object]) -> Iterator[None]:
     else:
         with interruption.during(cancel):
             yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A block of the calling thread that nothing interrupts."""
+    before, _here.interruption = getattr(_here, "interruption", None), None
+    try:
+        yield
+    finally:
+        _here.interruption = before

@@ -18,7 +18,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache, cached_property
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +97,12 @@ _BY_NUMBER = {codec.number: codec for codec in CODECS.values()}
 
 @cache
 def _is_here(library: str) -> bool:
-    return find_spec(library) is not None
+    """Whether it can be imported: one may be there that was built for another Python."""
+    try:
+        import_module(library)
+    except Exception:
+        return False
+    return True
 
 
 def codecs_here() -> int:
@@ -263,6 +268,10 @@ class Encoding:
                 return
         payload = encode_piece(data.data, self._codec, item) if self._codec else None
         self.pieces[index] = Encoded(payload, crc, None if payload is None else base)
+
+    def leave_as_it_is(self, index: int) -> None:
+        """One piece cannot be encoded."""
+        self.pieces[index] = Encoded(None, 0, None)
 
 
 def encoding_of(slab: Slab, base: Slab | None, codec: str, size: int) -> Encoding:

@@ -372,6 +372,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
             except OSError as error:
                 raise MemoryError(f"no memory for a slab of {nbytes} bytes: {error}") from error
             return torch.frombuffer(area, dtype=torch.uint8)
-        buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        # What lies between entries travels as well: nothing that was in this memory before.
+        buffer = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         shift = -buffer.data_ptr() % ALIGNMENT
         return buffer[shift : shift + nbytes]

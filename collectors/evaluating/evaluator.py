@@ -171,7 +171,11 @@ class Evaluator(Lifetime):
             **(collector_kwargs or {}),
         )
         self._evaluations = Evaluations(self._collector, log_prefix, on_result)
-        self._evaluations.begin()
+        try:
+            self._evaluations.begin()
+        except BaseException:
+            self._collector.shutdown()
+            raise
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------

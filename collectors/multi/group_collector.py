@@ -37,6 +37,7 @@ from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
+from asyncsync.runtime.interruption import uninterrupted
 
 __all__ = ["GroupCollector"]
 
@@ -350,7 +351,7 @@ class GroupCollector(GroupInspection, BaseCollector):
 
         In a process that was forked from the collector's own, this closes the copy there; the workers go on.
         """
-        with logged_unless(raise_on_error):
+        with logged_unless(raise_on_error), uninterrupted():
             self._end(timeout, close_env)
 
     def _end(self, timeout: float | None, close_env: bool) -> None:

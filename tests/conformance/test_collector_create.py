@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.collectors.base import SHUTDOWN_SECONDS
+from asyncsync.runtime.interruption import Interruption
 from helpers.collecting_weights import Level, LevelEnv
 
 
@@ -92,6 +93,15 @@ async def test_cancelled_it_does_not_wait_for_workers_that_take_their_time() -> 
         async with asyncio.timeout(0.2):
             await MultiSyncCollector.create([partial(Slow, 60.0)], Level(), frames_per_batch=4, connect_timeout=90)
     assert time.monotonic() - began < 5 * SHUTDOWN_SECONDS
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_an_interruption_that_strikes_its_end_leaves_no_worker() -> None:
+    before, interruption = set(multiprocessing.active_children()), Interruption()
+    collector = MultiSyncCollector([Slow], Level(), frames_per_batch=4, start_method="forkserver")
+    with interruption.of_this_thread():
+        interruption.strike()
+        collector.shutdown()
     assert set(multiprocessing.active_children()) == before
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from asyncsync import Bus, ZMQWeightSyncScheme
 from asyncsync.protocol import session
+from asyncsync.weights import encoding
 from helpers.apis import Api
 from helpers.pairs import passed_on, receiver_of
 
@@ -119,6 +120,27 @@ async def test_a_worker_without_the_library_gets_bytes_as_they_are(monkeypatch: 
         await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
         assert same(source, model)
         assert sender.status()[0].bytes_sent == SIZE
+
+
+async def test_a_piece_that_cannot_be_encoded_travels_as_it_is(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = encoding.encode_piece
+
+    def fail_once(*arguments: Any) -> bytes | None:
+        monkeypatch.setattr(encoding, "encode_piece", encode)
+        raise MemoryError("no room to compress")
+
+    source, model = Trained(), Trained()
+    scheme = api.scheme(compress="zstd")
+    async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, _, _):
+        monkeypatch.setattr(encoding, "encode_piece", fail_once)
+        for _ in range(2):
+            source.train_a_little()
+            await sender.send_async(source, timeout=10)
+            assert same(source, model)
+        assert caplog.text.count("such pieces travel as they are") == 1
+        assert sender.status()[0].bytes_sent < 2.9 * SIZE
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
