@@ -15,6 +15,7 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Publication, Target, Targets
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
+from asyncsync.wire.fields import NO_EPOCH
 
 __all__ = ["Agreement"]
 
@@ -51,8 +52,8 @@ class Agreement:
     def welcome(self, peer: Peer, *, again: bool = False) -> None:
         """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
         ``again``: also if the last one was the same."""
-        if peer.lost:
-            return
+        if peer.lost or self._membership.epoch == NO_EPOCH:
+            return  # who is not welcome goes on to the next address
         models, layouts = {}, []
         for model_id in self._targets.models:
             targets = self._targets_of(peer, model_id) if model_id in peer.hello.have else []

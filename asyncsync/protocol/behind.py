@@ -34,7 +34,7 @@ class _Relay:
 
 class Behind:
     """The workers behind all relays. ``workers`` has them by index, those that are lost, too; each has a ``relay``.
-    ``changed`` is called with a worker that has come or is lost."""
+    ``changed`` is called with a worker that has come, has one more model, or is lost."""
 
     def __init__(self, membership: Membership, targets: Targets, changed: Callable[[int], None]) -> None:
         self.workers = membership.behind
@@ -64,7 +64,7 @@ class Behind:
             self._enter(relay, known, one, now)
         gone = () if report.more else tuple(known.stale)
         for worker in gone:
-            del known.workers[worker]
+            known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one report
             self._choose(worker)
         known.stale.difference_update(gone)
         return [*gone, *(one.worker for one in report.workers)]
@@ -97,6 +97,7 @@ class Behind:
         assert peer is not None
         known.workers[one.worker] = peer
         newest = math.inf if self._membership.follows else self._targets.version
+        has_more = not one.applied.keys() <= peer.hello.have.keys()
         peer.hello.have.update(one.applied)
         peer.last_seen = now
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
@@ -105,6 +106,8 @@ class Behind:
             self._lose(peer, one.lost, now)
         elif is_new or self.workers.get(one.worker) is not peer:
             self._choose(one.worker)
+        elif has_more:
+            self._changed(one.worker)
 
     def _choose(self, worker: int) -> None:
         """Who is believed of those that are reported as this worker."""
@@ -148,7 +151,7 @@ class Behind:
             return
         if peer.lost or other.nonce == peer.nonce:
             newcomer = self._membership.drop(peer)
-            self._changed(peer.worker)
+            self._choose(peer.worker)
             if newcomer is not None:
                 self._membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
 

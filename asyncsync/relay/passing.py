@@ -8,6 +8,7 @@ worker that has changed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -18,13 +19,13 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Replaced
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import Epoch
+from asyncsync.wire.fields import NO_EPOCH, Epoch
 from asyncsync.wire.messages import Bye
 from asyncsync.wire.relayed import Relayed, RelayedWorker, in_reports
 
-__all__ = ["NO_EPOCH", "Kept", "Passing"]
+__all__ = ["Kept", "Passing"]
 
-NO_EPOCH = (0, 0)
+logger = logging.getLogger("asyncsync")
 
 Kept = dict[str, tuple[int, Slab, bytes]]
 """Of each model: version, slab and metadata."""
@@ -124,7 +125,11 @@ class Passing:
     def begun(self, update: IncomingUpdate) -> None:
         """Publish what has been announced, while it is still on its way."""
         if any(part.descriptor is not None for part in update.parts):
-            return  # it comes by another transport, or not at all: the sender learns of that
+            logger.warning(
+                "version %d cannot be passed on: it lies in memory of the trainer's, which is to have a "
+                "ZMQWeightSyncScheme, whose bytes travel", update.parts[0].version
+            )  # fmt: skip
+            return
         slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True) if slab is not None}
         for part in update.parts:
             slabs[part.model_id].origin = part.origin

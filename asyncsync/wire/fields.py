@@ -143,6 +143,7 @@ Descriptor = Annotated[
 Metadata = Annotated[bytes, _metadata]
 """See :mod:`asyncsync.wire.metadata`."""
 Epoch = Annotated[tuple[int, int], _epoch]
+NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
 OptionalEpoch = Annotated[Epoch | None, optional(_epoch)]
 Excluded = Annotated[bytes, _nonces]
