@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import Bus, ZMQWeightSyncScheme
+from asyncsync import AutoWeightSyncScheme, Bus, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.relay.process import Relay, RelayOptions
 from asyncsync.weights.packing import pack
 from asyncsync.wire.relayed import Relayed
@@ -97,3 +97,20 @@ async def test_a_worker_goes_on_from_a_relay_that_finds_no_trainer(tmp_path: Pat
         assert read(model) == {4.0}
         await sender.send_async(Model(5.0), timeout=10)
         assert read(model) == {5.0}
+
+
+@pytest.mark.parametrize("kind", [AutoWeightSyncScheme, SharedMemWeightSyncScheme])
+async def test_a_relay_passes_on_bytes_and_what_it_cannot_is_told_at_once(kind: Any, tmp_path: Path) -> None:
+    """Memory of the trainer's is for its own workers."""
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    sender = kind(endpoint=up, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=down)
+    receiver.init_on_receiver("policy", model=(model := Model(0.0)), worker_idx=0)
+    async with relay(up, down), sender, receiver:
+        found = await asyncio.gather(sender.connect(timeout=8), receiver.connect(timeout=8), return_exceptions=True)
+        if kind is AutoWeightSyncScheme:
+            assert (found, read(model)) == ([None, None], {4.0})
+        else:
+            assert isinstance(found[0], PartialSendError)
+            assert "offered by another transport: use the same scheme class" in str(found[0].failed[0])

@@ -39,7 +39,9 @@ class Announcer:
         parts = self._due(peer, granted)
         if not parts:
             return
-        streams = peer.local is not True and any(slab.streamable for _, slab in parts.values())
+        # A relay passes bytes on, wherever it is.
+        opens = peer.local is True and peer.hello.role != "relay"
+        streams = not opens and any(slab.streamable for _, slab in parts.values())
         codec = self._settings.compress
         codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""
         last = self.last

@@ -116,13 +116,18 @@ class Progress:
             if (refusal := self.refusal(peer, target)) is not None:
                 result.failed[worker] = refusal
                 return
-            if m in peer.failed and peer.failed[m][0] >= target.version:
-                result.failed[worker] = peer.failed[m][1]
+            if (failure := self._failure(peer, m)) is not None and failure[0] >= target.version:
+                result.failed[worker] = failure[1]
                 return
         if peer.lost:
             result.failed[worker] = PeerLost(f"worker {worker} is lost: {peer.lost}")
         else:
             result.waiting.add(worker)
+
+    def _failure(self, peer: Peer, model_id: str) -> tuple[int, Exception] | None:
+        """The version of this model that a worker, or its relay, could not take, and why."""
+        relay = None if peer.relay is None else self._peers.get(peer.relay)
+        return peer.failed.get(model_id) or (None if relay is None else relay.failed.get(model_id))
 
     def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
         """Why this target will not come: its models come together, and one of them was refused."""
@@ -161,8 +166,8 @@ class Progress:
             target = self._targets.newest(worker, model_id)
             if target is not None and (refusal := self.refusal(peer, target)) is not None:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
-            if model_id in peer.failed:
-                return f"worker {worker} failed to apply {model_id!r}: {peer.failed[model_id][1]}"
+            if (failure := self._failure(peer, model_id)) is not None:
+                return f"worker {worker} failed to apply {model_id!r}: {failure[1]}"
         if self._agreement.gathers:
             return f"worker {worker} is there, and waits for the others"
         return f"worker {worker} has not applied its weights yet"

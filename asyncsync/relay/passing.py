@@ -127,7 +127,7 @@ class Passing:
         if any(part.descriptor is not None for part in update.parts):
             logger.warning(
                 "version %d cannot be passed on: it lies in memory of the trainer's, which is to have a "
-                "ZMQWeightSyncScheme, whose bytes travel", update.parts[0].version
+                "ZMQWeightSyncScheme or an AutoWeightSyncScheme, whose bytes travel", update.parts[0].version
             )  # fmt: skip
             return
         slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True) if slab is not None}
