@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncsync import Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.monitor import tracing
 from asyncsync.monitor.metrics import Durations, Measure, Metrics
 from asyncsync.monitor.options import Monitoring
@@ -312,6 +312,30 @@ async def test_versions_that_are_never_applied_are_not_followed_for_ever(spans: 
         await until(lambda: not observer.lives)
     published = [one for one in spans.get_finished_spans() if one.name == "asyncsync.publish"]
     assert len(published) == 71, "each of them has ended, and that of connect()"
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "shut down"])
+async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
+    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    """Nobody waits for its version, so that its life is over before it is packed."""
+    weights = {"a": torch.ones(32 << 20)}
+    async with ZMQWeightSyncScheme(min_workers=0, metrics_port=0) as scheme:
+        scheme.init_on_sender(model_id="policy", weights=weights)
+        await scheme.connect()
+        before, observer = scheme.version, scheme.bus._link.observer
+        publishing = asyncio.create_task(scheme.publish(weights))
+        while scheme.version == before and not publishing.done():
+            await asyncio.sleep(0)
+        assert not publishing.done()
+        assert not observer.lives
+        if ends == "cancelled":
+            publishing.cancel()
+        else:
+            await scheme.shutdown()
+        with pytest.raises(asyncio.CancelledError if ends == "cancelled" else ClosedError):
+            await publishing
+    assert "ended span" not in caplog.text, "OpenTelemetry's own warning"
 
 
 def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:

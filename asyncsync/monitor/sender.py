@@ -177,11 +177,15 @@ class SenderObserver:
                 self._end(version)
 
     def _end(self, version: int, failure: str = "") -> None:
-        life, now = self.lives.pop(version), time.time_ns()
+        # It may be over before it is packed, where nobody waits for it or the sender was shut down.
+        if (life := self.lives.pop(version, None)) is None:
+            return
+        now = time.time_ns()
         for span in life.spans.values():
             span.end(now, "something newer has come, or the worker is lost")
         if life.span is not None:
             life.span.end(now, failure)
+            life.span = None  # what ends later must not be added to it
         if self._debug:
             logger.debug("version %d: over, %s%s", version, life.elapsed, f": {failure}" if failure else "")
 
