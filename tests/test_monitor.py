@@ -30,6 +30,7 @@ from asyncsync.monitor.sender import SenderObserver
 from asyncsync.wire import messages
 from helpers.apis import Api
 from helpers.command import private_directories
+from helpers.machines import Desk
 from helpers.pairs import Model, crew, until
 
 Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -341,7 +342,7 @@ async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
 def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:
     outstanding = {1, 2, 3}
     durations = Durations()
-    observer = SenderObserver(lambda version, models: version in outstanding, durations=durations)
+    observer = SenderObserver(lambda v, models, first: 0 if v in outstanding else None, durations=durations)
     epoch = (1, 1)
     for version in (1, 2, 3):
         life = observer.begin(["policy"])
@@ -361,6 +362,82 @@ def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost()
     assert (set(observer.lives), sum(durations.counts)) == ({3}, 2)
     observer.check(everybody=True)
     assert (observer.lives, sum(durations.counts)) == ({}, 2), "how long it takes to be lost is no duration"
+
+
+class Followed:
+    """A publisher whose versions are followed. All of its workers but the last one apply each; that one is stopped."""
+
+    def __init__(self, workers: int, versions: int) -> None:
+        self.desk = Desk(workers)
+        self.desk.join(*range(workers))
+        self.stopped, self.durations = workers - 1, Durations()
+        self.observer = SenderObserver(self.desk.publisher.progress.awaited, durations=self.durations)
+        self.hear(self.stopped, self.publish())
+        for _ in range(versions):
+            version = self.publish()
+            for worker in range(self.stopped):
+                self.hear(worker, version)
+
+    def publish(self) -> int:
+        life = self.observer.begin(["policy"])
+        assert life is not None
+        version = self.desk.publish()
+        self.observer.published(life, version, self.desk.publisher.epoch)
+        outbox = self.desk.publisher.outbox
+        while outbox:
+            route, instruction, _ = outbox.popleft()
+            self.observer.sent(int(route), instruction)
+        return version
+
+    def hear(self, worker: int, version: int) -> int:
+        """It has applied this; returns how many functions were called to see which versions are over."""
+        applied = messages.Applied(self.desk.publisher.epoch, {"policy": version})
+        self.desk.receive(worker, applied)
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            self.observer.heard(worker, applied)
+            self.observer.check()
+        finally:
+            sys.setprofile(before)
+        return calls
+
+
+def test_a_stopped_worker_makes_no_message_dear_however_many_workers_and_versions_there_are() -> None:
+    few, many = Followed(5, 3), Followed(100, 60)
+    assert (len(few.observer.lives), len(many.observer.lives)) == (3, 60)
+    version = many.desk.publisher.published
+    assert many.hear(7, version) - few.hear(1, few.desk.publisher.published) < 4 * 60
+    many.hear(many.stopped, version)
+    assert (many.observer.lives, sum(many.durations.counts)) == ({}, 61)
+
+
+def test_versions_that_only_a_lost_worker_has_not_are_over() -> None:
+    followed = Followed(3, 4)
+    publisher = followed.desk.publisher
+    publisher.membership.lose(followed.stopped, publisher.peers[followed.stopped].nonce, "gone", followed.desk.now)
+    followed.observer.check(everybody=True)
+    assert followed.observer.lives == {}
+
+
+def test_a_version_is_over_though_who_was_waited_for_waits_for_an_earlier_one_of_another_model() -> None:
+    waiting = {1: {5: ["value"]}, 2: {5: ["policy"]}}
+    observer = SenderObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None), durations=Durations())
+    for version, model in ((1, "value"), (2, "policy")):
+        life = observer.begin([model])
+        assert life is not None
+        observer.published(life, version, (1, 1))
+    observer.check()
+    assert set(observer.lives) == {1, 2}
+    del waiting[2]
+    observer.check()
+    assert set(observer.lives) == {1}
 
 
 FORKED = """
