@@ -71,6 +71,11 @@ def test_a_report_has_the_sender_its_models_and_its_workers() -> None:
     )
 
 
+def test_a_state_that_nobody_is_in_is_counted_too() -> None:
+    desk = Desk(1)
+    assert told(reporter(desk).report()).counts == {"live": 0, "slow": 0, "lost": 1, "relays": 0, "guests": 0}
+
+
 def test_a_report_says_what_a_worker_cannot_take() -> None:
     desk = Desk(1)
     desk.join(0)
