@@ -29,6 +29,7 @@ from asyncsync.monitor.metrics import Durations, Measure, Metrics
 from asyncsync.monitor.options import Monitoring
 from asyncsync.monitor.sender import SenderObserver
 from asyncsync.wire import messages
+from asyncsync.wire.codec import decode
 from helpers.apis import Api
 from helpers.command import private_directories
 from helpers.machines import Desk
@@ -295,6 +296,38 @@ async def test_a_version_is_a_span_with_one_per_worker_below_it(spans: InMemoryS
     assert all(one.status.is_ok or one.status.is_unset for one in found)
 
 
+@pytest.mark.parametrize(("fanout", "width"), [("pull", 64), ("pull", 2 << 20), ("push", 2 << 20)])
+async def test_what_is_sent_to_all_is_followed_by_each_receiver(
+    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, unused_tcp_port: int, fanout: str, width: int
+) -> None:
+    endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
+    scheme = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=3, fanout=fanout)
+    models = [Model(width=width) for _ in range(3)]
+    async with crew(3, scheme=scheme, source=Model(0, width), models=models) as everybody:
+        link, sent = scheme.bus._link, []
+        await until(lambda: len(link.publisher.fanout.subscribed) == 3)
+        await scheme.send_async(everybody.source)  # those who came at different times were told by themselves
+        broadcast, original = link.outgoing.broadcast, link.outgoing.broadcast.send
+        broadcast.send = lambda frames: (sent.append(type(decode(list(map(bytes, frames)))[0])), original(frames))
+        spans.clear()
+        caplog.set_level(logging.DEBUG, "asyncsync")
+        version = await scheme.send_async(everybody.source)
+        assert messages.Cast in sent
+        assert (messages.Chunk in sent) is (fanout == "push")
+    lines = [one.message for one in caplog.records]
+    for worker in range(3):
+        for step in ("announced", "fetched and staged in", "applied, "):
+            assert any(line.startswith(f"worker {worker}: version {version} {step}") for line in lines), lines
+    found = [one for one in spans.get_finished_spans() if one.attributes["asyncsync.version"] == version]
+    updates = [one for one in found if one.name == "asyncsync.update"]
+    assert sorted(one.attributes["asyncsync.worker"] for one in updates) == [0, 1, 2]
+    for update in updates:
+        below = [one for one in found if one.parent and one.parent.span_id == update.context.span_id]
+        assert [one.name for one in below] == ["asyncsync.fetch", "asyncsync.stage", "asyncsync.apply"]
+        assert all(update.start_time <= one.start_time <= one.end_time for one in below)
+        assert width == 64 or below[0].end_time > below[0].start_time, "until the last bytes"
+
+
 async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMemorySpanExporter) -> None:
     async with crew(1) as everybody:
         with pytest.raises(PartialSendError):
@@ -346,12 +379,11 @@ async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
     async with ZMQWeightSyncScheme(min_workers=0, metrics_port=0) as scheme:
         scheme.init_on_sender(model_id="policy", weights=weights)
         await scheme.connect()
-        before, observer = scheme.version, scheme.bus._link.observer
+        before, link = scheme.version, scheme.bus._link
         publishing = asyncio.create_task(scheme.publish(weights))
-        while scheme.version == before and not publishing.done():
-            await asyncio.sleep(0)
+        await link.wait(lambda: scheme.version > before, 10)
         assert not publishing.done()
-        assert not observer.lives
+        assert not link.observer.lives
         if ends == "cancelled":
             publishing.cancel()
         else:

@@ -72,9 +72,12 @@ class Progress:
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker that may still come to hold this version of these models; None: nobody may. ``first``: who is asked
         before all others."""
-        if first is not None and self._is_targeted(first, version, models):
-            if self.outstanding(version, (first,), models):
-                return first
+        if (
+            first is not None
+            and self._is_targeted(first, version, models)
+            and self.outstanding(version, (first,), models)
+        ):
+            return first
         everybody = self.targeted(version, models)
         return next((worker for worker in everybody if self.outstanding(version, (worker,), models)), None)
 
