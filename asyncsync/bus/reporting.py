@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.wire.report import (
-    MAX_REASON,
     MAX_REPORTED_MODELS,
     ModelReport,
     Report,
     WorkerReport,
+    brief,
     counted,
     room,
 )
@@ -179,4 +179,4 @@ class Reporter:
             reason = reason or (str(problems[-1]) if problems else "")
         figures = status.version, status.target, status.lag, seen, status.bytes_sent
         where = pid, local, versions, status.role, status.relay
-        return WorkerReport(worker, status.state, *figures, reason[:MAX_REASON], *where)
+        return WorkerReport(worker, status.state, *figures, brief(reason), *where)
