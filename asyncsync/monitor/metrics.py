@@ -136,7 +136,7 @@ class Metrics:
         self._server.socket.close()
 
 
-def _bounded(handler: type[Any]) -> type[Any]:
+def _bounded(handler: Any) -> type[Any]:
     """The same handler of requests, but it hangs up where nothing comes."""
 
     class Bounded(handler):  # type: ignore[misc]
