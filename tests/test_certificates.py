@@ -7,6 +7,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq.auth
@@ -215,6 +216,45 @@ def test_a_directory_that_has_gone_keeps_the_list(tmp_path: Path, caplog: pytest
         assert not listed.refresh(0)
     assert len(listed.clients) == 1
     assert caplog.text.count("cannot read the list of clients") == 1
+
+
+class Clock:
+    """Time that passes as the test says."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 1000.0
+
+    def monotonic(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+
+@pytest.mark.parametrize(("wall", "cpu", "pause"), [(30.0, 0.001, 1.0), (0.025, 0.025, 1.25), (2.0, 2.0, 1.5)])
+def test_a_slow_look_puts_off_the_next_one_by_no_more_than_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall: float, cpu: float, pause: float
+) -> None:
+    """A stalled file system takes none of the event loop's thread; and within two seconds a key is good for nothing."""
+    put(tmp_path / "one.key", certificate("0").encode(secret=False))
+    monkeypatch.setattr(client_list, "time", clock := Clock())
+    listed = ClientList(str(tmp_path))
+    scan = listed._scan
+
+    def slow() -> dict[str, Any]:
+        clock.wall += wall
+        clock.cpu += cpu
+        return scan()
+
+    monkeypatch.setattr(listed, "_scan", slow)
+    assert not listed.refresh()
+    (tmp_path / "one.key").unlink()
+    clock.wall += pause - 0.01
+    assert not listed.refresh()
+    assert listed.clients
+    clock.wall += 0.02
+    assert listed.refresh()
+    assert not listed.clients
 
 
 def test_a_list_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:

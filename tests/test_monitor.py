@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,14 +23,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncsync import Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.monitor import tracing
 from asyncsync.monitor.metrics import Durations, Measure, Metrics
 from asyncsync.monitor.options import Monitoring
 from asyncsync.monitor.sender import SenderObserver
 from asyncsync.wire import messages
+from asyncsync.wire.codec import decode
 from helpers.apis import Api
 from helpers.command import private_directories
+from helpers.machines import Desk
 from helpers.pairs import Model, crew, until
 
 Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -99,7 +102,8 @@ async def test_figures_of_sender_and_receivers(api: Api) -> None:
         assert of(figures, "up") == 1
         assert of(figures, "version") == of(figures, "published_versions_total") == version
         assert of(figures, "model_bytes", model="policy") > 0
-        assert of(figures, "workers", state="live") == 2
+        numbers = {state: of(figures, "workers", state=state) for state in ("live", "slow", "lost", "relays", "guests")}
+        assert numbers == {"live": 2, "slow": 0, "lost": 0, "relays": 0, "guests": 0}
         for worker in ("0", "1"):
             who = {"role": "worker", "worker": worker}
             assert of(figures, "worker_applied_version", model="policy", **who) == version
@@ -163,6 +167,26 @@ def test_a_loop_that_does_not_answer_is_a_figure_itself(monkeypatch: pytest.Monk
         metrics.close()
         metrics.close()
     assert threading.active_count() == before
+
+
+def test_a_connection_that_says_nothing_or_half_a_request_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each keeps a thread and a descriptor of the trainer's."""
+    monkeypatch.setattr("asyncsync.monitor.metrics.READ_SECONDS", 0.2)
+    metrics = Metrics(("127.0.0.1", 0))
+    before = threading.active_count()
+    try:
+        for said in (b"", b"GET /metrics HTTP/1.1\r\nHost: "):
+            with socket.create_connection(metrics.address, timeout=5) as connection:
+                connection.sendall(said)
+                assert connection.recv(1) == b""
+        assert scrape(metrics.address) == {}
+        while threading.active_count() > before:  # bounded by the test's own timeout
+            time.sleep(0.01)
+    finally:
+        metrics.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_histogram_has_each_duration_in_one_bucket() -> None:
@@ -272,6 +296,38 @@ async def test_a_version_is_a_span_with_one_per_worker_below_it(spans: InMemoryS
     assert all(one.status.is_ok or one.status.is_unset for one in found)
 
 
+@pytest.mark.parametrize(("fanout", "width"), [("pull", 64), ("pull", 2 << 20), ("push", 2 << 20)])
+async def test_what_is_sent_to_all_is_followed_by_each_receiver(
+    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, unused_tcp_port: int, fanout: str, width: int
+) -> None:
+    endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
+    scheme = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=3, fanout=fanout)
+    models = [Model(width=width) for _ in range(3)]
+    async with crew(3, scheme=scheme, source=Model(0, width), models=models) as everybody:
+        link, sent = scheme.bus._link, []
+        await until(lambda: len(link.publisher.fanout.subscribed) == 3)
+        await scheme.send_async(everybody.source)  # those who came at different times were told by themselves
+        broadcast, original = link.outgoing.broadcast, link.outgoing.broadcast.send
+        broadcast.send = lambda frames: (sent.append(type(decode(list(map(bytes, frames)))[0])), original(frames))
+        spans.clear()
+        caplog.set_level(logging.DEBUG, "asyncsync")
+        version = await scheme.send_async(everybody.source)
+        assert messages.Cast in sent
+        assert (messages.Chunk in sent) is (fanout == "push")
+    lines = [one.message for one in caplog.records]
+    for worker in range(3):
+        for step in ("announced", "fetched and staged in", "applied, "):
+            assert any(line.startswith(f"worker {worker}: version {version} {step}") for line in lines), lines
+    found = [one for one in spans.get_finished_spans() if one.attributes["asyncsync.version"] == version]
+    updates = [one for one in found if one.name == "asyncsync.update"]
+    assert sorted(one.attributes["asyncsync.worker"] for one in updates) == [0, 1, 2]
+    for update in updates:
+        below = [one for one in found if one.parent and one.parent.span_id == update.context.span_id]
+        assert [one.name for one in below] == ["asyncsync.fetch", "asyncsync.stage", "asyncsync.apply"]
+        assert all(update.start_time <= one.start_time <= one.end_time for one in below)
+        assert width == 64 or below[0].end_time > below[0].start_time, "until the last bytes"
+
+
 async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMemorySpanExporter) -> None:
     async with crew(1) as everybody:
         with pytest.raises(PartialSendError):
@@ -314,10 +370,33 @@ async def test_versions_that_are_never_applied_are_not_followed_for_ever(spans: 
     assert len(published) == 71, "each of them has ended, and that of connect()"
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "shut down"])
+async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
+    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    """Nobody waits for its version, so that its life is over before it is packed."""
+    weights = {"a": torch.ones(32 << 20)}
+    async with ZMQWeightSyncScheme(min_workers=0, metrics_port=0) as scheme:
+        scheme.init_on_sender(model_id="policy", weights=weights)
+        await scheme.connect()
+        before, link = scheme.version, scheme.bus._link
+        publishing = asyncio.create_task(scheme.publish(weights))
+        await link.wait(lambda: scheme.version > before, 10)
+        assert not publishing.done()
+        assert not link.observer.lives
+        if ends == "cancelled":
+            publishing.cancel()
+        else:
+            await scheme.shutdown()
+        with pytest.raises(asyncio.CancelledError if ends == "cancelled" else ClosedError):
+            await publishing
+    assert "ended span" not in caplog.text, "OpenTelemetry's own warning"
+
+
 def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:
     outstanding = {1, 2, 3}
     durations = Durations()
-    observer = SenderObserver(lambda version, models: version in outstanding, durations=durations)
+    observer = SenderObserver(lambda v, models, first: 0 if v in outstanding else None, durations=durations)
     epoch = (1, 1)
     for version in (1, 2, 3):
         life = observer.begin(["policy"])
@@ -337,6 +416,82 @@ def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost()
     assert (set(observer.lives), sum(durations.counts)) == ({3}, 2)
     observer.check(everybody=True)
     assert (observer.lives, sum(durations.counts)) == ({}, 2), "how long it takes to be lost is no duration"
+
+
+class Followed:
+    """A publisher whose versions are followed. All of its workers but the last one apply each; that one is stopped."""
+
+    def __init__(self, workers: int, versions: int) -> None:
+        self.desk = Desk(workers)
+        self.desk.join(*range(workers))
+        self.stopped, self.durations = workers - 1, Durations()
+        self.observer = SenderObserver(self.desk.publisher.progress.awaited, durations=self.durations)
+        self.hear(self.stopped, self.publish())
+        for _ in range(versions):
+            version = self.publish()
+            for worker in range(self.stopped):
+                self.hear(worker, version)
+
+    def publish(self) -> int:
+        life = self.observer.begin(["policy"])
+        assert life is not None
+        version = self.desk.publish()
+        self.observer.published(life, version, self.desk.publisher.epoch)
+        outbox = self.desk.publisher.outbox
+        while outbox:
+            route, instruction, _ = outbox.popleft()
+            self.observer.sent(int(route), instruction)
+        return version
+
+    def hear(self, worker: int, version: int) -> int:
+        """It has applied this; returns how many functions were called to see which versions are over."""
+        applied = messages.Applied(self.desk.publisher.epoch, {"policy": version})
+        self.desk.receive(worker, applied)
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            self.observer.heard(worker, applied)
+            self.observer.check()
+        finally:
+            sys.setprofile(before)
+        return calls
+
+
+def test_a_stopped_worker_makes_no_message_dear_however_many_workers_and_versions_there_are() -> None:
+    few, many = Followed(5, 3), Followed(100, 60)
+    assert (len(few.observer.lives), len(many.observer.lives)) == (3, 60)
+    version = many.desk.publisher.published
+    assert many.hear(7, version) - few.hear(1, few.desk.publisher.published) < 60
+    many.hear(many.stopped, version)
+    assert (many.observer.lives, sum(many.durations.counts)) == ({}, 61)
+
+
+def test_versions_that_only_a_lost_worker_has_not_are_over() -> None:
+    followed = Followed(3, 4)
+    publisher = followed.desk.publisher
+    publisher.membership.lose(followed.stopped, publisher.peers[followed.stopped].nonce, "gone", followed.desk.now)
+    followed.observer.check(everybody=True)
+    assert followed.observer.lives == {}
+
+
+def test_a_version_is_over_though_who_was_waited_for_waits_for_an_earlier_one_of_another_model() -> None:
+    waiting = {1: {5: ["value"]}, 2: {5: ["policy"]}}
+    observer = SenderObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None), durations=Durations())
+    for version, model in ((1, "value"), (2, "policy")):
+        life = observer.begin([model])
+        assert life is not None
+        observer.published(life, version, (1, 1))
+    observer.check()
+    assert set(observer.lives) == {1, 2}
+    del waiting[2]
+    observer.check()
+    assert set(observer.lives) == {1}
 
 
 FORKED = """

@@ -71,6 +71,11 @@ def test_a_report_has_the_sender_its_models_and_its_workers() -> None:
     )
 
 
+def test_a_state_that_nobody_is_in_is_counted_too() -> None:
+    desk = Desk(1)
+    assert told(reporter(desk).report()).counts == {"live": 0, "slow": 0, "lost": 1, "relays": 0, "guests": 0}
+
+
 def test_a_report_says_what_a_worker_cannot_take() -> None:
     desk = Desk(1)
     desk.join(0)
@@ -78,6 +83,23 @@ def test_a_report_says_what_a_worker_cannot_take() -> None:
     desk.refuse(0, torch.float64)
     [worker] = told(reporter(desk).answer(1)).workers
     assert (worker.state, worker.reason) == ("live", "worker 0, model 'policy': it does not fit")
+
+
+def test_what_a_worker_says_is_one_line_without_control_characters() -> None:
+    """A person's terminal shows it, and would act on them."""
+    desk = Desk(1)
+    desk.join(0)
+    version = desk.publish(1)
+    [update] = desk.take(messages.Update)
+    error = "builtins.OSError", "\x1b[2Jno\x07 \u202espace\nleft", "Traceback: …\nno space left"
+    desk.receive(
+        0, messages.Failed(desk.publisher.epoch, update.serial, {"policy": version}, False, *error)  # type: ignore[attr-defined]
+    )  # fmt: skip
+    report = told(reporter(desk, **{"ProtocolError: \x1b[2Jno\nmore": 2}).answer(1))
+    assert (report.workers[0].reason, report.dropped) == (
+        "builtins.OSError: (worker 0) [2Jno space",
+        {"ProtocolError: [2Jno": 2},
+    )
 
 
 def test_workers_that_are_turned_away_are_counted() -> None:

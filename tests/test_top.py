@@ -116,11 +116,26 @@ def test_a_trainer_that_is_away_is_said_to_be() -> None:
     assert drawn(samples, 80, 24)[2:] == [
         "no sender has answered", "is a trainer bound to tcp://trainer:5555? This goes on asking; Ctrl-C ends it.",
     ]  # fmt: skip
-    samples = samples_of(report_of(7))
-    samples.fail("no sender has answered")
-    assert drawn(samples, 80, 24)[-1] == "no answer for 0 s: waiting for the trainer, or its successor"
+    samples = samples_of(report_of(7, 250))
+    samples.fail(
+        "no sender has answered at tcp://trainer:5555 within 3 s: it has refused this key, whose file is k.key"
+    )
+    lines = drawn(samples, 80, 24)
+    assert lines[-3:] == [
+        "no answer for 0 s: waiting for the trainer, or its successor",
+        "no sender has answered at tcp://trainer:5555 within 3 s: it has refused this",
+        "key, whose file is k.key",
+    ]
+    assert len(lines) <= 24
     assert "worker  state" in "\n".join(drawn(samples, 80, 24)), "what was known last stays"
     assert as_json(samples)["answered"] is False
+
+
+@pytest.mark.parametrize(("interval", "age", "is_late"), [(1, 2.5, False), (1, 3.5, True), (5, 6, False), (5, 8, True)])
+def test_an_answer_is_late_when_the_next_one_is_overdue(interval: float, age: float, is_late: bool) -> None:
+    samples = Samples("tcp://trainer:5555", interval)
+    samples.add(report_of(7), time.monotonic() - age)
+    assert ("no answer for" in drawn(samples, 80, 24)[-1]) is is_late
 
 
 def test_rates_begin_anew_with_another_trainer_and_another_worker() -> None:
@@ -163,7 +178,9 @@ def test_top_once_as_json_and_as_a_screen(endpoint: str, capsys: pytest.CaptureF
         [text] = capsys.readouterr().out.splitlines()
         told = json.loads(text)
         assert (told["answered"], told["endpoint"], told["version"]) == (True, endpoint, version)
-        assert (told["pid"], told["num_workers"], told["states"]["live"]) == (os.getpid(), None, 1)
+        assert (told["pid"], told["num_workers"], told["states"]) == (
+            os.getpid(), None, {"live": 1, "slow": 0, "lost": 0, "relays": 0, "guests": 0},
+        )  # fmt: skip
         [worker] = told["workers"]
         assert (worker["index"], worker["state"], worker["versions"]) == (3, "live", {"policy": version})
         assert worker["bytes_sent"] == scheme.status()[3].bytes_sent

@@ -130,9 +130,6 @@ class ReceiverLink(Link):
         self.subscriber.replace(model_id, binding, self.loop.time())
         self.settle()
 
-    def _why(self) -> str:
-        return self.whereabouts.why()
-
     @property
     def is_lost(self) -> bool:
         """Whether the sender's process has ended, or its connection stays away."""
@@ -192,7 +189,10 @@ class ReceiverLink(Link):
             instruction, payload = decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
+            before = self.subscriber.reports.serial
             self.subscriber.receive(instruction, payload, self.loop.time())
+            if self.observer.follows and (isinstance(instruction, Chunk) or self.subscriber.reports.serial > before):
+                self.observer.heard(instruction, payload)
             if isinstance(instruction, Chunk) and self.subscriber.incoming.is_overtaken_by(instruction):
                 # Bytes of no use, on a connection that is too slow for those that are; :meth:`_tick` comes back.
                 self.whereabouts.subscription.close()

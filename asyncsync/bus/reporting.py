@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.wire.report import (
-    MAX_REASON,
     MAX_REPORTED_MODELS,
     ModelReport,
     Report,
     WorkerReport,
+    brief,
     counted,
     room,
 )
@@ -142,7 +142,8 @@ class Reporter:
         present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
         expected = dict.fromkeys(publisher.membership.expected(), 1)
         expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
-        counts = Counter(peer.state for peer in peers.values() if peer.is_worker)
+        counts = Counter(live=0, slow=0, lost=0)
+        counts.update(peer.state for peer in peers.values() if peer.is_worker)
         counts["lost"] += sum(role == 1 for role in expected.values()) - counts.total()
         counts["relays"], counts["guests"] = (list(expected.values()).count(role) for role in (0, 2))
         return Report(
@@ -178,4 +179,4 @@ class Reporter:
             reason = reason or (str(problems[-1]) if problems else "")
         figures = status.version, status.target, status.lag, seen, status.bytes_sent
         where = pid, local, versions, status.role, status.relay
-        return WorkerReport(worker, status.state, *figures, reason[:MAX_REASON], *where)
+        return WorkerReport(worker, status.state, *figures, brief(reason), *where)

@@ -86,7 +86,7 @@ class SenderLink(Link):
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
         durations = None if monitoring.address is None else Durations()
-        self.observer = SenderObserver(self.publisher.progress.is_outstanding, tracer, durations)
+        self.observer = SenderObserver(self.publisher.progress.awaited, tracer, durations)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart, self.observer)
         self.encoder = Encoder(self, self.publisher, self.publishing.packed)
         self.reporter = Reporter(self.publisher, self.loop.time, self._refused, self.dropped)

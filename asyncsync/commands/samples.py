@@ -35,11 +35,13 @@ class Samples:
 
     Attributes:
         endpoint: where it is.
+        interval: seconds between two of them.
         failure: why the last question was not answered; empty: it was.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, interval: float = 1.0) -> None:
         self.endpoint = endpoint
+        self.interval = interval
         self.failure = ""
         self._reports: deque[tuple[float, Report]] = deque()
         self._waiter: asyncio.Future[None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ STATES = ("lost", "slow", "live")  # the worst first
 ROLES = ("relay", "worker", "guest")
 WIDE = 120  # characters, from which on a worker's target, process and trouble have columns of their own
 NOTES = 3
-OVERDUE = 2.0  # seconds without an answer
+OVERDUE = 2.0  # seconds that an answer is late
 
 
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
@@ -43,9 +44,10 @@ def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     ]
     feet = [*_counts("refused", report.refused, "yellow"), *_counts("dropped", report.dropped, "yellow")]
     now = time.monotonic()
-    if samples.failure or samples.age(now) > OVERDUE:
+    if samples.failure or samples.age(now) > samples.interval + OVERDUE:
         why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer, or its successor"
         feet.append(Text(why, style="bold red", no_wrap=True, overflow="ellipsis"))
+        feet += [Text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:NOTES]]
     notes = [] if width >= WIDE else _notes(report.workers)
     # The facts take two lines; one is empty above the table and one above the feet, one is the table's head.
     room = len(report.workers) if height is None else max(1, height - len(head) - len(feet) - len(notes) - 4)

@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
 
 async def watch(options: argparse.Namespace) -> int:
     """Look once, or until cancelled. Returns the exit code; raises NotConnected, AckTimeout, ProtocolError."""
-    samples = Samples(options.endpoint)
+    samples = Samples(options.endpoint, options.interval)
     with Asker(options.endpoint, credentials_of(options)) as asker:
         if options.once:
             samples.add(await asker.ask(PATIENCE), time.monotonic())

@@ -10,6 +10,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = ["Durations", "Measure", "Metrics"]
 
 PREFIX = "asyncsync_"
 PATIENCE = 2.0  # seconds that the event loop may take to answer
+READ_SECONDS = 10.0  # that whoever has connected may take for its next bytes: it keeps a thread and a descriptor
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 
@@ -79,6 +81,7 @@ class Metrics:
         except OSError as error:
             hint = "give another metrics_port, or 0 for one that is free"
             raise NotConnected(f"cannot serve metrics at {host}:{port}: {error.strerror}; {hint}") from error
+        self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass)
         self.address = host, int(self._server.server_port)
         owned.add(self)
 
@@ -131,6 +134,19 @@ class Metrics:
     def disown(self) -> None:
         """In a forked child: the port is its parent's."""
         self._server.socket.close()
+
+
+def _bounded(handler: Any) -> type[Any]:
+    """The same handler of requests, but it hangs up where nothing comes."""
+
+    class Bounded(handler):  # type: ignore[misc]
+        timeout = READ_SECONDS
+
+        def handle(self) -> None:
+            with suppress(TimeoutError):
+                super().handle()
+
+    return Bounded
 
 
 def _family(measure: Measure) -> Any:

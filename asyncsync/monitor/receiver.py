@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncsync.monitor.tracing import Attributes, Span, Tracer
 from asyncsync.protocol.staging import Staging
 from asyncsync.wire import messages
+from asyncsync.wire.codec import decode
+from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Instruction
 
 __all__ = ["ReceiverObserver"]
@@ -43,9 +45,12 @@ class ReceiverObserver:
         """Whether anybody wants to know: then there is no fast path."""
         return self._tracer is not None or logger.isEnabledFor(logging.DEBUG)
 
-    def heard(self, instruction: Instruction) -> None:
-        """The sender has said something, which is about to be taken in."""
+    def heard(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
+        """The sender has said something, which is about to be taken in; what it says to all, with the payload, just
+        was."""
         now = time.time_ns()
+        if isinstance(instruction, messages.Cast):
+            instruction, _ = decode(payload)
         if isinstance(instruction, messages.Update):
             version, epoch = instruction.parts[0].version, instruction.epoch
         elif isinstance(instruction, messages.Again):

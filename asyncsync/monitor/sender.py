@@ -25,13 +25,15 @@ KEPT = 64  # versions that are followed at once: a worker that is stopped leaves
 
 @dataclass
 class Life:
-    """One version's. ``began`` by a clock of performance's, ``workers`` with their spans."""
+    """One version's. ``began`` by a clock of performance's; ``announced`` has the workers that have not answered yet;
+    ``awaited`` is one that was found to be without it."""
 
     models: list[str]
     began: float
     span: Span | None
     version: int = 0
     was_announced: bool = False
+    awaited: int | None = None
     announced: set[int] = field(default_factory=set)
     spans: dict[int, Span] = field(default_factory=dict)
 
@@ -44,7 +46,7 @@ class SenderObserver:
     """Follows the versions of one sender.
 
     Args:
-        is_outstanding: whether somebody may still come to hold a version of these models.
+        awaited: returns a worker that may still come to hold a version of these models; given is who is asked first.
         tracer: begins spans; None: there are none.
         durations: what is observed when all workers have a version; None: nothing.
 
@@ -54,13 +56,13 @@ class SenderObserver:
 
     def __init__(
         self,
-        is_outstanding: Callable[[int, list[str]], bool],
+        awaited: Callable[[int, list[str], int | None], int | None],
         tracer: Tracer | None = None,
         durations: Durations | None = None,
     ) -> None:
         self.lives: dict[int, Life] = {}
         self.durations = durations
-        self._is_outstanding = is_outstanding
+        self._awaited = awaited
         self._tracer = tracer
         self._debug = False
         self._serials: dict[int, tuple[int, int]] = {}  # of each worker's last announcement, and its version
@@ -167,21 +169,31 @@ class SenderObserver:
                 logger.debug("version %d: %s by worker %d, %s", earlier, how, worker, life.elapsed)
 
     def check(self, *, everybody: bool = False) -> None:
-        """Something has changed: see which versions are over. ``everybody``: those that were announced to a worker
-        which has not answered, too, as it may be lost."""
-        asked = {v: life for v, life in self.lives.items() if everybody or not life.announced}
-        for version, life in asked.items():
-            if not self._is_outstanding(version, life.models):
-                if self.durations is not None and life.was_announced and not life.announced:
-                    self.durations.observe(time.perf_counter() - life.began)
-                self._end(version)
+        """Something has changed: see which versions are over. ``everybody``: look at each of them, also at those that
+        were announced to a worker which has not answered, as it may be lost."""
+        behind: set[tuple[int | str | None, ...]] = set()
+        for version, life in list(self.lives.items()):
+            # Who is without a version is without the later ones of these models, too.
+            if not everybody and (life.announced or (life.awaited, *life.models) in behind):
+                continue
+            life.awaited = self._awaited(version, life.models, life.awaited)
+            if life.awaited is not None:
+                behind.add((life.awaited, *life.models))
+                continue
+            if self.durations is not None and life.was_announced and not life.announced:
+                self.durations.observe(time.perf_counter() - life.began)
+            self._end(version)
 
     def _end(self, version: int, failure: str = "") -> None:
-        life, now = self.lives.pop(version), time.time_ns()
+        # It may be over before it is packed, where nobody waits for it or the sender was shut down.
+        if (life := self.lives.pop(version, None)) is None:
+            return
+        now = time.time_ns()
         for span in life.spans.values():
             span.end(now, "something newer has come, or the worker is lost")
         if life.span is not None:
             life.span.end(now, failure)
+            life.span = None  # what ends later must not be added to it
         if self._debug:
             logger.debug("version %d: over, %s%s", version, life.elapsed, f": {failure}" if failure else "")
 

@@ -22,7 +22,8 @@ logger = logging.getLogger("asyncsync")
 
 SUFFIX = ".key"
 AGAIN_SECONDS = 1.0
-SHARE = 0.02  # of the event loop's time, at most, with however many files
+SHARE = 0.02  # of the event loop's time, with many files, too
+LONGEST_PAUSE = 1.5  # seconds, with however many: a key that is taken off is good for nothing within two
 
 Mark = tuple[int, int, int]
 
@@ -61,9 +62,9 @@ class ClientList:
 
     def refresh(self, soon: float = AGAIN_SECONDS) -> bool:
         """Look for changes, unless that was done less than ``soon`` seconds ago. Returns whether there were any."""
-        now = time.monotonic()
-        if now < self._looked + max(soon, self._pause):
+        if time.monotonic() < self._looked + max(soon, self._pause):
             return False
+        began = time.thread_time()  # waiting for the disk or another thread is no work
         before = self.clients
         try:
             self._update(self._scan(), strict=False)
@@ -71,7 +72,7 @@ class ClientList:
         except OSError as error:
             self._warn("", None, f"cannot read the list of clients in {self._directory}: {error.strerror}")
         self._looked = time.monotonic()
-        self._pause = (self._looked - now) / SHARE
+        self._pause = min((time.thread_time() - began) / SHARE, LONGEST_PAUSE)
         return self.clients != before
 
     def _scan(self) -> dict[str, Mark]:

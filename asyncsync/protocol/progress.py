@@ -43,20 +43,19 @@ class Progress:
                 if peer is None or not peer.hello.have.keys().isdisjoint(models):
                     concerned.append(worker)
             return concerned
-        chosen = []
         there = {w for w, peer in self._peers.items() if peer.is_worker}
-        for worker in sorted({*self._membership.expected(), *there, *self._behind}):
-            if not (mine := self._models_of(worker, models)):
-                continue
-            newest = [self._targets.newest(worker, m) for m in mine]
-            if any(t is not None and t.version >= version for t in newest):
-                peer = self._peers.get(worker) or self._behind.get(worker)
-                # Of the elastic ones, those that were lost before this version was published are simply gone.
-                if self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version)):
-                    chosen.append(worker)
-            elif self._targets.rejection(worker, version) is not None:
-                chosen.append(worker)
-        return chosen
+        everybody = sorted({*self._membership.expected(), *there, *self._behind})
+        return [worker for worker in everybody if self._is_targeted(worker, version, models)]
+
+    def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
+        if not (mine := self._models_of(worker, models)):
+            return False
+        newest = [self._targets.newest(worker, m) for m in mine]
+        if any(t is not None and t.version >= version for t in newest):
+            peer = self._peers.get(worker) or self._behind.get(worker)
+            # Of the elastic ones, those that were lost before this version was published are simply gone.
+            return self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version))
+        return self._targets.rejection(worker, version) is not None
 
     def of(self, version: int, workers: Iterable[int], models: Iterable[str] | None = None) -> Outcome:
         """Who has applied this version or a newer one, who cannot, who has still to answer."""
@@ -70,9 +69,17 @@ class Progress:
                 self._judge(worker, version, self._models_of(worker, models), result)
         return result
 
-    def is_outstanding(self, version: int, models: list[str]) -> bool:
-        """Whether somebody may still come to hold this version of these models."""
-        return self.outstanding(version, self.targeted(version, models), models)
+    def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
+        """A worker that may still come to hold this version of these models; None: nobody may. ``first``: who is asked
+        before all others."""
+        if (
+            first is not None
+            and self._is_targeted(first, version, models)
+            and self.outstanding(version, (first,), models)
+        ):
+            return first
+        everybody = self.targeted(version, models)
+        return next((worker for worker in everybody if self.outstanding(version, (worker,), models)), None)
 
     def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
         """True while somebody may still come to hold this version; the short form of :meth:`of`."""

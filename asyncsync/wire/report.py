@@ -39,6 +39,7 @@ __all__ = [
     "ModelReport",
     "Report",
     "WorkerReport",
+    "brief",
     "counted",
     "room",
 ]
@@ -127,11 +128,17 @@ def room(models: int) -> int:
     return min(MAX_REPORTED, _ROOM // (_WORKER_FIELDS + models))
 
 
+def brief(reason: str) -> str:
+    """Its first line, cut to the limit, without what a terminal would act upon."""
+    first = reason.strip().partition("\n")[0]
+    return "".join(character for character in first if character.isprintable())[:MAX_REASON]
+
+
 def counted(reasons: Mapping[str, int]) -> dict[str, int]:
-    """The most frequent reasons, each cut to its limit."""
+    """The most frequent reasons, each in brief."""
     found: dict[str, int] = {}
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        short = reason[:MAX_REASON]
+        short = brief(reason)
         if short in found or len(found) < MAX_REASONS:
             found[short] = found.get(short, 0) + count
     return found
