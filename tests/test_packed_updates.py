@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ class Packing(Desk):
 
     def receive(self, worker: int | bytes, instruction: messages.Instruction) -> None:
         if isinstance(instruction, messages.Hello):
-            fields = [getattr(instruction, name) for name in messages.Hello.__slots__][:-1]
-            instruction = messages.Hello(*fields, self.codecs)
+            instruction = replace(instruction, codecs=self.codecs)
         super().receive(worker, instruction)
 
     def fetch(self, worker: int, update: Any, bases: tuple[int, ...] = (), restart: int = 0, start: int = 0) -> None:

@@ -16,7 +16,7 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import Announcement
 from asyncsync.weights.slab import SlabPool
-from asyncsync.wire import codec, messages
+from asyncsync.wire import codec, fields, messages
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32
@@ -1146,6 +1146,83 @@ def test_a_worker_that_reconnects_after_a_failure_is_given_another_try(desk: Des
     desk.hello(0, epoch=EPOCH)
     desk.ready(0)
     assert desk.take(messages.Update)
+
+
+# -- workers that come from another sender of the epoch ---------------------------------------------------------------
+
+
+def relaying() -> Desk:
+    """A relay that has announced nothing, with a version to announce."""
+    desk = Desk(None)
+    desk.publisher.membership.follows = True
+    desk.publish()
+    desk.take()
+    return desk
+
+
+def test_a_worker_that_has_passed_other_announcements_is_sent_one_that_it_takes() -> None:
+    desk = relaying()
+    desk.hello(0, epoch=EPOCH, serial=200)
+    desk.ready(0)
+    (update,) = desk.take(messages.Update)
+    assert update.serial > 200 + 1000, "what the sender before has sent since is none of these"
+    desk.pass_time(1.5)
+    desk.pong(0, last=update.serial + 10**6, serial=update.serial + 10**6)  # and still more had been on its way
+    desk.ready(0)
+    (again,) = desk.take(messages.Update)
+    assert again.serial > update.serial + 10**6
+
+
+def test_a_worker_that_comes_back_from_another_sender_is_not_sent_what_it_has_passed() -> None:
+    desk = joined(0, 1)
+    trained(desk, 0, 1)
+    desk.publish()
+    (first, _) = desk.take()
+    desk.hello(1, epoch=EPOCH, have={"policy": 1}, serial=first.serial, route=b"1")
+    desk.ready(1)
+    (update,) = desk.take(messages.Update)
+    assert update.serial > first.serial
+
+
+def test_what_counted_in_another_epoch_is_not_passed() -> None:
+    desk = relaying()
+    desk.hello(0, epoch=(EPOCH[0] - 1, 1), serial=200)
+    desk.ready(0)
+    (update,) = desk.take(messages.Update)
+    assert update.serial == 1
+
+
+def test_a_worker_cannot_have_heard_of_a_trainer_that_has_sent_nothing() -> None:
+    """Whether it has decides who gives way to a newer trainer."""
+    desk = Desk(2)
+    desk.hello(0, epoch=EPOCH, serial=200)
+    desk.hello(1, epoch=(EPOCH[0] + 5, 1))
+    assert desk.publisher.fenced is None
+
+
+def test_a_worker_that_lies_does_not_use_up_the_serials() -> None:
+    desk = relaying()
+    for i in range(100):
+        desk.hello(0, 100 + i, epoch=EPOCH, serial=fields.MAX_SERIAL)
+        desk.ready(0)
+        desk.publisher.lost(0, nonce(100 + i), "gone", desk.now)
+    desk.join(1)
+    for _ in range(20):
+        desk.pass_time(2.0)
+        desk.pong(1, last=fields.MAX_SERIAL)
+    desk.take()
+    desk.hello(2)
+    desk.ready(2)
+    (update,) = desk.take(messages.Update)
+    assert update.serial < fields.MAX_SERIAL >> 20
+    desk.publisher.announcer.serial = fields.MAX_SERIAL >> 1  # after years of that
+    desk.pass_time(2.0)
+    desk.pong(1, last=fields.MAX_SERIAL)
+    desk.take()
+    desk.hello(3)
+    desk.ready(3)
+    (update,) = desk.take(messages.Update)
+    assert update.serial <= (fields.MAX_SERIAL >> 1) + (1 << 33), "the other half is left"
 
 
 # -- messages that no correct worker sends --------------------------------------------------------------------------

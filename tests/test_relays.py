@@ -26,6 +26,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
+from helpers.command import start
 from helpers.pairs import Model, fill, read, until
 
 LARGE = 300_000  # elements: more than one chunk's credit at once is not needed to see them stream
@@ -247,6 +248,29 @@ async def test_a_worker_goes_on_to_the_next_address_when_the_first_is_away(tmp_p
     finally:
         await sender.shutdown()
         await receiver.shutdown()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+async def test_a_relay_that_is_killed_after_many_versions_serves_its_workers_at_once_when_it_is_back(
+    tmp_path: Path, shared: bool
+) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    command = "-m", "asyncsync", "relay", "--upstream", up, "--bind", down, *(["--shared"] if shared else [])
+    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(0.0)))
+    receiver = (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
+    receiver.init_on_receiver("policy", model=(model := Model()), worker_idx=0, reconnect=True)
+    async with sender, receiver:
+        with start(*command, cwd=tmp_path):
+            await asyncio.gather(sender.connect(timeout=60), receiver.connect(timeout=60))
+            for value in range(100):
+                await sender.send_async(fill(source, value), timeout=20)
+        await until(lambda: sender.status()[0].state == "lost", 20)
+        with start(*command, cwd=tmp_path):
+            await until(lambda: sender.status()[0].state == "live", 60)
+            for value in range(100, 105):
+                await sender.send_async(fill(source, value), timeout=5)
+                assert read(model) == {value}
 
 
 async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sender_is() -> None:

@@ -55,7 +55,8 @@ def test_hello_says_who_this_is_and_what_it_has() -> None:
     station.take()
     station.subscriber.connected(station.now)
     (hello,) = station.take()
-    assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, {"policy": 4, "": 4}, "worker", codecs_here())
+    versions = {"policy": 4, "": 4}
+    assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, versions, "worker", codecs_here(), serial=1)
 
 
 def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:

@@ -183,6 +183,44 @@ def test_a_worker_that_has_more_than_its_new_relay_keeps_it() -> None:
     assert tree.until(tree.is_everywhere), tree.missing()
 
 
+@pytest.mark.parametrize("where", ["the relay, restarted", "another relay", "the trainer"])
+@pytest.mark.parametrize("eager", [0, 1 << 16], ids=["in chunks", "eager"])
+def test_a_worker_that_comes_from_a_sender_with_many_updates_gets_the_next_one_soon(where: str, eager: int) -> None:
+    """Each sender counts its announcements itself, and a worker ignores those that it has passed."""
+    tree = Tree((2,), 2, elastic=True, settings=Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=80))
+    tree.flow()
+    tree.cut(tree.relays[0][1])  # it has announced nothing
+    for _ in range(200):
+        tree.publish()
+        tree.flow()
+    if where == "the relay, restarted":
+        tree.restart_relay(0, 0)
+    tree.connect(tree.relays[0][1], tree.root)
+    for worker in tree.workers[:2] if where != "the relay, restarted" else ():
+        tree.connect(worker, tree.relays[0][1] if where == "another relay" else tree.root)
+    tree.settle()
+    assert tree.until(tree.is_everywhere, 3), tree.missing()
+    for _ in range(3):
+        tree.publish()
+        assert tree.until(tree.is_everywhere, 3), tree.missing()
+
+
+def test_what_a_worker_hears_of_its_last_sender_after_its_hello_keeps_it_from_nothing() -> None:
+    """An update of the old connection was still unread: the HELLO did not count it."""
+    tree = Tree((1,), 1)
+    tree.flow()
+    for _ in range(30):
+        tree.publish()
+        tree.flow()
+    worker = tree.workers[0]
+    tree.connect(worker, tree.root)
+    worker.subscriber.reports.serial += 100_000
+    tree.settle()
+    tree.flow()
+    tree.publish()
+    assert tree.until(tree.is_everywhere, 3), tree.missing()
+
+
 def test_a_lost_report_is_found_by_the_next_pong() -> None:
     tree = Tree((1,), 2)
     tree.flow()
@@ -212,7 +250,7 @@ def test_a_slow_worker_holds_up_neither_the_others_nor_memory() -> None:
 
 OPERATIONS = {
     "publish": 8, "flow": 12, "tick": 5, "loss": 2, "restart_relay": 1, "restart_worker": 1, "move": 2, "cut": 2,
-    "restart_trainer": 0.3, "connect": 4, "kill_relay": 0.5,
+    "restart_trainer": 0.3, "connect": 4, "kill_relay": 0.5, "train": 0.5,
 }  # fmt: skip
 
 
@@ -242,6 +280,10 @@ def step(tree: Tree, name: str, source: random.Random) -> None:
     below = [*tree.workers, *(node for level in tree.relays for node in level)]
     if name == "publish":
         tree.publish()
+    elif name == "train":
+        for _ in range(150):  # so many that nobody catches up with them by one PING per second
+            tree.publish()
+            tree.flow()
     elif name == "flow":
         tree.flow(source.choice([1, 3, 10, 100]))
     elif name == "tick":

@@ -234,7 +234,7 @@ class Receiving:
         subscriber, session, holdings = self._subscriber, self._subscriber.session, self._subscriber.holdings
         deadline = self._link.loop.time() + timeout
         least: dict[str, int] = {}
-        first = session.request()
+        first, epoch = session.request(), session.epoch
 
         def failed() -> str | None:
             behind = (m for m, version in least.items() if holdings.version(m) < version)
@@ -243,6 +243,8 @@ class Receiving:
         def done() -> bool:
             if session.ended is not None or any(m in session.refused for m in models):
                 return True
+            if session.epoch != epoch:
+                return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first):
                 least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
@@ -254,7 +256,11 @@ class Receiving:
                 self._link.settle()
                 remaining = deadline - self._link.loop.time()
                 if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
-                    break
+                    if session.ended is not None or session.epoch == epoch:
+                        break
+                    least.clear()
+                    first, epoch = session.request(), session.epoch
+                    continue
                 if remaining <= 0:
                     asked = f"; it should have {least} by then" if least else ": the sender has not answered"
                     have = {m: holdings.version(m) for m in models}

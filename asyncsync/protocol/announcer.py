@@ -16,6 +16,12 @@ from asyncsync.wire.messages import Update
 
 __all__ = ["Announcer"]
 
+# What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
+GAP = 1 << 16
+# A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.
+LARGEST_LEAP = 1 << 32
+LAST_LEAP = 1 << 63
+
 
 class Announcer:
     """Announces updates to workers.
@@ -112,6 +118,16 @@ class Announcer:
         ):
             version = max(newer)
         return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+
+    def pass_by(self, peer: Peer, serial: int) -> None:
+        """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
+        that, it comes from another one, which counts by itself: a relay that was killed, or whose workers have moved
+        here."""
+        if serial <= peer.serial or not (self.serial or self._membership.follows):
+            return
+        peer.serial, self.last = 0, None
+        if self.serial < serial and self.serial < LAST_LEAP:
+            self.serial = min(serial + GAP, self.serial + LARGEST_LEAP)
 
     # -- AGAIN ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ class Peer:
         local: whether it is a process beside this one (:meth:`Identity.is_beside`).
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
-        serial, before: of the latest announcement that it was sent, and of the one before that.
+        serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
+            from another sender.
         shown: by layout, the number of the first WELCOME to which a refusal counts.
         relay: the one that it is behind; None: it is connected to this sender.
     """

@@ -69,6 +69,7 @@ class Publisher:
         self.closed = False
 
     def _welcome(self, peer: Peer) -> None:
+        self.announcer.pass_by(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
         self.agreement.welcome(peer, again=True)
 
     def welcome_all(self) -> None:
@@ -206,9 +207,8 @@ class Publisher:
     def _on_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
         if hello.epoch is not None and hello.epoch > self.epoch and not self.membership.follows:
             if self.announcer.serial:
-                epochs = f"(epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
-                why = f"worker {hello.worker} belongs to a newer trainer {epochs}; this trainer must stop"
-                self.fenced = Fenced(why)
+                why = f"a newer trainer (epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
+                self.fenced = Fenced(f"worker {hello.worker} belongs to {why}; this trainer must stop")
                 self.outbox.clear()
                 for peer in self.peers.values():
                     peer.end_transfer()
@@ -295,6 +295,7 @@ class Publisher:
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
+        self.announcer.pass_by(peer, pong.last)
         if pong.seq > peer.welcome_after_ping:
             peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
         self.membership.answered(peer, pong.seq)
@@ -378,8 +379,7 @@ class Publisher:
             self._pump(peer)
 
     def _pump(self, peer: Peer, *, granted: Collection[str] = ()) -> None:
-        """Start the next UPDATE for a worker that has none outstanding and is behind its target. ``granted``: the
-        models that it has fetched; what is read in place is leased at once."""
+        """Start the next UPDATE for a worker that has none outstanding and is behind its target; see the announcer."""
         if peer.transfer is None and not peer.lost and self.fenced is None:
             self.announcer.update(peer, granted)
 

@@ -109,8 +109,8 @@ class Session:
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
-    def hello(self, versions: Mapping[str, int], now: float) -> None:
-        """Send HELLO, with the versions that the models hold."""
+    def hello(self, versions: Mapping[str, int], serial: int, now: float) -> None:
+        """Send HELLO, with the versions that the models hold, and the serial of the last UPDATE that has come."""
         self.attempt += 1
         self.welcomed = False
         self._next_hello = now + self._hello_delay
@@ -120,8 +120,8 @@ class Session:
             have[""] = next(iter(have.values()))
         me = self.identity
         whence = me.pid, me.boot, me.namespace
-        codecs = codecs_here()
-        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, have, self._role, codecs))
+        what = have, self._role, codecs_here(), serial
+        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, *what))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello

@@ -393,4 +393,4 @@ class Subscriber:
     def _hello(self, now: float) -> None:
         # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
         self.incoming.drop()
-        self.session.hello(self.holdings.versions, now)
+        self.session.hello(self.holdings.versions, self.reports.serial, now)

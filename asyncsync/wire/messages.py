@@ -103,7 +103,8 @@ class Instruction:
 class Hello(Instruction, kind=1):
     """``role``: a worker has one of the places that there are, and is waited for. A guest gets what is meant for
     everybody, and nobody waits for it; a relay is a guest that passes it on. These two draw their index. ``codecs``:
-    what can be decoded, a bit for each; see :mod:`asyncsync.weights.encoding`."""
+    what can be decoded, a bit for each; see :mod:`asyncsync.weights.encoding`. ``serial``: of the last UPDATE that has
+    come in this epoch, from whichever sender."""
 
     worker: Index
     nonce: Digest
@@ -115,6 +116,7 @@ class Hello(Instruction, kind=1):
     have: Versions
     role: Role = "worker"
     codecs: Annotated[int, integer(0, 0xFFFF)] = 0
+    serial: U64 = 0
 
 
 @dataclass(frozen=True, slots=True)

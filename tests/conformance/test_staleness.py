@@ -8,7 +8,7 @@ import pytest
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError
 from helpers.apis import Api
-from helpers.pairs import Clock, Model, fill, held, read, receiver_of
+from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
 
 @pytest.mark.schemes("some")
@@ -90,6 +90,34 @@ async def test_r200_a_receiver_waits_until_it_is_not_too_far_behind(api: Api) ->
         assert await waiting >= version - 1
         assert await one.wait_lag(0, timeout=5) == version
         assert read(everybody.models[0]) == {3}
+
+
+@pytest.mark.schemes("some")
+@pytest.mark.parametrize("pending", [True, False], ids=["pending", "not answered"])
+async def test_r200_a_lag_is_behind_the_trainer_that_is_there_not_the_one_before(api: Api, pending: bool) -> None:
+    first = api.scheme(num_workers=1)
+    first.init_on_sender(model_id="policy", model=(source := Model(0)))
+    second = passed_on(first)
+    async with receiver_of(first, 0, model := Model(), reconnect=True) as one, second:
+        async with first:
+            await asyncio.gather(first.connect(timeout=5), one.connect(timeout=5))
+            for value in range(1, 6):
+                await first.send_async(fill(source, value))
+            before = await one.wait_lag(0)
+            with held(one):
+                await first.publish(fill(source, 6))
+                waiting = asyncio.create_task(one.wait_lag(0, timeout=20))
+                if pending:  # it has been told what it should have
+                    with pytest.raises(AckTimeout, match="should have"):
+                        await one.wait_lag(0, timeout=0.3)
+                await first.shutdown()
+                second.init_on_sender(model_id="policy", model=fill(source, 7))
+                connecting = asyncio.create_task(second.connect(timeout=20))
+                await until(lambda: bool(second.status()) and second.status()[0].state == "live", 10)
+        await connecting
+        with Clock(1.0):
+            assert await waiting == second.version < before
+        assert read(model) == {7}
 
 
 async def test_r200_what_is_not_for_a_worker_does_not_make_it_late(api: Api) -> None:

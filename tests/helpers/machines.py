@@ -88,18 +88,16 @@ class Desk:
         have: dict[str, int] | None = None,
         local: bool | None = True,
         role: str = "worker",
+        serial: int = 0,
     ) -> None:
         route = b"%d" % worker if route is None else route
         name = nonce(worker if incarnation is None else incarnation)
         self.attempts[name] = self.attempts.get(name, 0) + 1 if attempt is None else attempt
         models = dict.fromkeys(self.publisher.targets.models, 0) if have is None else have
         boot = "" if local is None else "here" if local else "elsewhere"
-        self.receive(
-            route,
-            messages.Hello(
-                worker, name, self.attempts[name], 100 + worker % 1000, boot, 1, epoch or None, models, role
-            ),
-        )
+        whence = 100 + worker % 1000, boot, 1
+        hello = messages.Hello(worker, name, self.attempts[name], *whence, epoch, models, role, serial=serial)
+        self.receive(route, hello)
 
     def cut(self, route: bytes) -> None:
         """This connection is gone, and the shell has noticed when it wanted to send."""
@@ -168,9 +166,10 @@ class Desk:
         staged: dict[str, int] | None = None,
         serial: int = 0,
         seq: int | None = None,
+        last: int = 0,
     ) -> None:
         seq = self.publisher.peers[worker].ping_seq if seq is None else seq
-        self.receive(worker, messages.Pong(self.publisher.epoch, seq, versions or {}, staged or {}, serial))
+        self.receive(worker, messages.Pong(self.publisher.epoch, seq, versions or {}, staged or {}, serial, last))
 
     def pass_time(self, seconds: float) -> None:
         """In steps that a shell's timers would make."""
