@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -103,6 +103,10 @@ class WholeTrajectories:
             broken = self._state.broken.union(numbers)
             begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
             self._state = self._state._replace(begun=begun, broken=broken)
+
+    def break_off_those(self, are: Callable[[int], bool]) -> None:
+        """Leave out the trajectories that have begun and whose identifiers are such."""
+        self.break_off([number for number in self._state.begun if are(number)])
 
     def lose_rollout(self, ids: torch.Tensor | None = None) -> None:
         """A rollout was lost: leave out all that has not ended, and the trajectories with these identifiers."""

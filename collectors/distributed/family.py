@@ -8,6 +8,8 @@ in all families, and is in :mod:`asyncsync.collectors.distributed.node_group`.
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +20,8 @@ from asyncsync.collectors.arguments import whole
 from asyncsync.collectors.distributed.node import Answer, Command
 
 __all__ = ["SIGNALS", "NodeFamily"]
+
+logger = logging.getLogger("asyncsync")
 
 SIGNALS = ("wishes", "stand_still", "stop", "watch")
 """Commands that are signals, which a family hands to :meth:`Node.signal` in a thread that no other command holds up."""
@@ -61,6 +65,18 @@ class NodeFamily(ABC):
     def stop(self, rank: int, timeout: float) -> None:
         """End a node's program, whatever it does, within the timeout (seconds). The node itself has ended before, if
         it could. Idempotent."""
+
+    def end(self, count: int, deadline: float) -> None:
+        """End the programs of so many nodes by ``deadline`` of ``time.monotonic()``, and release everything. It
+        waits."""
+        try:
+            for rank in range(count):
+                try:
+                    self.stop(rank, max(0.5, deadline - time.monotonic()))
+                except Exception:
+                    logger.exception("%s could not be ended", self.name(rank))
+        finally:
+            self.close()
 
     @abstractmethod
     def name(self, rank: int) -> str:

@@ -84,10 +84,11 @@ class Line:
 
 
 class _Connection:
-    """The trainer's end of one node: commands wait in a queue, answers settle their futures."""
+    """The trainer's end of one node, of the launch with this future: commands wait in a queue, answers settle their
+    futures."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, line: Line, joined: Future[str]) -> None:
+        self.line, self.joined = line, joined
         self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
         self._futures: dict[int, Future[Answer]] = {}
@@ -141,55 +142,66 @@ class GlooFamily(LaunchedFamily):
 
     def __init__(self, launcher: str, slurm_kwargs: Any, port: int | None, *, restarts: int) -> None:
         super().__init__(launcher, slurm_kwargs, port, restarts=restarts)
+        self._lock = threading.Lock()
         self._connections: dict[int, _Connection] = {}
-        self._ended: dict[int, str] = {}
+        self._ended: dict[Future[str], str] = {}  # how each launch's program has
         self._is_over = False
 
     def program(self) -> tuple[Program, tuple[Any, ...]]:
-        return run_node, ()
+        return run_node, (self._launched,)
 
     def launch(self, rank: int) -> Future[str]:
-        self._ended.pop(rank, None)
         joined = super().launch(rank)
-        threading.Thread(target=self._serve, args=(rank,), name=f"asyncsync-node-{rank}", daemon=True).start()
+        self._disconnect(rank)
+        serving = threading.Thread(
+            target=self._serve, args=(rank, self._launched, joined), name=f"asyncsync-node-{rank}", daemon=True
+        )
+        serving.start()
         return joined
 
-    def _serve(self, rank: int) -> None:
-        """In a thread for each node: meet it, and take its answers."""
+    def _serve(self, rank: int, launched: int, joined: Future[str]) -> None:
+        """In a thread for each launch: meet the node, and take its answers."""
         try:
-            there = self._wait_for(rank)
+            there = self._wait_for(f"here/{launched}", joined)
             if there is None:
                 return
             meeting = self.meeting
-            pair = Pair(meeting.store(), f"node-{there}", _TRAINER, meeting.host)
+            pair = Pair(meeting.store(), f"node-{there}-{launched}", _TRAINER, meeting.host)
         except RuntimeError as error:  # NotConnected is one
             with contextlib.suppress(InvalidStateError):
-                self._joined[rank].set_exception(PeerLost(f"it cannot be reached: {error}"))
+                joined.set_exception(PeerLost(f"it cannot be reached: {error}"))
             return
-        self._connections[rank] = connection = _Connection(Line(pair, meeting.key))
+        connection = _Connection(Line(pair, meeting.key), joined)
+        with self._lock:
+            if is_last := self._joined[rank] is joined:
+                self._connections[rank] = connection
+        if not is_last:
+            connection.line.close()
+            return
         sender = threading.Thread(target=connection.send_all, name=f"asyncsync-node-{rank}-send", daemon=True)
         sender.start()
-        self.has_joined(rank, there)
+        self.has_joined(rank, joined, there)
         connection.receive_all()
         until = time.monotonic() + REASON_SECONDS
-        while rank not in self._ended and not self._is_over and time.monotonic() < until:
+        while joined not in self._ended and not self._is_over and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)  # the launcher may know more
-        connection.lose(self._ended.get(rank, "its connection is lost"))
+        connection.lose(self._ended.get(joined, "its connection is lost"))
 
-    def _wait_for(self, rank: int) -> str | None:
+    def _wait_for(self, key: str, joined: Future[str]) -> str | None:
         """Where the node runs; None: it does not any more, or nobody waits for it."""
-        store, key = self.meeting.store(), f"here/{rank}"
+        store = self.meeting.store()
         while not store.check([key]):
-            if self._is_over or rank in self._ended:
+            if self._is_over or joined in self._ended:
                 return None
             time.sleep(LOOK_SECONDS)
         there: str = store.get(key).decode()
         store.delete_key(key)
         return there
 
-    def has_ended(self, rank: int, how: str) -> None:
-        self._ended[rank] = how
-        if (connection := self._connections.get(rank)) is not None:
+    def has_ended(self, rank: int, joined: Future[str], how: str) -> None:
+        self._ended[joined] = how
+        connection = self._connections.get(rank)
+        if connection is not None and connection.joined is joined:
             connection.lose(how)
 
     def submit(self, rank: int, command: Command) -> Future[Answer]:
@@ -197,7 +209,12 @@ class GlooFamily(LaunchedFamily):
 
     def stop(self, rank: int, timeout: float) -> None:
         super().stop(rank, timeout)
-        if (connection := self._connections.pop(rank, None)) is not None:
+        self._disconnect(rank)
+
+    def _disconnect(self, rank: int) -> None:
+        with self._lock:
+            connection = self._connections.pop(rank, None)
+        if connection is not None:
             connection.line.close()
 
     def close(self) -> None:
@@ -208,12 +225,12 @@ class GlooFamily(LaunchedFamily):
 # -- in a node's program -----------------------------------------------------------------------------------------------
 
 
-def run_node(meeting: Meeting, rank: int) -> None:
-    """A node's program."""
+def run_node(meeting: Meeting, rank: int, launched: int) -> None:
+    """A node's program, of the launch with this number."""
     store = meeting.store()
     there = where()
-    store.set(f"here/{rank}", there)
-    line = Line(Pair(store, f"node-{there}", _NODE, address_towards(meeting.host)), meeting.key)
+    store.set(f"here/{launched}", there)
+    line = Line(Pair(store, f"node-{there}-{launched}", _NODE, address_towards(meeting.host)), meeting.key)
     node = Node(rank)
     answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
     for target in (lambda: _receive_commands(line, node, answers), lambda: _send_answers(line, answers)):

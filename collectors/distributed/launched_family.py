@@ -62,14 +62,16 @@ class LaunchedFamily(NodeFamily):
         self._launching = launcher, slurm_kwargs
         self._port = port
         self._launcher: Launcher | None = None
-        self._joined: dict[int, Future[str]] = {}
+        self._launched = 0  # programs so far
+        self._joined: dict[int, Future[str]] = {}  # of each node's last one
         self._where: dict[int, str] = {}
         self._own_store: OwnStore | None = None
         self.store: Any = None
 
     @abstractmethod
     def program(self) -> tuple[Program, tuple[Any, ...]]:
-        """What runs in a node, a function of a module: ``program(meeting, rank, *arguments)``."""
+        """What runs in the node that is launched next, a function of a module: ``program(meeting, rank,
+        *arguments)``."""
 
     def open(self, count: int) -> None:
         self._launcher = make_launcher(*self._launching)
@@ -81,31 +83,32 @@ class LaunchedFamily(NodeFamily):
     def launch(self, rank: int) -> Future[str]:
         assert self._launcher is not None
         self._launcher.stop(rank, 0.0)  # what is left of one that was lost
-        future: Future[str] = Future()
-        self._joined[rank] = future
+        self._launched += 1
+        self._joined[rank] = future = Future[str]()
 
         def ended(how: str) -> None:
             with contextlib.suppress(InvalidStateError):  # it has joined before
                 future.set_exception(PeerLost(how))
-            self.has_ended(rank, how)
+            self.has_ended(rank, future, how)
 
         program, arguments = self.program()
         self._launcher.start(rank, program, (self.meeting, rank, *arguments), ended)
         return future
 
-    def has_joined(self, rank: int, where: str) -> None:
-        """A node takes commands. From any thread."""
+    def has_joined(self, rank: int, joined: Future[str], where: str) -> None:
+        """A node takes commands, the one that :meth:`launch` has returned this future for. From any thread."""
         self._where[rank] = where
         with contextlib.suppress(InvalidStateError):
-            self._joined[rank].set_result(where)
+            joined.set_result(where)
 
     def payload(self, rank: int, result: Any) -> TensorDictBase:
         batch: TensorDictBase = loads(result)
         return batch
 
     @abstractmethod
-    def has_ended(self, rank: int, how: str) -> None:
-        """A node's program has ended. From any thread; the family knows by its own means, perhaps sooner."""
+    def has_ended(self, rank: int, joined: Future[str], how: str) -> None:
+        """A node's program has ended, the one that :meth:`launch` has returned this future for: perhaps there is
+        another one by now. From any thread; the family knows by its own means, perhaps sooner."""
 
     def stop(self, rank: int, timeout: float) -> None:
         if self._launcher is not None and self.store is not None:

@@ -1,14 +1,15 @@
 """Node: what runs a worker of a collector that is elsewhere, whatever brings the commands and takes the answers away.
 
     node = Node(rank=0)
-    node.carry_out(("build", 2, specification, None, schemes)).result()
+    node.carry_out(("build", 2, specification, None, schemes, 0)).result()
     node.carry_out(("rollout", 1, False, Wishes(0))).result()      # an Answer, with the batch as its payload
     node.signal(("stop", Wishes(1, stopped=True), 3.5))
 
 Commands are carried out one after another, in a thread of the node's own, which makes the environment, steps it and
 closes it. They come from any thread, as does a signal, which takes effect between two steps:
 
-- ``("build", count, specification, replay_buffer, schemes)``: make the collector; answered with what it is.
+- ``("build", count, specification, replay_buffer, schemes, first)``: make the collector, whose trajectories have no
+  identifiers below ``first``; answered with what it is.
 - ``("connect",)``: wait for the first weights.
 - ``("rollout", serial, random, wishes)``: the wishes of that time, as those on their way may come later.
 - ``("call", name, arguments)``, with pickled arguments, between two rollouts.
@@ -85,10 +86,8 @@ class Answer(NamedTuple):
 
 
 class PoolOfNode(_TrajectoryPool):
-    """Stands for the pool that each node makes, whose identifiers no other node has. It has none itself."""
-
-    def _advance(self, n: int, least: int = 0) -> int:
-        return least
+    """Stands for the pool that each node makes, whose identifiers no other node has. It hands none out itself, and
+    knows the highest that was loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PoolOfNode, ()
@@ -214,11 +213,14 @@ class Node:
         else:
             future.set_result(answer)
 
-    def _build(self, count: int, specification: bytes, replay_buffer: Any, schemes: Mapping[str, Any]) -> Answer:
+    def _build(
+        self, count: int, specification: bytes, replay_buffer: Any, schemes: Mapping[str, Any], first: int
+    ) -> Answer:
         seed_apart()
         given = loads(specification)
         if isinstance(given.arguments.get("traj_pool"), PoolOfNode):
-            given.arguments["traj_pool"] = StridedPool(SharedPool(self._page), self.rank, count)
+            given.arguments["traj_pool"] = pool = StridedPool(SharedPool(self._page), self.rank, count)
+            pool._advance(0, first)
         self._worker = RolloutWorker(self.rank, self._page, BatchWriter(), self._stand_still, lambda: None)
         return Answer(None, self._worker.build(given, replay_buffer, schemes))
 

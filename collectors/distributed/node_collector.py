@@ -63,6 +63,7 @@ class NodeCollector(MultiCollector):
         collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         num_workers_per_collector: int,
         update_after_each_batch: bool,
+        connect_timeout: float,
         **arguments: Any,
     ) -> None:
         if not isinstance(sync, bool):
@@ -92,6 +93,7 @@ class NodeCollector(MultiCollector):
                     f"{type(self).__name__}: leave it out, or pass a DistributedWeightSyncScheme"
                 )
         self.sync = sync
+        self._connect_timeout = connect_timeout
         self._nodes = nodes
         self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
         for given in self._kwargs:
@@ -106,6 +108,7 @@ class NodeCollector(MultiCollector):
             total_frames=total,
             collector_class=kind,
             update_at_each_batch=update_after_each_batch,
+            connect_timeout=connect_timeout,
             **arguments,
         )
 
@@ -117,7 +120,7 @@ class NodeCollector(MultiCollector):
     # -- nodes as workers ---------------------------------------------------------------------------------------------
 
     def _make_group(self, start_method: str) -> NodeGroup:
-        return NodeGroup(self._nodes, type(self).__name__)
+        return NodeGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
 
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])

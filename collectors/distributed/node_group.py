@@ -9,7 +9,7 @@
 Each command's future is looked at on the loop thread. What a node answers with is a failure of the user's code, which
 is raised with its type, or a value. A future that fails means that the node is lost: that is PeerLost, unless the
 family may launch it again. Then its collector is made anew, gets the weights that it should have from the trainer's
-bus, and does the rollout that the lost one was to do.
+bus, and does the rollout that the lost one was to do; nothing is sent to that node before it can take it.
 
 What is wanted between two steps (a pause, a cut rollout, the end, the newest version) is one record per node,
 :class:`~asyncsync.collectors.distributed.node.Wishes`, of which one is on its way at a time: however often it changes
@@ -30,13 +30,14 @@ from typing import Any
 from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.fetched_batches import FetchedBatches
 from asyncsync.collectors.distributed.node import Answer, Command, PoolOfNode, Wishes
+from asyncsync.collectors.distributed.node_calls import NodeCalls
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.collectors.workers.failures import Failure
+from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
 from asyncsync.collectors.workers.loop_group import LoopGroup
 from asyncsync.collectors.workers.rollout_worker import FREE
 from asyncsync.collectors.workers.shared_batches import SharedPlaces
-from asyncsync.errors import PeerLost
+from asyncsync.errors import AckTimeout, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.remote_calls import RemoteCallCore
@@ -45,24 +46,33 @@ __all__ = ["NodeGroup"]
 
 logger = logging.getLogger("asyncsync")
 
+APART = 1 << 40
+"""So many trajectory identifiers a node has for itself before those of the one that is launched in its place."""
+
 BY_ITSELF = 0.7
 """Part of a shutdown's time in which nodes end by themselves; then their programs are ended."""
 
 
 class NodeGroup(LoopGroup):
-    """The nodes of a family. ``owner`` names their collector in errors."""
+    """The nodes of a family. ``owner`` names their collector in errors; a node that is launched again has
+    ``connect_timeout`` seconds to connect; ``trajectories`` are put together of all nodes' rollouts."""
 
-    def __init__(self, nodes: NodeFamily, owner: str) -> None:
+    def __init__(
+        self, nodes: NodeFamily, owner: str, connect_timeout: float, trajectories: WholeTrajectories | None = None
+    ) -> None:
         super().__init__(owner)
         self.nodes = nodes
-        self.frames = 0
-        self._counted = 0
+        self._connect_timeout, self._trajectories = connect_timeout, trajectories
+        self.frames = self._counted = 0
         self._builds: list[Command] = []
         self._incarnations: list[int] = []  # how often each node was launched again
+        self._late: dict[int, asyncio.TimerHandle] = {}  # of each node that is being launched again
         self._lost: set[int] = set()
+        self._built_now: set[int] = set()  # nodes that take wishes
+        self._pool = PoolOfNode()
         self._follows = True  # this process's versions
         self._calling: list[RemoteCallCore] = []  # schemes that call an object in each node
-        self._asked: dict[int, int] = {}  # of each call without a reply, the node
+        self._node_calls = NodeCalls(self._submit, self._reply)
         self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
         self._free: set[int] = set()  # nodes that run free
         self._free_total, self._free_random = 0.0, 0
@@ -91,10 +101,13 @@ class NodeGroup(LoopGroup):
         self._when(rank, self.nodes.launch(rank), lambda _: self._build(rank))
 
     def _build(self, rank: int) -> None:
-        self._submit(rank, self._builds[rank], partial(self._built, rank))
+        incarnation = self._incarnations[rank]
+        first = self._pool._advance(0) + APART * incarnation if incarnation else 0
+        self._submit(rank, (*self._builds[rank], first), partial(self._built, rank))
 
     def _built(self, rank: int, answer: Answer) -> None:
         self.infos[rank] = WorkerInfo(*answer.value)
+        self._built_now.add(rank)
         # Answered when the node has ended, and lost when it is: so it is missed at once, whatever it does.
         self._submit(rank, ("watch",), lambda _: None)
         self._told.pop(rank, None)
@@ -108,15 +121,22 @@ class NodeGroup(LoopGroup):
 
     def _has_connected(self, rank: int, _: Answer) -> None:
         self.states[rank] = "running" if rank in self._free else "connected"
+        self._not_late(rank)
         self._told.pop(rank, None)  # what has paused before was not connected
         self._tell(rank)
+        self._node_calls.release(rank)
         if (request := self._requested.get(rank)) is not None:  # of the one that was lost
             self._roll_out(rank, request)
+        elif rank in self._free:
+            self._go_on(rank)
         self._notify()
 
     @property
     def connected(self) -> bool:
         return len(self.states) == len(self._builds) and "starting" not in self.states.values()
+
+    def incarnation(self, worker: int) -> int | None:
+        return None if self.states.get(worker) == "starting" else self._incarnations[worker]
 
     @property
     def alive(self) -> int:
@@ -163,23 +183,38 @@ class NodeGroup(LoopGroup):
             return
         lost = PeerLost(f"{self.nodes.name(rank)} is lost: {str(error).partition(chr(10))[0]}")
         lost.__cause__ = error
-        for number in [number for number, asked in self._asked.items() if asked == rank]:
-            self._reply(number, Answer(Failure.of(lost)))
+        self._node_calls.lose(rank, lost)
         self._telling.pop(rank, None)
+        self._built_now.discard(rank)
         if not self.ending and self.failure is None and incarnation < self.nodes.restarts:
             logger.warning("%s; it is launched again", lost)
             self._incarnations[rank] += 1
-            self.states[rank] = "starting"
-            try:
-                self._launch(rank)
-            except Exception as again:
-                self._lose(rank, self._incarnations[rank], again)
+            self._launch_again(rank)
             return
         self._lost.add(rank)
         if not self.ending:
             lost.add_note("Collection is over.")
             self._fail(lost)
         self._notify()
+
+    def _launch_again(self, rank: int) -> None:
+        assert self._loop is not None
+        incarnation = self._incarnations[rank]
+        self.states[rank] = "starting"
+        self._node_calls.hold(rank)
+        if self._trajectories is not None:
+            self._trajectories.break_off_those(lambda number: number % len(self._builds) == rank)
+        self._not_late(rank)
+        late = AckTimeout(f"it was launched again, and has not connected within {self._connect_timeout:g} s")
+        self._late[rank] = self._loop.call_later(self._connect_timeout, self._lose, rank, incarnation, late)
+        try:
+            self._launch(rank)
+        except Exception as error:
+            self._lose(rank, incarnation, error)
+
+    def _not_late(self, rank: int) -> None:
+        if (late := self._late.pop(rank, None)) is not None:
+            late.cancel()
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -213,8 +248,9 @@ class NodeGroup(LoopGroup):
 
     def run_free(self, total: float, random: int) -> None:
         self._free_total, self._free_random = total, random
-        for rank in self.states:
-            self.states[rank] = "running"
+        for rank, state in self.states.items():
+            if state != "starting":
+                self.states[rank] = "running"
         self.call_soon(self._set_free)
 
     def _set_free(self) -> None:
@@ -227,7 +263,7 @@ class NodeGroup(LoopGroup):
         """One more rollout of a node that runs free, if there are not enough frames yet."""
         if self.frames < self._free_total:
             self.request(rank, RolloutRequest(FREE, self.frames < self._free_random, None))
-        else:
+        elif self.states[rank] != "starting":
             self._free.discard(rank)
             self.states[rank] = "finished"
 
@@ -271,7 +307,7 @@ class NodeGroup(LoopGroup):
 
     def _tell_all(self) -> None:
         self._number += 1
-        for rank in self.infos:
+        for rank in self._built_now:
             if not self._paused and self.states.get(rank) == "paused":
                 self.states[rank] = "running"
             self._tell(rank)
@@ -306,12 +342,10 @@ class NodeGroup(LoopGroup):
         self.check()
         number = next(self._calls)
         self.replies[number] = None
-        self._asked[number] = worker
-        self._submit(worker, ("call", name, arguments), partial(self._reply, number), fatal=False)
+        self.call_soon(self._node_calls.ask, worker, number, ("call", name, arguments))
         return number
 
     def _reply(self, number: int, answer: Answer) -> None:
-        self._asked.pop(number, None)
         if number in self.replies:
             self.replies[number] = (answer.failure, answer.value)
         self._notify()
@@ -319,14 +353,13 @@ class NodeGroup(LoopGroup):
     def follow(self, root: Any, index: int) -> None:
         # The root's page is on another host: what nodes receive tells them which version of the root's it stands for.
         self._follows = False
-        for rank in self.infos:
-            self._let_follow(rank)
+        self.call_soon(lambda: [self._let_follow(rank) for rank in self._built_now])
 
     def _let_follow(self, rank: int) -> None:
         self._submit(rank, ("follow", None, 0), lambda _: None)
 
     def trajectory_pool(self) -> _TrajectoryPool:
-        return PoolOfNode()
+        return self._pool
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -340,8 +373,10 @@ class NodeGroup(LoopGroup):
             else:
                 await self._end(timeout, close_env)
         finally:
+            for rank in [*self._late]:
+                self._not_late(rank)
             if not self.is_over:
-                await elsewhere("asyncsync-nodes-end", partial(self._stop_all, deadline))
+                await elsewhere("asyncsync-nodes-end", partial(self.nodes.end, len(self._builds), deadline))
                 self._is_closed()
 
     async def _end(self, timeout: float, close_env: bool) -> None:
@@ -350,7 +385,7 @@ class NodeGroup(LoopGroup):
         self._number += 1
         seconds = BY_ITSELF * timeout
         ends = []
-        for rank in set(self.infos) - self._lost:
+        for rank in self._built_now:
             try:
                 ends.append(asyncio.wrap_future(self.nodes.submit(rank, ("stop", self._wishes(rank), seconds))))
             except Exception as error:
@@ -360,17 +395,6 @@ class NodeGroup(LoopGroup):
         for end in ends:
             if end.done() and not end.cancelled():
                 end.exception()  # retrieved: a node that is lost needs no end
-
-    def _stop_all(self, deadline: float) -> None:
-        """In a thread: end the nodes' programs."""
-        try:
-            for rank in range(len(self._builds)):
-                try:
-                    self.nodes.stop(rank, max(0.5, deadline - time.monotonic()))
-                except Exception:
-                    logger.exception("%s could not be ended", self.nodes.name(rank))
-        finally:
-            self.nodes.close()
 
     def close(self) -> None:
         """Nothing is shared with the nodes."""

@@ -37,6 +37,56 @@ def library() -> Any:
         raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
 
 
+class _Connection:
+    """This process's connection to Ray, which ends with the last of those that :meth:`hold` it, if the first of them
+    has begun it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: set[object] = set()
+        self._over: threading.Event | None = None  # None: somebody else has begun it
+
+    def hold(self, holder: object, ray: Any, config: Mapping[str, Any]) -> None:
+        with self._lock:
+            if not ray.is_initialized():
+                over = threading.Event()
+                init = partial(ray.init, **config)
+                if threading.current_thread() is threading.main_thread():
+                    init()
+                else:
+                    _init_in_a_thread_that_stays(init, over)
+                self._over = over
+            self._holders.add(holder)
+
+    def release(self, holder: object, ray: Any) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._holders.discard(holder)
+            if self._over is not None and not self._holders:
+                over, self._over = self._over, None
+                ray.shutdown()
+                over.set()
+
+
+_connection = _Connection()
+
+
+def _init_in_a_thread_that_stays(init: Callable[[], Any], over: threading.Event) -> None:
+    """Linux kills the processes that Ray starts when the thread that has started them ends."""
+    begun: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            begun.set_result(init())
+        except BaseException as error:
+            begun.set_exception(error)
+        else:
+            over.wait()
+
+    threading.Thread(target=run, name="asyncsync-ray", daemon=True).start()
+    begun.result()
+
+
 class NodeActor:
     """What runs in the actor: a node, and what TorchRL's and this library's schemes call on the actors of a
     collector."""
@@ -86,36 +136,14 @@ class RayFamily(NodeFamily):
         self._configs = [dict(config) for config in configs]
         self._init_config = init_config
         self._ray: Any = None
-        self._is_ours = False  # the connection to Ray
-        self._over = threading.Event()
         self._where: dict[int, str] = {}
 
     def open(self, count: int) -> None:
         self._ray = library()
-        if not self._ray.is_initialized():
-            self._is_ours = True
-            init = partial(self._ray.init, **(self._init_config or {}))
-            if threading.current_thread() is threading.main_thread():
-                init()
-            else:
-                self._init_in_a_thread_that_stays(init)
-
-    def _init_in_a_thread_that_stays(self, init: Callable[[], Any]) -> None:
-        """Linux kills the processes that Ray starts when the thread that has started them ends."""
-        begun: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                begun.set_result(init())
-            except BaseException as error:
-                begun.set_exception(error)
-            else:
-                self._over.wait()
-
-        threading.Thread(target=run, name="asyncsync-ray", daemon=True).start()
-        begun.result()
+        _connection.hold(self, self._ray, self._init_config or {})
 
     def launch(self, rank: int) -> Future[Any]:
+        self.stop(rank, 0.0)  # what is left of one that was lost
         self._where.pop(rank, None)
         groups = {"commands": COMMANDS, "signals": SIGNAL_THREADS}
         config = {"max_restarts": 0} | self._configs[rank] | {"concurrency_groups": groups}
@@ -164,10 +192,8 @@ class RayFamily(NodeFamily):
         return f"node {rank} (a Ray actor{'' if where is None else f', {where}'})"
 
     def close(self) -> None:
-        if self._is_ours:
-            self._is_ours = False
-            self._ray.shutdown()
-            self._over.set()
+        if self._ray is not None:
+            _connection.release(self, self._ray)
 
 
 def _with_batch(found: Future[Answer], answer: Future[Answer], batch: Any) -> None:

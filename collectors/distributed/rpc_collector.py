@@ -106,7 +106,7 @@ class RPCCollector(LaunchedCollector):
         given = given_arguments(locals())
         count = len(create_env_fn) if is_list(create_env_fn) else 1
         options, devices = _options(given.pop("tensorpipe_options")), _visible(given.pop("visible_devices"), count)
-        family = partial(RPCFamily, options=options, devices=devices)
+        family = partial(RPCFamily, options=options, devices=devices, connect_timeout=given["connect_timeout"])
         super().__init__(family, **given)
 
     def _default_scheme(self) -> Any:

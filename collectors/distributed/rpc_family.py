@@ -27,7 +27,6 @@ from asyncsync.collectors.workers.channel import dumps, loads
 __all__ = ["RPCFamily"]
 
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
-JOIN_SECONDS = 60.0
 
 _trainers: weakref.WeakValueDictionary[str, RPCFamily] = weakref.WeakValueDictionary()
 _nodes: dict[str, Node] = {}
@@ -36,7 +35,8 @@ _nodes: dict[str, Node] = {}
 
 class RPCFamily(LaunchedFamily):
     """Nodes by RPC. ``options`` are arguments of ``TensorPipeRpcBackendOptions``; ``devices`` has one for each node, by
-    which CUDA tensors reach this process; others as of :class:`LaunchedFamily`."""
+    which CUDA tensors reach this process; nodes wait for each other ``connect_timeout`` seconds; others as of
+    :class:`LaunchedFamily`."""
 
     def __init__(
         self,
@@ -46,10 +46,12 @@ class RPCFamily(LaunchedFamily):
         *,
         options: Mapping[str, Any],
         devices: Sequence[torch.device] | None,
+        connect_timeout: float,
     ) -> None:
         super().__init__(launcher, slurm_kwargs, port)
         self._options = dict(options)
         self._devices = devices
+        self._connect_timeout = connect_timeout
         self._has_begun = False
 
     def open(self, count: int) -> None:
@@ -73,9 +75,9 @@ class RPCFamily(LaunchedFamily):
         return {rank: rpc.remote(_name(self.meeting, rank), node_of, (self.meeting.token,)) for rank in self._where}
 
     def program(self) -> tuple[Program, tuple[Any, ...]]:
-        return run_node, (self._options,)
+        return run_node, (self._options, self._connect_timeout)
 
-    def has_ended(self, rank: int, how: str) -> None:
+    def has_ended(self, rank: int, joined: Future[str], how: str) -> None:
         """The agent knows from the connection."""
 
     def submit(self, rank: int, command: Command) -> Future[Answer]:
@@ -130,16 +132,16 @@ def node_of(token: str) -> Node:
     return _nodes[token]
 
 
-def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any]) -> None:
-    """A node's program."""
+def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any], connect_timeout: float) -> None:
+    """A node's program; others may join so many seconds later."""
     store = meeting.store()
     node = _nodes[meeting.token] = Node(rank)
     agent_options = rpc.TensorPipeRpcBackendOptions(**options)
     if rank:  # an agent waits for all of lower ranks, and keeps others from joining meanwhile
-        store.wait([f"here/{rank - 1}"], timedelta(seconds=JOIN_SECONDS))
+        store.wait([f"here/{rank - 1}"], timedelta(seconds=connect_timeout))
     begin_rpc(store, _name(meeting, rank), rank + 1, agent_options)
     store.set(f"here/{rank}", "1")
-    rpc.rpc_sync(_name(meeting), _has_joined, args=(meeting.token, rank, where()), timeout=JOIN_SECONDS)
+    rpc.rpc_sync(_name(meeting), _has_joined, args=(meeting.token, rank, where()), timeout=connect_timeout)
     watch(node, store)
     rpc.shutdown(graceful=False)
 
@@ -147,7 +149,7 @@ def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any]) -> None:
 def _has_joined(token: str, rank: int, there: str) -> None:
     """In the trainer."""
     if (trainer := _trainers.get(token)) is not None:
-        trainer.has_joined(rank, there)
+        trainer.has_joined(rank, trainer._joined[rank], there)
 
 
 @async_execution  # type: ignore[untyped-decorator]

@@ -181,6 +181,7 @@ class Evaluations:
             self._conclude(request)
 
     async def _evaluated(self, request: Request) -> dict[str, Any]:
+        await self._group.until(lambda: self._group.connected)  # the worker may be launched again just now
         if request.weights:
             try:
                 await self._collector.update_policy_weights_async(weights_dict=request.weights)

@@ -26,7 +26,7 @@ from asyncsync.collectors.multi.calls import CALL_SECONDS
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
-from asyncsync.errors import ClosedError
+from asyncsync.errors import ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 
@@ -150,8 +150,13 @@ class Driver(ABC):
 
     async def _update(self, workers: list[int] | None) -> None:
         """Have these workers (None: all) act with the policy's current weights."""
+        group = self._group
+        before = [group.incarnation(worker) for worker in range(len(self._batches_since))]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
+        except PartialSendError as error:  # unless those that are missing come again, with the newest weights
+            if any(before[one] is not None and group.incarnation(one) == before[one] for one in error.failed):
+                raise
         except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
             raise RuntimeError(f"an updater raised {error!r}") from error
         self.updated(workers)
@@ -295,10 +300,8 @@ class Driver(ABC):
             if (whole := self._arguments.trajectories) is not None and made.batch is not None:
                 whole.lose_rollout(made.batch.get(("collector", "traj_ids"), None))
         elif made is not None:
-            if self._arguments.trajectories is not None:  # before those that its rollout has made beside it
-                self.left.appendleft(made)
-            else:
-                self.left.append(made)
+            add = self.left.append if self._arguments.trajectories is None else self.left.appendleft
+            add(made)  # before those that its rollout has made beside it
         if caller.has_turn:
             caller.has_turn = False
             self._turn.release()

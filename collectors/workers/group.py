@@ -102,6 +102,10 @@ class WorkerGroup(ABC):
     def alive(self) -> int:
         """How many workers run."""
 
+    def incarnation(self, worker: int) -> int | None:
+        """How often a worker was launched again; None: it is being launched. It then gets the newest weights."""
+        return 0
+
     @abstractmethod
     def check(self) -> None:
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""

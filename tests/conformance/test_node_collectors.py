@@ -148,6 +148,11 @@ def test_a_node_that_is_lost_in_an_update_comes_again_with_its_weights() -> None
     assert found["again"] == [6.0]
 
 
+def test_a_node_that_is_lost_while_weights_are_sent_after_each_batch_comes_again() -> None:
+    found = seen("by_gloo")["going on"]
+    assert found == dict.fromkeys(("sync=False", "sync=True"), {"hooked": True, "ids": {0}, "values": [2.0]})
+
+
 @needs_ray
 def test_r156_r223_rays_actors_can_be_called_and_ray_ends_with_the_collector_that_began_it() -> None:
     found = seen("with_actors")

@@ -148,6 +148,30 @@ def updating(makes: Makes) -> dict[str, Any]:
     return found | {"gone": _gone([*pids, *_pids(collector)])}
 
 
+def going_on(makes: Makes) -> dict[str, Any]:
+    """A node that is killed while weights are sent after each batch, until it has come again."""
+    found: dict[str, Any] = {}
+    for sync in (False, True):
+        source = policy(1.0)
+        given = {"frames_per_batch": 4, "sync": sync, "update_after_each_batch": True}
+        with makes([make(delay=0.005)] * 2, source, **given) as collector:
+            numbers = collector.next()["collector", "traj_ids"].flatten().tolist()
+            collector.post_collect_hook = _note_hook
+            os.kill(_pids(collector)[0], signal.SIGKILL)
+            source.module.fill(2.0)
+            while max(numbers) < 1 << 40:  # those of nodes that were launched once
+                batch = collector.next()
+                numbers = batch["collector", "traj_ids"].flatten().tolist()
+            own = [number for number in numbers if number >= 1 << 40]
+            hooked = bool(batch.get("hooked", torch.zeros(1)).all())
+            found[f"sync={sync}"] = {"hooked": hooked, "ids": {number % 2 for number in own}, "values": acted(batch)}
+    return found
+
+
+def _note_hook(batch: Any) -> None:
+    batch["hooked"] = torch.ones(batch.batch_size)
+
+
 def failing(makes: Makes) -> dict[str, Any]:
     """An environment that fails in a node, and a policy that is made there."""
     collector = makes(
@@ -279,6 +303,7 @@ def by_gloo() -> dict[str, Any]:
     found = _all_of(partial(DistributedCollector, launcher="mp"))
     found["updating again"] = updating(partial(DistributedCollector, launcher="mp", restarts=1))
     options = {"launcher": "mp", "restarts": 1}
+    found["going on"] = going_on(partial(DistributedCollector, launcher="mp", restarts=1))
     with Collector(
         [make()] * 2, policy(2.0), frames_per_batch=4, backend="distributed", sync=True, backend_options=options
     ) as collector:

@@ -1,0 +1,243 @@
+"""A group of nodes, of a family whose launches, losses and answers are the test's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from asyncsync.collectors.distributed.family import NodeFamily
+from asyncsync.collectors.distributed.node import Answer, Command
+from asyncsync.collectors.distributed.node_group import APART, NodeGroup
+from asyncsync.collectors.whole_trajectories import WholeTrajectories
+from asyncsync.collectors.workers.channel import Parcel, dumps, loads
+from asyncsync.collectors.workers.group import RolloutRequest
+from asyncsync.errors import AckTimeout, PeerLost
+
+ANSWERS: dict[str, Any] = {"build": (4, 0, set()), "stand_still": True}
+
+
+class Family(NodeFamily):
+    """Its nodes answer at once, from when a test lets them begin until it loses them."""
+
+    def __init__(self, restarts: int = 1) -> None:
+        super().__init__(restarts)
+        self.launched: defaultdict[int, list[Future[Any]]] = defaultdict(list)
+        self.sent: defaultdict[int, list[Command]] = defaultdict(list)  # to each node's last one
+        self.open_calls: defaultdict[int, list[Future[Answer]]] = defaultdict(list)
+        self.silent = {"watch"}
+        self.lost: set[int] = set()
+
+    def open(self, count: int) -> None:
+        pass
+
+    def launch(self, rank: int) -> Future[Any]:
+        self.launched[rank].append(Future())
+        return self.launched[rank][-1]
+
+    def begin(self, rank: int) -> None:
+        self.lost.discard(rank)
+        self.sent[rank].clear()
+        self.launched[rank][-1].set_result(None)
+
+    def lose(self, rank: int) -> None:
+        self.lost.add(rank)
+        for future in self.open_calls.pop(rank):
+            future.set_exception(PeerLost("the test has lost it"))
+
+    def submit(self, rank: int, command: Command) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        self.sent[rank].append(command)
+        if rank in self.lost:
+            future.set_exception(PeerLost("its connection is lost"))
+        elif command[0] in self.silent:
+            self.open_calls[rank].append(future)
+        elif command[0] == "rollout":
+            future.set_result(Answer(None, (command[1], 4, 4), Parcel.of(None)))
+        else:
+            value = Parcel.of(rank) if command[0] == "call" else ANSWERS.get(command[0])
+            future.set_result(Answer(None, value))
+        return future
+
+    def payload(self, rank: int, result: Any) -> Any:
+        return loads(result)
+
+    def stop(self, rank: int, timeout: float) -> None:
+        for future in self.open_calls.pop(rank, ()):
+            future.set_result(Answer(None, True))
+
+    def name(self, rank: int) -> str:
+        return f"node {rank}"
+
+    def close(self) -> None:
+        pass
+
+    def kinds(self, rank: int) -> list[str]:
+        return [command[1] if command[0] == "call" else command[0] for command in self.sent[rank]]
+
+
+class Groups:
+    """Makes groups of two nodes, which have connected."""
+
+    def __init__(self) -> None:
+        self.made: list[NodeGroup] = []
+
+    def __call__(self, family: Family, connect_timeout: float = 60.0, **given: Any) -> NodeGroup:
+        group = NodeGroup(family, "Test", connect_timeout, **given)
+        self.made.append(group)
+        group.start([b"", b""], {}, given.pop("replay_buffer", None))
+        for rank in range(2):
+            family.begin(rank)
+        group.wait(lambda: group.connected, 20)
+        return group
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    groups = Groups()
+    yield groups
+    for group in groups.made:
+        group.end(1.0)
+
+
+def lose(group: NodeGroup, family: Family, rank: int) -> None:
+    """Until it is being launched again."""
+    before = len(family.launched[rank])
+    family.lose(rank)
+    group.wait(lambda: len(family.launched[rank]) > before, 20)
+
+
+def let_pass(group: NodeGroup) -> None:
+    """What was to be done on the loop thread has been."""
+    done: list[int] = []
+    for _ in range(5):
+        group.call_soon(done.append, 1)
+        group.call_soon(group._notify)
+    group.wait(lambda: len(done) == 5, 20)
+
+
+def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups: Groups) -> None:
+    family = Family()
+    group = groups(family)
+    lose(group, family, 0)
+    sent = len(family.sent[0])
+    group.announce(3, None)
+    group.pause()
+    group.resume()
+    group.count_version()
+    group.cut(2)
+    group.follow(None, 0)
+    asked = group.call(0, "state", dumps(()))
+    other = group.call(1, "state", dumps(()))
+    assert loads(group.wait(lambda: group.replies[other], 20)[1]) == 1
+    assert group.replies[asked] is None
+    assert len(family.sent[0]) == sent, "nothing is sent to a node that is not there"
+    assert group.incarnation(0) is None
+    family.begin(0)
+    assert loads(group.wait(lambda: group.replies[asked], 20)[1]) == 0
+    assert group.connected
+    assert group.incarnation(0) == 1
+    wishes = family.sent[0][1:]
+    newest = [command[1] for command in wishes if command[0] == "wishes"][-1]
+    assert (newest.newest, newest.counted, newest.cut, newest.paused) == (3, 1, 2, False)
+    assert family.kinds(0).index("connect") < family.kinds(0).index("state")
+    assert "follow" in family.kinds(0)
+
+
+def test_a_call_that_a_lost_node_has_not_answered_is_told_so(groups: Groups) -> None:
+    family = Family()
+    group = groups(family)
+    family.silent.add("call")
+    asked = group.call(0, "state", dumps(()))
+    let_pass(group)
+    lose(group, family, 0)
+    failure, _ = group.wait(lambda: group.replies[asked], 20)
+    with pytest.raises(PeerLost, match="node 0"):
+        raise failure.error("")
+
+
+def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: Groups) -> None:
+    family = Family(restarts=2)
+    group = groups(family)
+    for name in ("pre_hook", "post_hook", "post_hook", "state"):
+        number = group.call(0, name, dumps((name,)))
+        group.wait(lambda number=number: group.replies[number], 20)
+    for _ in range(2):
+        lose(group, family, 0)
+        group.request(0, RolloutRequest(1, False, None))
+        waits = group.call(0, "state", dumps(()))
+        family.begin(0)
+        group.wait(lambda number=waits: group.replies[number], 20)
+        group.wait(lambda: group.results and group.results.popleft(), 20)
+        after = family.kinds(0)[family.kinds(0).index("connect") + 1 :]
+        assert [kind for kind in after if kind != "wishes"] == ["pre_hook", "post_hook", "state", "rollout"]
+
+
+def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups) -> None:
+    def rollout(number: int, *, ends: bool) -> TensorDict:
+        done = torch.zeros(2, 1, dtype=torch.bool)
+        done[-1] = ends
+        entries = {"next": {"done": done}, "collector": {"traj_ids": torch.full((2,), number)}}
+        return TensorDict(entries, [2])
+
+    family = Family(restarts=2)
+    whole = WholeTrajectories(1, 9, is_padded=False)
+    group = groups(family, trajectories=whole)
+    assert family.sent[0][0][-1] == 0
+    for number in (4, 5):
+        whole.take(rollout(number, ends=False))
+    lose(group, family, 0)
+    for number in (4, 5):
+        whole.take(rollout(number, ends=True))
+    batch = whole.pop()
+    assert batch is not None
+    assert batch["collector", "traj_ids"].tolist() == [5] * 4, "node 0's lacks frames"
+    family.begin(0)
+    group.wait(lambda: group.connected, 20)
+    assert family.sent[0][0][-1] == APART
+    group.trajectory_pool()._advance(0, 7)  # loaded
+    lose(group, family, 0)
+    family.begin(0)
+    group.wait(lambda: group.connected, 20)
+    assert family.sent[0][0][-1] == 2 * APART + 7
+
+
+def test_a_node_that_does_not_connect_in_time_when_launched_again_is_lost(groups: Groups) -> None:
+    family = Family(restarts=2)
+    group = groups(family, 0.05)
+    lose(group, family, 0)
+    with pytest.raises(PeerLost, match=r"node 0 is lost: .* not connected within 0\.05 s") as raised:
+        group.wait(lambda: None, 20)
+    assert isinstance(raised.value.__cause__, AckTimeout)
+    assert len(family.launched[0]) == 3
+
+
+def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
+    family = Family()
+    group = groups(family, 0.2)
+    lose(group, family, 0)
+    family.begin(0)
+    group.wait(lambda: group.connected, 20)
+    with pytest.raises(AckTimeout):
+        group.wait(lambda: None, 0.3)
+    assert group.failure is None
+
+
+@pytest.mark.parametrize("total", [0, 8])
+def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, total: int) -> None:
+    family = Family()
+    group = groups(family)
+    group._builds = [(*build[:3], "a buffer", build[4]) for build in group._builds]
+    lose(group, family, 0)
+    sent = len(family.sent[0])
+    group.run_free(total, 0)
+    group.wait(lambda: group.states[1] == "finished", 20)
+    assert len(family.sent[0]) == sent
+    assert group.failure is None
+    family.begin(0)
+    group.wait(lambda: group.finished, 20)
