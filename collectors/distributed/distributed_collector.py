@@ -39,12 +39,14 @@ class DistributedCollector(LaunchedCollector):
             policy_device, max_frames_per_traj, init_random_frames, reset_at_each_iter, postproc, split_trajs,
             exploration_type, collector_class, collector_kwargs, num_workers_per_collector, sync, slurm_kwargs,
             update_after_each_batch, max_weight_update_interval, launcher, tcp_port, backend, create_env_kwargs,
-            weight_updater, weight_sync_schemes, weight_recv_schemes, pre_collect_hook, post_collect_hook, worker_idx,
-            connect_timeout: as of :class:`~asyncsync.collectors.distributed.RPCCollector`.
+            weight_updater, weight_sync_schemes, weight_recv_schemes, pre_collect_hook, post_collect_hook, worker_idx:
+            as of :class:`~asyncsync.collectors.distributed.RPCCollector`.
         replay_buffer: where frames go instead; one that pickles as a handle on what is elsewhere, and says so by a true
             attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
-        restarts: how often each node that is lost is launched again, with a new environment and the current weights.
+        restarts: how often each node that is lost is launched again, with a new environment, the current weights, and
+            the hooks that were set last. Calls of its workers wait until it has connected.
+        connect_timeout: seconds for all nodes to be ready, and for each that is launched again.
 
     Weights go by :class:`asyncsync.sync.DistributedWeightSyncScheme` unless a scheme is given.
 

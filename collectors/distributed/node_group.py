@@ -101,8 +101,7 @@ class NodeGroup(LoopGroup):
         self._when(rank, self.nodes.launch(rank), lambda _: self._build(rank))
 
     def _build(self, rank: int) -> None:
-        incarnation = self._incarnations[rank]
-        first = self._pool._advance(0) + APART * incarnation if incarnation else 0
+        first = self._pool._advance(0) + APART * self._incarnations[rank] if self._incarnations[rank] else 0
         self._submit(rank, (*self._builds[rank], first), partial(self._built, rank))
 
     def _built(self, rank: int, answer: Answer) -> None:
@@ -353,10 +352,11 @@ class NodeGroup(LoopGroup):
     def follow(self, root: Any, index: int) -> None:
         # The root's page is on another host: what nodes receive tells them which version of the root's it stands for.
         self._follows = False
-        self.call_soon(lambda: [self._let_follow(rank) for rank in self._built_now])
+        self.call_soon(self._let_follow)
 
-    def _let_follow(self, rank: int) -> None:
-        self._submit(rank, ("follow", None, 0), lambda _: None)
+    def _let_follow(self, *ranks: int) -> None:
+        for rank in ranks or self._built_now:
+            self._submit(rank, ("follow", None, 0), lambda _: None)
 
     def trajectory_pool(self) -> _TrajectoryPool:
         return self._pool

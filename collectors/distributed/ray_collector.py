@@ -49,7 +49,8 @@ class RayCollector(NodeCollector):
         collector_kwargs: further arguments of that: a dict, or one for each node.
         num_workers_per_collector: workers of each node's own; all of them make the same environment.
         sync: True: a batch is a stack of all nodes' rollouts; False: it is one node's, first come, first served.
-        ray_init_config: for ``ray.init``, if that was not called before. Then ``ray.shutdown`` is called at the end.
+        ray_init_config: for ``ray.init``, if that was not called before. Then ``ray.shutdown`` is called at the end of
+            the last collector or evaluator that uses Ray.
         remote_configs: for ``ray.remote``: what an actor needs and where it may be placed, such as ``num_cpus`` or
             ``scheduling_strategy``; a dict, or one for each actor. None: one CPU.
         num_collectors: how many actors, where ``create_env_fn`` is one callable.
@@ -60,9 +61,10 @@ class RayCollector(NodeCollector):
             and says so by a true attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
         init_fn: called in each actor first, before environment and policy are made.
-        restarts: how often each actor that has died is made anew, with a new environment and the current weights.
+        restarts: how often each actor that has died is made anew, with a new environment, the current weights, and the
+            hooks that were set last. Calls of its workers wait until it has connected.
         worker_idx: which worker of a larger collector this is.
-        connect_timeout: seconds for all nodes to be ready.
+        connect_timeout: seconds for all nodes to be ready, and for each that is made anew.
 
     Raises:
         TypeError, ValueError: arguments that exclude each other, or do not fit the nodes.

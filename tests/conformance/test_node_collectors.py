@@ -150,7 +150,7 @@ def test_a_node_that_is_lost_in_an_update_comes_again_with_its_weights() -> None
 
 def test_a_node_that_is_lost_while_weights_are_sent_after_each_batch_comes_again() -> None:
     found = seen("by_gloo")["going on"]
-    assert found == dict.fromkeys(("sync=False", "sync=True"), {"hooked": True, "ids": {0}, "values": [2.0]})
+    assert found == {sync: {"hooked": True, "ids": {0}, "values": [2.0]} for sync in (False, True)}
 
 
 @needs_ray
@@ -158,7 +158,7 @@ def test_r156_r223_rays_actors_can_be_called_and_ray_ends_with_the_collector_tha
     found = seen("with_actors")
     assert found["kind"] == "RayCollector"
     assert found["remote"] == 15
-    assert found["ray"] == (True, False)
+    assert found["ray"] == (True, False), "the last one that uses it ends it"
 
 
 @needs_ray
@@ -179,6 +179,11 @@ def test_r228_an_evaluator_may_be_an_actor() -> None:
     kind, message, seconds = found["lost"]
     assert (kind, seconds < 5) == ("PeerLost", True)
     assert f"pid {found['pid']}" in message
+
+
+@needs_ray
+def test_r228_what_an_evaluator_is_asked_for_waits_until_its_actor_has_come_again() -> None:
+    assert seen("with_actors")["evaluated again"] == [70.0, 80.0]
 
 
 @needs_submitit

@@ -148,12 +148,12 @@ def updating(makes: Makes) -> dict[str, Any]:
     return found | {"gone": _gone([*pids, *_pids(collector)])}
 
 
-def going_on(makes: Makes) -> dict[str, Any]:
+def going_on(makes: Makes) -> dict[bool, Any]:
     """A node that is killed while weights are sent after each batch, until it has come again."""
-    found: dict[str, Any] = {}
-    for sync in (False, True):
+    found: dict[bool, Any] = {}
+    for is_sync in (False, True):
         source = policy(1.0)
-        given = {"frames_per_batch": 4, "sync": sync, "update_after_each_batch": True}
+        given = {"frames_per_batch": 4, "sync": is_sync, "update_after_each_batch": True}
         with makes([make(delay=0.005)] * 2, source, **given) as collector:
             numbers = collector.next()["collector", "traj_ids"].flatten().tolist()
             collector.post_collect_hook = _note_hook
@@ -164,7 +164,7 @@ def going_on(makes: Makes) -> dict[str, Any]:
                 numbers = batch["collector", "traj_ids"].flatten().tolist()
             own = [number for number in numbers if number >= 1 << 40]
             hooked = bool(batch.get("hooked", torch.zeros(1)).all())
-            found[f"sync={sync}"] = {"hooked": hooked, "ids": {number % 2 for number in own}, "values": acted(batch)}
+            found[is_sync] = {"hooked": hooked, "ids": {number % 2 for number in own}, "values": acted(batch)}
     return found
 
 
@@ -390,18 +390,21 @@ def with_actors() -> dict[str, Any]:
     """What only Ray's nodes have: restarts, buffers that are actors, calls of the actors; and Ray's own start."""
     import ray
 
-    from asyncsync.collectors import Collector
+    from asyncsync.collectors import Collector, Evaluator
 
     _prepare()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         given: dict[str, Any] = {"ray_init_config": {**RAY, "_temp_dir": folder}, "restarts": 1}
+        evaluator = Evaluator(make(), policy(1.0), num_trajectories=1, backend="ray", collector_kwargs=given)
         collector = Collector(
             make(), policy(2.0), frames_per_batch=4, num_collectors=2, backend="ray", sync=True, backend_options=given
         )
         found["kind"] = type(collector).__name__
         found["remote"] = ray.get(collector.remote_collectors[0].cascade_execute.remote("env.set_seed", 5))
         collector.next()
+        found["evaluated again"] = _evaluated_again(evaluator)
+        evaluator.shutdown()  # it has begun Ray, which the collector uses, too
         os.kill(_pids(collector)[0], signal.SIGKILL)
         found["again"] = [acted(collector.next()) for _ in range(2)]
         collector.update_policy_weights_(policy(6.0))
@@ -439,6 +442,15 @@ def _begin() -> None:
 
 def _where(_: Any) -> dict[str, int]:
     return {"begun": int(os.environ["ASYNCSYNC_BEGUN"]), "pid": os.getpid()}
+
+
+def _evaluated_again(evaluator: Any) -> list[float]:
+    """Evaluations that are asked for while the evaluator's actor is being launched again."""
+    group = evaluator._collector._group
+    os.kill(_pids(evaluator._collector)[0], signal.SIGKILL)
+    while group.connected:
+        time.sleep(0.001)
+    return [evaluator.evaluate(policy(value), timeout=60)["eval/reward"] for value in (7.0, 8.0)]
 
 
 def _evaluated() -> dict[str, Any]:
