@@ -113,7 +113,7 @@ async def test_r200_a_lag_is_behind_the_trainer_that_is_there_not_the_one_before
                 await first.shutdown()
                 second.init_on_sender(model_id="policy", model=fill(source, 7))
                 connecting = asyncio.create_task(second.connect(timeout=20))
-                await until(lambda: bool(second.status()) and second.status()[0].state == "live", 10)
+                await until(lambda: one.status()[0].target < before, 10)
         await connecting
         with Clock(1.0):
             assert await waiting == second.version < before
