@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncsync import Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import AckTimeout, Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.cli import main
 from asyncsync.net.endpoint import several
 from asyncsync.net.key_files import KeyFiles
@@ -248,6 +248,21 @@ async def test_a_worker_goes_on_to_the_next_address_when_the_first_is_away(tmp_p
     finally:
         await sender.shutdown()
         await receiver.shutdown()
+
+
+async def test_a_lag_is_behind_the_trainer_which_a_relay_asks_and_not_behind_the_relay(tmp_path: Path) -> None:
+    async with connected(tmp_path, keep=tmp_path / "kept.safetensors") as (sender, _, receivers, models, source):
+        for value in (2.0, 3.0):
+            with receivers[0].hold():
+                version = await sender.publish(fill(source, value))
+                with pytest.raises(AckTimeout, match="it should have"):
+                    await receivers[0].wait_lag(0, timeout=0.5)
+            assert await asyncio.gather(*(one.wait_lag(0, timeout=5) for one in receivers)) == [version] * 2
+            assert [read(model) for model in models] == [{value}] * 2
+        await sender.shutdown()
+        with pytest.raises(AckTimeout, match="has not answered"):
+            await receivers[0].wait_lag(0, timeout=1.5)
+        assert read(await receivers[0].fetch(timeout=5)) == {3.0}, "a relay that keeps the weights serves them"
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])

@@ -221,6 +221,69 @@ def test_what_a_worker_hears_of_its_last_sender_after_its_hello_keeps_it_from_no
     assert tree.until(tree.is_everywhere, 3), tree.missing()
 
 
+def asked(tree: Tree, worker: Node, *, root: bool) -> int:
+    request = worker.subscriber.session.request(root=root)
+    tree.settle()
+    return request
+
+
+@pytest.mark.parametrize("levels", SHAPES, ids=["no relay", "relays", "relays behind relays"])
+def test_the_root_answers_what_is_the_newest_version_and_not_a_relay_that_is_cut_off(levels: tuple[int, ...]) -> None:
+    tree = Tree(levels, 2)
+    tree.publish()
+    tree.flow()
+    worker = tree.workers[0]
+    session, targets = worker.subscriber.session, worker.subscriber.targets
+    requests = [asked(tree, worker, root=True) for _ in range(3)]
+    tree.flow()
+    assert session.answered(requests[-1], root=True)
+    assert targets == {MODEL: 1}
+    top = tree.relays[0][0] if levels else worker
+    tree.cut(top)
+    tree.publish()
+    tree.flow()
+    here, root = asked(tree, worker, root=False), asked(tree, worker, root=True)
+    for _ in range(3):
+        tree.pass_time(1)
+        asked(tree, worker, root=True)
+    assert session.answered(here) is bool(levels), "what a relay has, it serves"
+    assert not session.answered(root, root=True)
+    tree.connect(top, tree.root)
+    tree.settle()
+    last = asked(tree, worker, root=True)
+    tree.flow()
+    assert session.answered(root, root=True)
+    if levels:
+        assert session.answered(last, root=True)
+    assert targets == {MODEL: 2}
+    tree.restart_trainer()
+    tree.settle()
+    tree.publish()
+    assert tree.until(tree.is_everywhere), tree.missing()
+    last = asked(tree, worker, root=True)
+    tree.flow()
+    assert session.answered(last, root=True)
+
+
+def test_what_the_root_has_published_counts_before_it_has_come_to_the_relay() -> None:
+    tree = Tree((1,), 1, settings=Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80))
+    tree.publish()
+    tree.flow()
+    worker, relay = tree.workers[0], tree.relays[0][0]
+    send = tree._send
+    tree._send = lambda *message, up: (  # type: ignore[method-assign]
+        None if isinstance(message[3], messages.Update) else send(*message, up=up)
+    )
+    tree.publish()
+    request = asked(tree, worker, root=True)
+    tree.flow()
+    tree._send = send  # type: ignore[method-assign]
+    assert relay.publisher.published == 1
+    assert worker.subscriber.session.answered(request, root=True)
+    assert worker.subscriber.targets == {MODEL: 2}
+    assert tree.until(tree.is_everywhere, 5), tree.missing()
+
+
 def test_a_lost_report_is_found_by_the_next_pong() -> None:
     tree = Tree((1,), 2)
     tree.flow()

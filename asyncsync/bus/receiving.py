@@ -234,7 +234,7 @@ class Receiving:
         subscriber, session, holdings = self._subscriber, self._subscriber.session, self._subscriber.holdings
         deadline = self._link.loop.time() + timeout
         least: dict[str, int] = {}
-        first, epoch = session.request(), session.epoch
+        first, epoch = session.request(root=True), session.epoch
 
         def failed() -> str | None:
             behind = (m for m, version in least.items() if holdings.version(m) < version)
@@ -245,7 +245,7 @@ class Receiving:
                 return True
             if session.epoch != epoch:
                 return True  # another trainer, which counts anew: it is to be asked
-            if not least and session.answered(first):
+            if not least and session.answered(first, root=True):
                 least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
 
@@ -259,7 +259,7 @@ class Receiving:
                     if session.ended is not None or session.epoch == epoch:
                         break
                     least.clear()
-                    first, epoch = session.request(), session.epoch
+                    first, epoch = session.request(root=True), session.epoch
                     continue
                 if remaining <= 0:
                     asked = f"; it should have {least} by then" if least else ": the sender has not answered"
@@ -268,7 +268,7 @@ class Receiving:
                         f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s, "
                         f"with {have}{asked}"
                     )
-                session.request()
+                session.request(root=True)
         if session.ended is not None:
             raise self._ending()
         if (wrong := failed() or next((m for m in models if m in session.refused), None)) is not None:

@@ -137,11 +137,14 @@ async def send_sources(
         transports = {topic: bus._schemes[topic]._transport() for topic in sources}
         if (version := link.fast.publish(sources, transports)) is not None:
             return await _complete(bus, link, version, next(iter(sources)), timeout, begun)
+    membership = link.publisher.membership
+    others = set.intersection(*(set(membership.without(model_id)) for model_id in sources))
+    there = [worker for worker in membership.expected() if worker not in others]
     try:
         version = await publish_sources(bus, sources, workers, metadata, timeout, at_once=False)
     except AckTimeout as error:  # nothing was published
         raise _unsent(bus, workers, error) from error
-    await _wait_applied(link, version, workers, list(sources), timeout, begun, bus._calls, quorum)
+    await _wait_applied(link, version, workers, list(sources), timeout, begun, bus._calls, quorum, there)
     return version
 
 
@@ -201,15 +204,20 @@ async def _wait_applied(
     begun: float,
     calls: Calls | None = None,
     quorum: int | None = None,
+    there: list[int] | None = None,
 ) -> None:
     """Wait until these workers, or as many of them as the ``quorum`` needs, have applied at least this version, and the
     ``calls`` of their objects have ended; raises as :func:`send`. The timeout is from ``begun`` on, a time of the
-    loop's clock. What is to be sent departs when all is ready to wait."""
+    loop's clock. What is to be sent departs when all is ready to wait. ``there``: those who were there just before it
+    was published; where too few of them are left, who is missing is named."""
     try:
         publisher = link.caught_up()
         progress = publisher.progress
         chosen = progress.targeted(version, models) if workers is None else workers
-        if not chosen and (link.min_workers or publisher.num_workers is not None):
+        needs_one = link.min_workers > 0 or publisher.num_workers is not None
+        if there and len(chosen) < max(quorum or 0, needs_one):
+            chosen = sorted({*chosen, *there})
+        if not chosen and needs_one:
             _check_quorum(link, publisher.targets.models if models is None else models, workers, quorum)
             raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
         if quorum is not None and len(chosen) < quorum:

@@ -31,6 +31,9 @@ class Relaying(Protocol):
     def dismissed(self, message: str) -> None:
         """The trainer has said goodbye; there may be another one."""
 
+    def answered(self, request: int) -> None:
+        """The root of the tree has answered a request for its targets."""
+
     def recount(self) -> None:
         """The trainer requests a report of all of them."""
 

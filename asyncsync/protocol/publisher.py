@@ -25,6 +25,7 @@ from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.progress import Progress
+from asyncsync.protocol.questions import Questions
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.streaming import Streaming
 from asyncsync.protocol.targets import Model, Replaced, Targets
@@ -57,6 +58,7 @@ class Publisher:
             epoch, identity, num_workers, self.settings, self.targets, self._welcome, self._entered
         )
         self.agreement = Agreement(membership, self.targets, self._pump_all)
+        self.questions = Questions(membership, self.targets)
         self.progress = Progress(membership, self.targets, self.agreement)
         self.fanout = FanOut(membership)
         self.announcer = Announcer(membership, self.targets, self.leases, self.fanout)
@@ -286,10 +288,6 @@ class Publisher:
             peer.end_transfer()
         self._pump(peer)
 
-    def _on_ping(self, peer: Peer, ping: messages.Ping, now: float) -> None:
-        targets = {m: t.version for m in peer.hello.have if (t := self.targets.target(peer.worker, m)) is not None}
-        self.membership.send(peer.route, messages.Pong(self.epoch, ping.seq, targets, {}, 0))
-
     def _on_pong(self, peer: Peer, pong: messages.Pong, now: float) -> None:
         self.membership.check_versions(peer, pong.versions)
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
@@ -392,7 +390,7 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Applied: Publisher._on_applied,
     messages.Done: Publisher._on_done,
     messages.Failed: Publisher._on_failed,
-    messages.Ping: Publisher._on_ping,
+    messages.Ping: lambda self, peer, ping, now: self.questions.put(peer, ping),
     messages.Pong: Publisher._on_pong,
     messages.Bye: Publisher._on_bye,
     messages.Released: lambda *_: None,  # see receive()

@@ -67,7 +67,7 @@ class Session:
         self._next_hello = 0.0
         self._hello_delay = FIRST_HELLO_RETRY
         self._ping = 0
-        self._answered = 0
+        self._answered = self._answered_by_root = 0
 
     def send(self, instruction: Instruction) -> None:
         self.outbox.append((instruction, ()))
@@ -120,8 +120,8 @@ class Session:
             have[""] = next(iter(have.values()))
         me = self.identity
         whence = me.pid, me.boot, me.namespace
-        what = have, self._role, codecs_here(), serial
-        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, *what))
+        role, codecs = self._role, codecs_here()
+        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, have, role, codecs, serial))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
@@ -177,23 +177,25 @@ class Session:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def request(self) -> int:
-        """Request the current targets by a PING; returns its number."""
+    def request(self, *, root: bool = False) -> int:
+        """Request the current targets by a PING; returns its number. ``root``: not those of a relay."""
         self._ping += 1
         if self.epoch is not None:
-            self.send(Ping(self.epoch, self._ping))
+            self.send(Ping(self.epoch, self._ping, root=root))
         return self._ping
 
-    def answered(self, request: int) -> bool:
-        """Whether the targets are from after this request."""
-        return self._answered >= request
+    def answered(self, request: int, *, root: bool = False) -> bool:
+        """Whether the targets are from after this request; with ``root``, by the root of the tree."""
+        return (self._answered_by_root if root else self._answered) >= request
 
     def pong(self, pong: Pong) -> bool:
         """Whether this brings newer targets."""
         if pong.seq > self._ping:
             raise ProtocolError("a PONG to no PING")
-        newer = pong.seq > self._answered
+        newer = pong.seq > (self._answered_by_root if pong.root else self._answered)
         self._answered = max(pong.seq, self._answered)
+        if pong.root:
+            self._answered_by_root = max(pong.seq, self._answered_by_root)
         return newer
 
     # -- end --------------------------------------------------------------------------------------------------------

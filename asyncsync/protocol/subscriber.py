@@ -198,6 +198,8 @@ class Subscriber:
         elif isinstance(instruction, messages.Pong):
             if session.pong(instruction):
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
+                if instruction.root and self.relaying is not None:
+                    self.relaying.answered(instruction.seq)
         else:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
         self.last_seen = now

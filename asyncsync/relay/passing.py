@@ -97,6 +97,7 @@ class Passing:
         publisher.leases.close()
         publisher.targets.restart()
         publisher.behind.restart()
+        publisher.questions.restart()
         publisher.membership.follows = True
         publisher.membership.begin(epoch)
 
@@ -190,18 +191,25 @@ class Passing:
     @property
     def is_report_due(self) -> bool:
         """Whether :meth:`report` may have something to say."""
-        session = self._subscriber.session
-        return session.welcomed and (bool(self._touched) or self._session != (session.epoch, session.attempt))
+        session, has_news = self._subscriber.session, bool(self._touched) or self._publisher.questions.are_new
+        return session.welcomed and (has_news or self._session != (session.epoch, session.attempt))
+
+    def answered(self, request: int) -> None:
+        """The root of the tree has answered: so have its workers here the answer."""
+        self._publisher.questions.answered(request, self._subscriber.targets)
 
     def recount(self) -> None:
         """A report was lost."""
         self._session = None
 
     def report(self) -> None:
-        """Report who has changed since the last time; everybody, to a sender that knows of nobody."""
+        """Report who has changed since the last time; everybody, to a sender that knows of nobody. Ask there what
+        workers have asked here."""
         session, publisher = self._subscriber.session, self._publisher
         if not self.is_report_due:
             return
+        if publisher.questions.are_new:
+            publisher.questions.passed_on(session.request(root=True))
         whole = self._session != (session.epoch, session.attempt)
         workers: Iterable[int] = self._touched
         if whole:

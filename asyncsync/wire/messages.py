@@ -227,17 +227,19 @@ class Failed(Instruction, kind=10):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Instruction, kind=11):
-    """``serial``: from a trainer, of the last UPDATE that this worker was sent; if it has not come, it is lost."""
+    """``serial``: from a trainer, of the last UPDATE that this worker was sent; if it has not come, it is lost.
+    ``root``: from a worker, that only the root of the tree of relays knows the answer."""
 
     epoch: Epoch
     seq: U64
     serial: U64 = 0
+    root: Boolean = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pong(Instruction, kind=12):
     """From a worker: what is applied, what is staged, the serial being received (0: none); from a relay, how many
-    reports of its workers it has sent, too. From a trainer: targets."""
+    reports of its workers it has sent, too. From a trainer: targets; ``root``: those of the root of the tree."""
 
     epoch: Epoch
     seq: U64
@@ -247,6 +249,7 @@ class Pong(Instruction, kind=12):
     last: U64 = 0
     in_use: InUse = ()
     reports: U64 = 0
+    root: Boolean = False
 
 
 @dataclass(frozen=True, slots=True)

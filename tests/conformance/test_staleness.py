@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError
+from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
@@ -74,6 +75,46 @@ async def test_r198_an_elastic_sender_needs_as_many_workers_as_the_quorum(api: A
             await sender.wait_version(version, quorum=2)
 
 
+@pytest.mark.schemes("zmq")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("quorum", [None, 1, 2])
+async def test_r198_a_worker_that_is_lost_while_it_is_published_is_named(
+    api: Api, workers: int, quorum: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NotConnected would say that nothing was published."""
+    if (quorum or 1) > workers:
+        return
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    async with sender, receiver_of(sender, 0, Model()) as lost, receiver_of(sender, 1, model := Model()) as other:
+        there = [lost, other][:workers]
+        await asyncio.gather(*(one.connect(timeout=5) for one in (sender, *there)))
+        publishing = sender.bus._link.publishing
+        publish = publishing.publish
+
+        async def late(*args: Any, **options: Any) -> int:
+            await lost.shutdown()
+            await until(lambda: sender.status()[0].state == "lost")
+            version: int = await publish(*args, **options)
+            return version
+
+        monkeypatch.setattr(publishing, "publish", late)
+        if workers == 2 and quorum != 2:
+            version = await sender.send_async(fill(source, 2), quorum=quorum)
+            assert (sender.version, read(model)) == (version, {2})
+            return
+        before = sender.version
+        with Clock(2.0), pytest.raises(PartialSendError) as caught:
+            await sender.send_async(fill(source, 2), quorum=quorum)
+        assert sender.version == before + 1, "it was published"
+        assert list(caught.value.failed) == [0]
+        assert isinstance(caught.value.failed[0], PeerLost)
+        assert "it has left" in str(caught.value.failed[0])
+        if workers == 2:
+            await sender.wait_version(sender.version, worker_ids=1, timeout=5)
+            assert read(model) == {2}
+
+
 @pytest.mark.schemes("some")
 async def test_r200_a_receiver_waits_until_it_is_not_too_far_behind(api: Api) -> None:
     async with api.crew(2) as everybody:
@@ -113,7 +154,7 @@ async def test_r200_a_lag_is_behind_the_trainer_that_is_there_not_the_one_before
                 await first.shutdown()
                 second.init_on_sender(model_id="policy", model=fill(source, 7))
                 connecting = asyncio.create_task(second.connect(timeout=20))
-                await until(lambda: bool(second.status()) and second.status()[0].state == "live", 10)
+                await until(lambda: one.status()[0].target < before, 10)
         await connecting
         with Clock(1.0):
             assert await waiting == second.version < before
