@@ -54,7 +54,7 @@ class Progress:
                 # Of the elastic ones, those that were lost before this version was published are simply gone.
                 if self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version)):
                     chosen.append(worker)
-            elif self._targets.rejection(worker, version) is not None:
+            elif self._targets.rejection(worker, version, mine) is not None:
                 chosen.append(worker)
         return chosen
 
@@ -92,7 +92,7 @@ class Progress:
         newest = {m: self._targets.newest(worker, m) for m in models}
         targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
         if not targets:
-            rejection = self._targets.rejection(worker, version)
+            rejection = self._targets.rejection(worker, version, models)
             if rejection is not None:
                 result.failed[worker] = rejection
             elif peer is not None and (done := [v for m in models if (v := peer.applied.get(m, 0)) >= version]):
