@@ -1415,6 +1415,38 @@ def test_who_has_none_of_the_models_is_not_asked_why_another_refused_one() -> No
     assert desk.publisher.progress.targeted(version, ["policy"]) == [0]
 
 
+@pytest.mark.parametrize("other", ["value", "policy"])
+def test_a_refused_publication_does_not_keep_another_one_from_being_complete(other: str) -> None:
+    desk = Desk(2, models=("policy", "value"))
+    desk.join(0, 1)
+    for model in ("policy", "value"):
+        desk.publisher.assemble(model)
+    version = desk.publish(workers=[0])
+    (update,) = desk.take(messages.Update)
+    desk.finish(0, update)
+    newer = desk.publish(models=(other,), dtype=F64)
+    desk.take()
+    desk.refuse(1, F64, other)
+    progress = desk.publisher.progress
+    for models in (["policy"], None):
+        assert progress.targeted(version, models) == [0]
+        assert progress.of(version, [0], models).acked == {0: version}
+        assert not progress.outstanding(version, [0], models)
+    assert progress.targeted(newer, [other]) == [0, 1]
+    assert sorted(progress.of(newer, [0, 1], [other]).failed) == [0, 1]
+    only = "policy" if other == "value" else "value"
+    assert progress.targeted(newer, [only]) == []
+
+
+def test_whoever_waits_for_a_version_hears_that_the_one_that_has_replaced_it_was_refused(desk: Desk) -> None:
+    versions = [desk.publish(dtype=F64) for _ in range(3)]
+    desk.take()
+    desk.refuse(1, F64)
+    for version in versions:
+        assert desk.publisher.progress.targeted(version) == [0, 1]
+        assert sorted(desk.publisher.progress.of(version, [0, 1]).failed) == [0, 1]
+
+
 def test_slabs_are_not_kept_alive_by_what_was_said_of_them() -> None:
     desk = Desk(1)
     desk.join(0)

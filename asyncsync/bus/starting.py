@@ -75,7 +75,8 @@ async def wait_for_workers(
         if version is None:
             return False
         if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
-            return any(publisher.targets.rejection(w, version) is not None for w in membership.expected())
+            rejection = publisher.targets.rejection
+            return any(rejection(w, version, models) is not None for w in membership.expected())
         failed = progress.of(version, membership.expected(), models).failed
         return any(not isinstance(error, PeerLost) for error in failed.values())
 

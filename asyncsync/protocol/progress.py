@@ -55,7 +55,7 @@ class Progress:
             peer = self._peers.get(worker) or self._behind.get(worker)
             # Of the elastic ones, those that were lost before this version was published are simply gone.
             return self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version))
-        return self._targets.rejection(worker, version) is not None
+        return self._targets.rejection(worker, version, mine) is not None
 
     def of(self, version: int, workers: Iterable[int], models: Iterable[str] | None = None) -> Outcome:
         """Who has applied this version or a newer one, who cannot, who has still to answer."""
@@ -99,7 +99,7 @@ class Progress:
         newest = {m: self._targets.newest(worker, m) for m in models}
         targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
         if not targets:
-            rejection = self._targets.rejection(worker, version)
+            rejection = self._targets.rejection(worker, version, models)
             if rejection is not None:
                 result.failed[worker] = rejection
             elif peer is not None and (done := [v for m in models if (v := peer.applied.get(m, 0)) >= version]):

@@ -12,7 +12,7 @@ A target holds one reference to its slab; so memory is the distinct targets, plu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncsync.errors import SchemaMismatch
@@ -26,7 +26,8 @@ KEPT_REJECTIONS = 16
 @dataclass(slots=True, eq=False)
 class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
-    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``."""
+    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``first``:
+    the oldest version that it has replaced before that was accepted."""
 
     version: int
     layouts: frozenset[tuple[str, bytes]]
@@ -34,6 +35,7 @@ class Publication:
     deadline: float
     metadata: bytes = b""
     awaiting: set[int] = field(default_factory=set)
+    first: int = 0
 
     @property
     def models(self) -> set[str]:
@@ -146,11 +148,12 @@ class Targets:
                 named = (named or set()) | set(slabs)
                 layouts.update((model_id, slab.layout.digest) for slab in slabs.values())
         whom = None if named is None else frozenset(named)
-        publication = Publication(version, frozenset(layouts), whom, deadline, metadata)
+        publication = Publication(version, frozenset(layouts), whom, deadline, metadata, first=version)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom):
                 # The same layouts for the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
+                publication.first = min(publication.first, older.first)
                 self._withdraw(older.version)
         for model_id, slabs in parts.items():
             model = self.models.setdefault(model_id, Model())
@@ -266,10 +269,12 @@ class Targets:
         upcoming = self.upcoming(worker, model_id) if self.pending else None
         return upcoming[-1] if upcoming else self.target(worker, model_id)
 
-    def rejection(self, worker: int, version: int) -> SchemaMismatch | None:
-        """Why a publication of at least this version will not come to this worker."""
+    def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
+        """Why this version of these models, or what has replaced it, will not come to this worker."""
         for publication, refusals in reversed(self._rejections):
-            if publication.version >= version and (publication.workers is None or worker in publication.workers):
+            if not publication.first <= version <= publication.version or publication.models.isdisjoint(models):
+                continue
+            if publication.workers is None or worker in publication.workers:
                 if worker in refusals:
                     return refusals[worker]
                 others = ", ".join(f"worker {w}" for w in sorted(refusals))

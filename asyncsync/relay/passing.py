@@ -258,7 +258,7 @@ class Passing:
             if target is not None and (refusal := progress.refusal(peer, target)) is not None:
                 failed[model_id] = target.version
                 errors.append(refusal)
-        if (rejection := targets.rejection(peer.worker, targets.version)) is not None:
+        if (rejection := targets.rejection(peer.worker, targets.version, peer.hello.have)) is not None:
             failed |= dict.fromkeys(targets.rejected(targets.version) & peer.hello.have.keys(), targets.version)
             errors.append(rejection)
         return failed, errors[-1] if errors else None
