@@ -206,14 +206,8 @@ MUTATIONS = {
             "pass\n    elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed)",
         )
     ],
-    "what is sent to all is taken by those who are not meant": [
-        (Subscriber, "_on_cast", "excluded[i : i + NONCE_END] == mine", "False")
-    ],
     "what is sent to all is taken by those who have missed what was before": [
         (Subscriber, "_on_cast", "cast.since != self.reports.serial", "False")
-    ],
-    "what is sent to all names nobody who is not meant": [
-        (FanOut, "gather", "sorted(nonce[-NONCE_END:] for nonce in others)", "()")
     ],
     "those who are sent something at once count as having had what was before": [
         (FanOut, "started", "peer.before = peer.serial", "peer.before = serial - 1")
