@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -35,13 +36,15 @@ LARGE = 300_000  # elements: more than one chunk's credit at once is not needed 
 @asynccontextmanager
 async def relaying(options: RelayOptions) -> AsyncIterator[Relay]:
     relay = Relay(options, None if options.keep is None else store.load(options.keep))
-    keeping = asyncio.create_task(relay.keep()) if options.keep is not None else None
     try:
-        yield relay
+        async with anyio.create_task_group() as keeping:  # as run() has it: what is being saved is saved to its end
+            if options.keep is not None:
+                keeping.start_soon(relay.keep)
+            try:
+                yield relay
+            finally:
+                keeping.cancel_scope.cancel()
     finally:
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.wait({keeping})
         await relay.shutdown()
 
 
