@@ -65,6 +65,22 @@ def test_weights_of_its_own_are_nobodys_target_when_a_worker_has_gone_behind_a_r
     assert not publisher.progress.of(version, [0], [MODEL]).waiting
 
 
+def test_a_worker_that_has_come_back_to_a_relay_is_believed_to_be_there() -> None:
+    """Although that one has never missed it, and the relay between has not either."""
+    tree = Tree((2,), 1)
+    tree.publish()
+    tree.flow()
+    worker, (first, second) = tree.workers[0], tree.relays[0]
+    for relay in (second, first):
+        tree.connect(worker, relay)
+        tree.settle()
+        tree.flow()
+        tree.pass_time(1)
+    version = tree.publish()
+    tree.flow()
+    assert not tree.root.publisher.progress.of(version, [0], [MODEL]).waiting
+
+
 async def test_a_model_that_a_worker_behind_a_relay_registers_later_is_waited_for_and_comes(tmp_path: Path) -> None:
     up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
     above, below = Bus(up, num_workers=1), Bus(connect=down)

@@ -40,7 +40,8 @@ _MOST_VALUES, _MOST_TEXT = 8_000, 200_000
 @dataclass(frozen=True, slots=True)
 class RelayedWorker:
     """One worker behind a relay: ``applied`` has the versions of the models that it has (0: none yet), ``failed`` those
-    that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is."""
+    that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is. ``attempt``:
+    of its HELLO to the relay; it counts them wherever it goes."""
 
     worker: Index
     nonce: Digest
@@ -51,20 +52,27 @@ class RelayedWorker:
     message: Text = ""
     traceback: Text = ""
     lost: Text = ""
+    attempt: U64 = 0
 
     @classmethod
     def of(
-        cls, worker: int, nonce: bytes, applied: dict[str, int], failed: dict[str, int], error: Exception | None
+        cls,
+        worker: int,
+        nonce: bytes,
+        applied: dict[str, int],
+        failed: dict[str, int],
+        error: Exception | None,
+        attempt: int,
     ) -> RelayedWorker:
         if error is None:
-            return cls(worker, nonce, applied, failed)
+            return cls(worker, nonce, applied, failed, attempt=attempt)
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         name, text, traceback = kind, str(error), ""
         if isinstance(error, RemoteError):
             name, text, traceback = error.type_name, error.remote_message, error.remote_traceback
         mismatch = isinstance(error, SchemaMismatch)
         texts = name[:MAX_NAME], text[:MOST_MESSAGE], traceback[-MOST_TRACEBACK:]
-        return cls(worker, nonce, applied, failed, mismatch, *texts)
+        return cls(worker, nonce, applied, failed, mismatch, *texts, attempt=attempt)
 
     @property
     def error(self) -> Exception:
