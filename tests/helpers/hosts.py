@@ -15,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
@@ -82,6 +83,9 @@ def serve() -> None:
         if "signal" in request:
             with suppress(ProcessLookupError):
                 os.kill(children[name], request["signal"])
+                while request["signal"] == signal.SIGKILL:  # until it has let go of its address: the next may want it
+                    os.kill(children[name], 0)
+                    time.sleep(0.001)
             continue
         if child := os.fork():
             children[name] = child
