@@ -235,6 +235,7 @@ async def test_r198_whoever_cannot_reach_the_port_does_without(unused_tcp_port: 
             assert sent == [Cast]
             assert [*everybody.read, read(model)] == [{value}] * 4
         assert len(subscribed(everybody.sender)) == 3
+        assert len(everybody.sender.bus._link.publisher.fanout.reached) == 3  # it was sent its own copy at once
         await third.shutdown()
 
 
