@@ -34,7 +34,7 @@ class Lifetime(ABC):
                 made.append(cls(*args, **kwargs))
 
         try:
-            await elsewhere("asyncsync-collector-start", make, interruption.strike)
+            await elsewhere("asyncsync-collector-start", make, interruption.interrupt)
         except asyncio.CancelledError:
             for one in made:
                 await one._shutdown_elsewhere()

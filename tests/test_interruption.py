@@ -32,7 +32,7 @@ def test_the_wait_under_way_is_cancelled_and_none_after_it() -> None:
 
     def strike() -> None:
         begun.wait(10)
-        interruption.strike()
+        interruption.interrupt()
 
     threading.Thread(target=strike).start()
     with interruption.of_this_thread():
@@ -45,7 +45,7 @@ def test_between_two_waits_it_is_the_next_one() -> None:
     interruption = Interruption()
     with interruption.of_this_thread():
         assert loop_thread.run(answer) == 42
-        interruption.strike()
+        interruption.interrupt()
         with pytest.raises(asyncio.CancelledError):
             loop_thread.run(without_end)
         assert loop_thread.run(answer) == 42
@@ -54,7 +54,7 @@ def test_between_two_waits_it_is_the_next_one() -> None:
 def test_other_threads_and_later_calls_go_on() -> None:
     interruption, found = Interruption(), []
     with interruption.of_this_thread():
-        interruption.strike()
+        interruption.interrupt()
         other = threading.Thread(target=lambda: found.append(loop_thread.run(answer)))
         other.start()
         other.join(10)
@@ -65,7 +65,7 @@ def test_other_threads_and_later_calls_go_on() -> None:
 def test_what_ends_something_is_not_cut_short() -> None:
     interruption = Interruption()
     with interruption.of_this_thread():
-        interruption.strike()
+        interruption.interrupt()
         with uninterrupted():
             assert loop_thread.run(answer) == 42
         with pytest.raises(asyncio.CancelledError):
@@ -85,6 +85,6 @@ async def test_a_function_elsewhere_ends_soon_after_the_cancellation() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await elsewhere("asyncsync-test", work, interruption.strike)
+            await elsewhere("asyncsync-test", work, interruption.interrupt)
     assert ended == [42]
     assert time.monotonic() - began < 10

@@ -3,7 +3,9 @@
 interruption = Interruption()
 with interruption.of_this_thread():      # in the thread: waits on the library's loop can be interrupted
     MultiAsyncCollector(...)
-interruption.strike()                    # from any other: the wait under way, or the next one, is cancelled
+interruption.interrupt()                 # from any other: the wait under way, or the next one, is cancelled
+
+What cleans up must run to its end: ``with uninterrupted(): ...``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Interruption:
         self._is_due = False
         self._cancel: Callable[[], object] | None = None
 
-    def strike(self) -> None:
+    def interrupt(self) -> None:
         """From any thread. Without effect if there is no further wait."""
         with self._lock:
             self._is_due = True

@@ -69,9 +69,9 @@ def join(thread: threading.Thread, timeout: float) -> bool:
     return interruptibly(ended, timeout)
 
 
-async def finish(future: asyncio.Future[T], hurry: Callable[[], object] = lambda: None) -> T:
+async def finish(future: asyncio.Future[T], on_cancel: Callable[[], object] = lambda: None) -> T:
     """Await a future to its end even if cancelled meanwhile; the cancellation is raised afterwards. For work that
-    cannot be taken back once begun, such as a thread that reads the caller's tensors. ``hurry``: called once, if
+    cannot be taken back once begun, such as a thread that reads the caller's tensors. ``on_cancel``: called once, if
     cancelled, to bring the end about."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -79,7 +79,7 @@ async def finish(future: asyncio.Future[T], hurry: Callable[[], object] = lambda
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             if cancelled is None:
-                hurry()
+                on_cancel()
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
@@ -175,11 +175,11 @@ class WorkThread:
             thread.join(1.0)
 
 
-async def elsewhere(name: str, function: Callable[[], T], hurry: Callable[[], object] = lambda: None) -> T:
+async def elsewhere(name: str, function: Callable[[], T], on_cancel: Callable[[], object] = lambda: None) -> T:
     """Run a function in a daemon thread of its own, which ends with it. Cancelled, this raises when it has run;
-    ``hurry`` is called to have it end sooner."""
+    ``on_cancel`` is called to have it end sooner."""
     thread = WorkThread(name)
     try:
-        return await finish(thread.submit(function), hurry)
+        return await finish(thread.submit(function), on_cancel)
     finally:
         thread.abandon()

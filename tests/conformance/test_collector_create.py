@@ -100,7 +100,7 @@ def test_an_interruption_that_strikes_its_end_leaves_no_worker() -> None:
     before, interruption = set(multiprocessing.active_children()), Interruption()
     collector = MultiSyncCollector([Slow], Level(), frames_per_batch=4, start_method="forkserver")
     with interruption.of_this_thread():
-        interruption.strike()
+        interruption.interrupt()
         collector.shutdown()
     assert set(multiprocessing.active_children()) == before
 
