@@ -138,10 +138,16 @@ class Dialer:
             return f"the sender at {self.endpoint} wants a key: give server_key= and client_key="
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             return f"something else than a sender answers at {self.endpoint}"
-        # No detail: the connection has ended before the handshake was complete. Without keys, libzmq tries again.
-        if not keyed or self.why:
+        # No detail: the connection has ended before the handshake was complete. A sender with keys that reads of none
+        # ends it so too, where its end is here before its greeting has been read.
+        if self.why or not self.endpoint.startswith("tcp:"):
             return self.why
-        return f"whoever answers at {self.endpoint} has another key than server_key= says, or none, or is too busy"
+        if keyed:
+            return f"whoever answers at {self.endpoint} has another key than server_key= says, or none, or is too busy"
+        return (
+            f"whoever answers at {self.endpoint} ends the connection at once: it wants a key "
+            "(give server_key= and client_key=), or is about to end"
+        )
 
     def _again(self) -> None:
         self._timer = None

@@ -608,6 +608,13 @@ async def test_r203_the_sender_names_those_that_it_refused_when_it_waits_in_vain
         assert re.search(r"refused: (no key|an incomplete handshake) \(", str(there))
 
 
+async def test_r203_a_receiver_without_keys_is_told_why_the_connection_ends_at_once(site: Site) -> None:
+    """As with a sender with keys that was faster: it had left before its greeting was read."""
+    host, port = site.endpoint.removeprefix("tcp://").split(":")
+    async with await asyncio.start_server(lambda _, writer: writer.close(), host, int(port)):
+        await refused(site.receiver(0, Model(), server_key=None, client_key=None), r"at once: it wants a key \(give")
+
+
 def test_r203_arguments_that_cannot_be_are_refused(api: Api, tmp_path: Path) -> None:
     tcp = "tcp://10.0.0.3:5555"
     for given, message in [
