@@ -146,7 +146,7 @@ class Dialer:
             return f"whoever answers at {self.endpoint} has another key than server_key= says, or none, or is too busy"
         return (
             f"whoever answers at {self.endpoint} ends the connection at once: it wants a key "
-            "(give server_key= and client_key=), or is about to end"
+            "(give server_key= and client_key=), is no sender, or is about to end"
         )
 
     def _again(self) -> None:
