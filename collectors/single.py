@@ -27,11 +27,11 @@ from asyncsync.collectors.arguments import (
     check_schemes,
 )
 from asyncsync.collectors.base import PostHook, PreHook
-from asyncsync.collectors.batch_layout import empty_batch
 from asyncsync.collectors.construct import Chooses, by_backend
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.local_collector import LocalCollector
-from asyncsync.collectors.rollout.buffer import RolloutBuffer, SameBatch
+from asyncsync.collectors.rollout.batch_memory import NewBatches, SameBatch
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.iteration import Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -216,7 +216,7 @@ class Collector(LocalCollector, metaclass=Chooses):
                 rollouts.env = primed(env, made)
             rollouts.set_up(RolloutDevices(device, storing_device, policy_device, env_device, no_cuda_sync))
             arguments.fit(rollouts.n_env)
-            memory = SameBatch() if return_same_td else empty_batch
+            memory = SameBatch() if return_same_td else NewBatches()
             rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
             self._original_policy = as_module(with_spec(made, rollouts.env))
             self.policy = placed(self._original_policy, rollouts.devices.policy, bool(trust_policy))

@@ -33,7 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of, with_time
 
-__all__ = ["RolloutBuffer", "SameBatch"]
+__all__ = ["RolloutBuffer"]
 
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
@@ -164,23 +164,6 @@ class RolloutBuffer:
             self._loose = before
             self._batch = None
         self._loose.append(clone)
-
-
-class SameBatch:
-    """An ``allocate`` that gives the very same batch again and again, as long as its layout fits."""
-
-    def __init__(self) -> None:
-        self._layout: BatchLayout | None = None
-        self._batch = TensorDict()
-        self._tensors: list[torch.Tensor] = []
-
-    def __call__(self, layout: BatchLayout) -> TensorDictBase:
-        if layout != self._layout:
-            self._layout, self._batch = layout, empty_batch(layout)
-            self._tensors = [self._batch.get(leaf.path) for leaf in layout.leaves]
-        for leaf, tensor in zip(layout.leaves, self._tensors, strict=True):
-            self._batch.set(leaf.path, tensor)  # private entries were taken out, others may have been replaced
-        return self._batch
 
 
 class _Reader:
