@@ -19,7 +19,6 @@ __all__ = [
     "check_slots",
     "check_sync",
     "check_timeout",
-    "disagreement",
 ]
 
 MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
@@ -74,14 +73,6 @@ def check_count(name: str, value: int, least: int = 1) -> None:
 def check_bytes(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} must be a number of bytes, not {value!r}")
-
-
-def disagreement(name: str, there: int | None, given: int) -> ValueError:
-    """The error where the parts of a program want different ones."""
-    return ValueError(
-        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus have to "
-        "agree"
-    )
 
 
 def check_slots(slots: int) -> None:

@@ -66,8 +66,6 @@ class Binding:
         if apply is None and type(strategy).apply_weights is not WeightStrategy.apply_weights and model is not None:
             apply = partial(strategy.apply_weights, model, inplace=inplace)
         self._custom = apply
-        # Whether a user's code sees an update's slab itself, and may keep its tensors or move their memory.
-        self.shows_slabs = self._converts and apply is None
         is_written_here = not self._converts and apply is None
         self.repoints = repoints and is_written_here and _can_be_repointed(model)
         self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()

@@ -43,7 +43,8 @@ class NewBatches:
             if leaf.device.type != "cpu" or nbytes < LARGE_LEAF:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
             else:
-                tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(_storage(nbytes, free), 0, shape))
+                whole = torch.empty(0, dtype=leaf.dtype, device="cpu").set_(_storage(nbytes, free))
+                tensors.append(whole.view(shape))
         return layout.build(tensors)
 
 
