@@ -351,14 +351,6 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise ValueError(f"rollouts of the workers have {frames} frames: say of which worker, by worker_idx=")
         return frames[worker_idx or 0]
 
-    def _announces(self) -> bool:
-        """Have the newest version announced as soon as it is published; False if several buses count versions."""
-        if len(self._senders.buses) != 1:
-            return False
-        group = self._group  # not the collector: the open bus would keep it alive
-        self._senders.buses[0]._on_published = lambda version, workers: group.announce(version, workers)
-        return True
-
     # -- what is different where the workers are not processes of this host -----------------------------------------
 
     def _make_group(self, start_method: str) -> WorkerGroup:
