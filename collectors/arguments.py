@@ -362,13 +362,20 @@ def own_arguments(kind: Any) -> Mapping[str, Any]:
 
 def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments for a worker's ``kind``: ``arguments`` but for those that a partial fixes already. Raises
-    TypeError: the partial fixes one that was given here too: its value is not that of ``defaults``."""
+    TypeError: the partial fixes one that was given here too: its value is not that of ``defaults``; ValueError: one
+    that is for all workers together."""
     own = own_arguments(kind)
     for name in own:
         if name in arguments and not _same(arguments[name], defaults.get(name)):
             raise TypeError(
                 f"{name} is given twice: in the partial that is collector_class, and by the collector around it. "
                 "Leave out one of them"
+            )
+    for name in ("total_frames", "replay_buffer"):
+        if name in own:
+            raise ValueError(
+                f"{name} in the partial that is collector_class: frames are counted, and replay buffers written to, "
+                "for all workers together: give it to the collector around it"
             )
     return {name: value for name, value in arguments.items() if name not in own}
 

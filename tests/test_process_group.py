@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.workers import main as workers
 from asyncsync.collectors.workers.channel import Channel, encode
 from asyncsync.collectors.workers.control_page import ControlPage
@@ -58,6 +59,17 @@ def test_a_workers_timeout_is_no_timeout_of_the_wait(group: ProcessGroup) -> Non
     group.failure = TimeoutError("of an environment")
     with pytest.raises(TimeoutError, match="of an environment"):
         group.wait(lambda: None, 20)
+
+
+def test_a_call_that_cannot_be_made_leaves_nothing_behind(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def post(worker: int, message: Any) -> None:
+        if worker == 1:
+            raise RuntimeError("a thousand messages wait")
+
+    monkeypatch.setattr(group, "post", post)
+    with pytest.raises(RuntimeError, match="a thousand messages wait"):
+        Calls(group, 2)("reset")
+    assert group.replies == {}
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ class BusCore(KnownKeywords):
         self._preparing = Order()  # held by a publication until it is ready to be packed
         self._carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
-        # Called on the loop with each version, and whom it is for, before anybody waits for acknowledgements.
+        # Called on the loop with each version that workers are to have, and whom it is for (None: everybody).
         self._on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
         self._calls: Calls | None = None  # a sender's whose workers are called with each version

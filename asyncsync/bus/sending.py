@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from asyncsync.arguments import as_workers, check_count, check_timeout
@@ -71,13 +72,14 @@ async def publish_sources(
     """:func:`publish` of what was extracted; unless ``at_once``, it has still to depart."""
     transports = {topic: bus._schemes[topic]._transport() for topic in sources}
     link = bus._sender()
-    _check_reach(link, {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)})
+    whom = {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)}
+    _check_reach(link, whom)
     deadline = link.loop.time() + timeout
     version = await link.publishing.publish(
         sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
     )
     if bus._on_published is not None:
-        bus._on_published(version, workers)
+        link.publisher.targets.when_agreed(version, partial(bus._on_published, version, sorted(whom) or None))
     if bus._calls is not None:
         bus._calls.begin(version, workers, list(sources))
     return version

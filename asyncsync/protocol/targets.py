@@ -12,7 +12,7 @@ A target holds one reference to its slab; so memory is the distinct targets, plu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncsync.errors import SchemaMismatch
@@ -27,7 +27,7 @@ KEPT_REJECTIONS = 16
 class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
     in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``first``:
-    the oldest version that it has replaced before that was accepted."""
+    the oldest version that it has replaced before that was accepted. ``then``: called when it becomes the target."""
 
     version: int
     layouts: frozenset[tuple[str, bytes]]
@@ -36,6 +36,7 @@ class Publication:
     metadata: bytes = b""
     awaiting: set[int] = field(default_factory=set)
     first: int = 0
+    then: Callable[[], object] | None = None
 
     @property
     def models(self) -> set[str]:
@@ -186,6 +187,15 @@ class Targets:
                 for slot in model.own.values():
                     slot.drop(below=common.version)
                 model.forget_empty()
+        if publication.then is not None:
+            publication.then()
+
+    def when_agreed(self, version: int, then: Callable[[], object]) -> None:
+        """Call this when a version that was published becomes the target; at once, if it has; never, if it does not."""
+        if (publication := self.pending.get(version)) is not None:
+            publication.then = then
+        elif not self.rejected(version):
+            then()
 
     def _follow(self, common: Target | None, replaced: Replaced) -> None:
         """What is for everybody keeps what it has replaced, and nothing that is older."""

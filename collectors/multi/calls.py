@@ -44,9 +44,11 @@ class Calls:
     def _answers(self, name: str, pickled: Mapping[int, bytes], timeout: float) -> list[Any]:
         group = self._group
         deadline = time.monotonic() + timeout
-        numbers = {worker: group.call(worker, name, arguments) for worker, arguments in pickled.items()}
+        numbers: dict[int, int] = {}
         results = []
         try:
+            for worker, arguments in pickled.items():
+                numbers[worker] = group.call(worker, name, arguments)
             for worker, number in numbers.items():
                 try:
                     answer = group.wait(partial(group.replies.get, number), max(0.0, deadline - time.monotonic()))

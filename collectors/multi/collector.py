@@ -80,7 +80,8 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         create_env_kwargs: for the callables; one dict, or one per worker.
         collector_class: what each worker runs: ``Collector``, a subclass, or (nested) a class or partial of the two
             multi-process ones, whose ``create_env_fn`` is then an item of the list here. What a partial says goes
-            before what is not given here.
+            before what is not given here; ``total_frames`` and ``replay_buffer`` are for all workers together, and
+            given here.
         max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids, trust_policy,
             compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs, use_buffers, reset_when_done,
             auto_register_policy_transforms, local_init_rb: as of ``Collector``.
@@ -350,14 +351,6 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         if worker_idx is None and len(set(frames)) > 1:
             raise ValueError(f"rollouts of the workers have {frames} frames: say of which worker, by worker_idx=")
         return frames[worker_idx or 0]
-
-    def _announces(self) -> bool:
-        """Have the newest version announced as soon as it is published; False if several buses count versions."""
-        if len(self._senders.buses) != 1:
-            return False
-        group = self._group  # not the collector: the open bus would keep it alive
-        self._senders.buses[0]._on_published = lambda version, workers: group.announce(version, workers)
-        return True
 
     # -- what is different where the workers are not processes of this host -----------------------------------------
 

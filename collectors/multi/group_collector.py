@@ -7,6 +7,7 @@ models act in which process, whom an update reaches, how versions are counted, a
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -321,10 +322,27 @@ class GroupCollector(GroupInspection, BaseCollector):
             own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
         self._group.counted = max(self._group.counted, own)
 
-    def _published(self, version: int, workers: list[int] | None = None) -> None:
+    def _announces(self) -> bool:
+        """Have each version announced to the workers that it is for, and counted as their update, as soon as they are
+        to have it. False, and not announced: several buses count versions."""
+        # Not the collector, nor what may refer to it: the open bus would keep it alive.
+        group, updated, buses = self._group, weakref.WeakMethod(self._driver.updated), self._senders.buses
+        is_one = len(buses) == 1
+
+        def announce(version: int, workers: list[int] | None) -> None:
+            if (note := updated()) is not None:
+                note(workers)
+            if is_one:
+                group.announce(version, workers)
+
+        for bus in buses:
+            bus._on_published = announce
+        return is_one
+
+    def _published(self, version: int) -> None:
         if not self._senders.buses:  # nothing is sent that would tell the workers of it
             self._group.count_version()
-        self._driver.updated(workers)
+            self._driver.updated(None)
 
     def _pass_versions_on(self) -> None:
         super()._pass_versions_on()

@@ -8,8 +8,8 @@ import concurrent.futures
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from tensordict import TensorDictBase
@@ -28,7 +28,7 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.remote_calls import CalledBlocking
 
-__all__ = ["ActingWeights", "Holds", "fitted"]
+__all__ = ["ActingWeights", "Holds", "besides", "fitted"]
 
 Change = concurrent.futures.Future[None]
 
@@ -45,6 +45,15 @@ def fitted(model: Any, source: Any) -> Prepared | None:
     prepared = Binding(model, strategy).prepare_flat(flat_weights(strategy, source))
     prepared.resolve()
     return prepared
+
+
+@contextmanager
+def besides(error: BaseException) -> Iterator[None]:
+    """A block that changes weights here while this error is on its way, which goes on whatever is raised in here."""
+    try:
+        yield
+    except Exception as other:
+        error.add_note(f"Nor was what acts in this process updated: {other}")
 
 
 class ActingWeights:

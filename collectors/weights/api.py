@@ -18,7 +18,7 @@ import torch
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.collectors.weights.acting import ActingWeights, fitted
+from asyncsync.collectors.weights.acting import ActingWeights, besides, fitted
 from asyncsync.collectors.weights.legacy_updaters import (
     WeightUpdaterBase,
     WorkerIds,
@@ -260,23 +260,37 @@ class WeightsAPI:
     def _carry_out(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
             update.push()
-        if update.sent:
-            with self._publishing(update.workers):
-                self._senders.send(update.sent, update.workers, update.timeout if wait else None)
+        before, change = self._senders.version, partial(self._apply_locally, update.applied)
+        try:
+            if update.sent:
+                with self._publishing():
+                    self._senders.send(update.sent, update.workers, update.timeout if wait else None)
+        except BaseException as error:
+            if update.applied and self._senders.version > before:  # the workers converge to theirs
+                with besides(error):
+                    self._weights.apply(change, update.timeout)
+            raise
         if update.applied:
-            self._weights.apply(partial(self._apply_locally, update.applied), update.timeout)
+            self._weights.apply(change, update.timeout)
 
     async def _carry_out_async(self, update: Planned, wait: bool) -> None:
         if update.push is not None:
             await elsewhere("asyncsync-updater", update.push)
-        if update.sent:
-            with self._publishing(update.workers):
-                await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
+        before, change = self._senders.version, partial(self._apply_locally, update.applied)
+        try:
+            if update.sent:
+                with self._publishing():
+                    await self._senders.send_async(update.sent, update.workers, update.timeout if wait else None)
+        except BaseException as error:  # a cancellation, too
+            if update.applied and self._senders.version > before:
+                with besides(error):
+                    await self._weights.apply_async(change, update.timeout)
+            raise
         if update.applied:
-            await self._weights.apply_async(partial(self._apply_locally, update.applied), update.timeout)
+            await self._weights.apply_async(change, update.timeout)
 
     @contextmanager
-    def _publishing(self, workers: list[int] | None) -> Iterator[None]:
+    def _publishing(self) -> Iterator[None]:
         """A block that sends. Also a version that not every worker has applied is published: they still converge."""
         before = self._senders.version
         try:
@@ -284,14 +298,14 @@ class WeightsAPI:
         finally:
             if (version := self._senders.version) > before:
                 mark_counted()
-                self._published(version, workers)
+                self._published(version)
 
     def _goes_with_workers(self, model_id: str) -> bool:
         """Whether a model that acts here may be updated together with what is sent to workers."""
         return False
 
-    def _published(self, version: int, workers: list[int] | None = None) -> None:
-        """Called after a version was published; ``workers``: for whom (None: everybody). For subclasses."""
+    def _published(self, version: int) -> None:
+        """Called after a version was published. For subclasses."""
 
     def _push_policy(self, weights: Any, worker_id: int | torch.device | None) -> None:
         """What an updater sends by the schemes. Raises RuntimeError: there is none for the policy."""
@@ -301,7 +315,7 @@ class WeightsAPI:
                 "for a policy in this process, or pass weight_sync_schemes="
             )
         workers = worker_indices(worker_id, self._workers_of)
-        with self._publishing(workers):
+        with self._publishing():
             self._senders.send({"policy": weights}, workers, DEFAULT_TIMEOUT)
 
     # -- from above ---------------------------------------------------------------------------------------------------

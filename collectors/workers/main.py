@@ -23,6 +23,7 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -123,10 +124,12 @@ class WorkerLoop:
         self._channel = channel
         self._schemes = schemes
         self._writer = BatchWriter()
+        self._kept: deque[tuple[Any, ...]] = deque()  # what is for the end of the rollout under way
         self._worker = RolloutWorker(index, self.page, self._writer, self.stand_still, self.serve)
 
     def stand_still(self) -> None:
-        """Report a pause, and return when it is over. Calls that need the end of a rollout are refused meanwhile."""
+        """Report a pause, and return when it is over. Meanwhile, calls that need the end of a rollout are refused, and
+        rollouts wait for it."""
         self._send("paused")
         while (message := self._receive())[0] != "resume":
             kind, *rest = message
@@ -134,6 +137,8 @@ class WorkerLoop:
                 number, name, _ = rest
                 error = RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
                 self._send("reply", number, Failure.of(error), None)
+            elif kind in ("rollout", "run"):
+                self._kept.append(message)
             else:
                 self._handle(message)
 
@@ -215,7 +220,7 @@ class WorkerLoop:
 
     def run(self) -> None:
         while True:
-            self._handle(self._receive())
+            self._handle(self._kept.popleft() if self._kept else self._receive())
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message

@@ -87,6 +87,7 @@ class ProcessGroup(LoopGroup):
 
     def request(self, worker: int, request: RolloutRequest) -> None:
         serial, random, place = request
+        self.states[worker] = "running"  # also after it has run free, and finished
         self.post(worker, ("rollout", serial, random, place.lease))
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
@@ -101,7 +102,8 @@ class ProcessGroup(LoopGroup):
 
     def run_free(self, total: float, random: int) -> None:
         for worker in self._workers:
-            self.states[worker.index] = "running"
+            if self.states[worker.index] == "finished":  # one that is paused is so until the pause ends
+                self.states[worker.index] = "running"
             self.post(worker.index, ("run", total, random))
 
     def pause(self) -> None:
@@ -172,7 +174,11 @@ class ProcessGroup(LoopGroup):
         self.check()
         number = next(self._calls)
         self.replies[number] = None
-        self.post(worker, ("call", number, name, arguments))
+        try:
+            self.post(worker, ("call", number, name, arguments))
+        except BaseException:
+            del self.replies[number]
+            raise
         return number
 
     def _on_readable(self, worker: WorkerProcess) -> None:

@@ -149,6 +149,14 @@ def test_collector_with_num_collectors_is_a_multi_collector(sync: bool) -> None:
         ({"env_device": ["cpu", "cuda:99"]}, r"env_device\[1\]='cuda:99', but"),
         ({"storing_device": "cudaa"}, "storing_device='cudaa' is no device here"),
         ({"collector_class": functools.partial(Collector, policy_device="cuda:99")}, "policy_device='cuda:99', but"),
+        (
+            {"collector_class": functools.partial(Collector, total_frames=16)},
+            "total_frames in the partial .* give it to the collector around it",
+        ),
+        (
+            {"collector_class": functools.partial(MultiAsyncCollector, replay_buffer=Unshared())},
+            "replay_buffer in the partial",
+        ),
         ({"replay_buffer": []}, r"replay_buffer is a list, .* a copy of its own: .*ReplayBuffer\(…, shared=True\)"),
         ({"replay_buffer": Unshared()}, "replay_buffer is a Unshared, .* say so: replay_buffer.shared = True"),
     ],

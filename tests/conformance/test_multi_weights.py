@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import functools
 import pickle
@@ -13,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import NotConnected, PartialSendError, SchemaMismatch
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.collecting_multi import WithModel, acted, make, options, policy, versions
 from helpers.collecting_weights import update
+from helpers.pairs import until
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 FACTORIES = [make(length=5), make(length=3)]
@@ -189,6 +193,38 @@ def test_r146_max_weight_update_interval_bounds_the_batches_between_two_updates(
         assert max(own.count(version) for version in own) <= 3
 
 
+def test_r146_weights_for_one_worker_are_no_update_of_the_others() -> None:
+    source = policy(1.0)
+    with MultiSyncCollector(FACTORIES, source, **options(max_weight_update_interval=2)) as collector:
+        seen = []
+        for value in range(2, 7):
+            batch: Any = collector.next()
+            seen.append(acted(batch[1])[0])
+            source.module.fill(value)
+            collector.update_policy_weights_({0: source})
+    assert seen == [1.0, 1.0, 3.0, 3.0, 5.0], "what the trainer had two batches later"
+
+
+def test_weights_for_one_worker_make_no_other_wait_for_them() -> None:
+    with MultiSyncCollector(FACTORIES, policy(1.0), **options(max_lag=0)) as collector:
+        collector.update_policy_weights_({0: policy(2.0)})
+        batch: Any = collector.next()
+        assert [acted(part) for part in batch] == [[2.0], [1.0]]
+        assert [versions(part) for part in batch] == [[2], [1]]
+        collector.update_policy_weights_({1: policy(3.0)})
+        assert versions(collector.next()) == [2, 3]
+
+
+def test_no_worker_waits_for_weights_that_were_refused() -> None:
+    with MultiSyncCollector(FACTORIES, policy(1.0), **options(max_lag=0)) as collector:
+        for wait in (True, False):
+            with pytest.raises(PartialSendError, match="shape") if wait else contextlib.nullcontext():
+                collector.update_policy_weights_({"module.weight": torch.ones(5)}, wait=wait)
+            assert (acted(batch := collector.next()), versions(batch)) == ([1.0], [1])
+        collector.update_policy_weights_(policy(2.0))
+        assert acted(collector.next()) == [2.0]
+
+
 def test_r145_overrides_r146_for_the_synchronous_one() -> None:
     source = policy()
     given = options(max_weight_update_interval=3, update_at_each_batch=True)
@@ -227,6 +263,36 @@ def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str)
         assert (acted(batch := collector.next()), versions(batch)) == ([3.0], [3])
         with pytest.raises(ValueError, match="nobody"):
             update(collector, style, weights_dict={"policy": source, "nobody": source}, wait=False)
+
+
+@pytest.mark.parametrize("style", ["late", "cancelled"])
+async def test_an_update_that_arrives_later_is_complete(style: str) -> None:
+    """What acts in the trainer's process is updated with what the workers converge to."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.zeros(1))
+
+        def forward(self, batch: Any) -> Any:
+            return batch.set("shift", self.value.detach().expand(batch.batch_size).clone())
+
+    given = options(frames_per_batch=1, postproc=Shift())
+    with MultiAsyncCollector([make(delay=0.3)], policy(), **given) as collector:
+        await anext(collector)  # the next step has begun
+        both = {"policy": policy(7.0), "postproc": {"value": torch.full((1,), 7.0)}}
+        if style == "late":
+            with pytest.raises(PartialSendError):
+                await collector.update_policy_weights_async(weights_dict=both, timeout=0.02)
+        else:
+            sending = asyncio.create_task(collector.update_policy_weights_async(weights_dict=both))
+            await until(lambda: collector.policy_version == 2)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+        assert (await anext(collector))["shift"].tolist() == [7.0]  # type: ignore[index]
+        await anext(collector)
+        assert acted(await anext(collector)) == [7.0]
 
 
 @pytest.mark.thorough
